@@ -18,6 +18,7 @@ from tests.kube.values import EXAMPLES, example_values, over, with_values
 SCHEMA = json.loads((CHART / "values.schema.json").read_text())
 DEFAULTS = yaml.safe_load((CHART / "values.yaml").read_text())
 
+OTHER: dict[str, Any] = {"servedName": "smollm2-135m", "source": {"path": "/x"}}
 WRONG: dict[str, tuple[str, Any]] = {
     "a misspelt key": ("routr", {"replicas": 2}),
     "a misspelt key further in": ("router__replica", 2),
@@ -30,6 +31,9 @@ WRONG: dict[str, tuple[str, Any]] = {
     "no such log level": ("router__logLevel", "loud"),
     "root": ("security__runAsUser", 0),
     "a part that is too large": ("models__demo__autoscaling__minReplicas", -1),
+    "a negative weight": ("models__demo__weight", -1),
+    "a part of a weight": ("models__demo__weight", 0.5),
+    "a shadow of more than all": ("models__demo__shadowPercent", 101),
     "a name that is none": ("models__Not_A_Name", {"source": {"path": "/x"}}),
     "a list for a map": ("redis", []),
     "a source that is none": ("models__demo__source", {"s3": {"bucket": "x"}}),
@@ -102,9 +106,32 @@ CONTRADICTIONS: dict[str, tuple[dict[str, Any], list[str]]] = {
         {"models__demo__autoscaling": {"minReplicas": 3, "maxReplicas": 2}},
         ["models.demo.autoscaling.minReplicas", "maxReplicas"],
     ),
-    "two models of one name": (
-        {"models__other": {"servedName": "smollm2-135m", "source": {"path": "/x"}}},
+    "two models of one name for metrics": (
+        {"models__other": {"servedName": "a/b", "source": {"path": "/x"}}, "models__demo__servedName": "a_b"},
         ["models.demo", "models.other"],
+    ),
+    "a target called as its name": (
+        {"models__demo__servedName": "other", "models__other": {"source": {"path": "/x"}}},
+        ["models.demo", "models.other", "another key, such as other-v1"],
+    ),
+    "no weight at all": (
+        {"models__demo__weight": 0, "models__other": {**OTHER, "weight": 0}},
+        ["servedName smollm2-135m add up to 0", "a weight above 0"],
+    ),
+    "two shadows": (
+        {
+            "models__other": {**OTHER, "shadowPercent": 1},
+            "models__more": {**OTHER, "shadowPercent": 1},
+        },
+        ["models.more", "models.other", "both shadows of smollm2-135m"],
+    ),
+    "a shadow of nothing": (
+        {"models__demo__shadowPercent": 1},
+        ["models.demo.shadowPercent", "there is nothing to shadow"],
+    ),
+    "a shadow with a weight": (
+        {"models__other": {**OTHER, "shadowPercent": 1, "weight": 1}},
+        ["models.other", "a weight and a shadowPercent"],
     ),
     "an update that cannot begin": (
         {"models__demo__maxSurge": 0, "models__demo__maxUnavailable": 0},

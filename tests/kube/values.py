@@ -20,7 +20,7 @@ NEEDS = {
     "nodes": ["leaderworkerset.x-k8s.io/v1", "keda.sh/v1alpha1", "cert-manager.io/v1"],
 }
 """The API versions that an example needs besides those that every cluster has."""
-NEW = {"endpoint-picker", "nodes"}
+NEW = {"canary", "endpoint-picker", "nodes"}
 """Examples of what the previous version of the chart cannot do: their releases begin with this one."""
 
 

@@ -12,6 +12,16 @@
 {{- end -}}
 {{- $_ := set $models $key $model -}}
 {{- end -}}
+{{- $of := dict -}}
+{{- range $key, $model := $models -}}
+{{- $name := include "quire.servedName" (dict "key" $key "model" $model) -}}
+{{- $_ := set $of $name (append (get $of $name | default list) $key) -}}
+{{- end -}}
+{{- range $key, $model := $models -}}
+{{- $name := include "quire.servedName" (dict "key" $key "model" $model) -}}
+{{- $weighted := not (and (kindIs "invalid" $model.weight) (kindIs "invalid" $model.shadowPercent)) -}}
+{{- $_ := set $model "isTarget" (or (gt (len (get $of $name)) 1) $weighted) -}}
+{{- end -}}
 {{- toYaml $models -}}
 {{- end -}}
 
@@ -27,6 +37,30 @@
 {{/* The name that clients ask for. Takes key and model. */}}
 {{- define "quire.servedName" -}}
 {{- default .key .model.servedName -}}
+{{- end -}}
+
+{{/* The name by which routers and engines know a model: that of clients, unless several models are targets of it. Takes key and model. */}}
+{{- define "quire.modelName" -}}
+{{- ternary .key (include "quire.servedName" .) .model.isTarget -}}
+{{- end -}}
+
+{{/* What is behind each name with targets, as routers read it, or nothing. Takes the root. */}}
+{{- define "quire.targets" -}}
+{{- $groups := dict -}}
+{{- range $key, $model := include "quire.models" . | fromYaml -}}
+{{- if $model.isTarget -}}
+{{- $name := include "quire.servedName" (dict "key" $key "model" $model) -}}
+{{- $group := get $groups $name | default (dict "targets" list) -}}
+{{- if kindIs "invalid" $model.shadowPercent -}}
+{{- $weight := ternary 1 (int $model.weight) (kindIs "invalid" $model.weight) -}}
+{{- $_ := set $group "targets" (append $group.targets (dict "model" $key "weight" $weight)) -}}
+{{- else -}}
+{{- $_ := set $group "shadow" (dict "model" $key "percent" $model.shadowPercent) -}}
+{{- end -}}
+{{- $_ := set $groups $name $group -}}
+{{- end -}}
+{{- end -}}
+{{- if $groups -}}{{- dict "models" $groups | toJson -}}{{- end -}}
 {{- end -}}
 
 {{/* The folder of a model in a pod. Takes key and source. */}}

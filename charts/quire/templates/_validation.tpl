@@ -51,7 +51,7 @@
 {{- end -}}
 {{- $own := dict -}}
 {{- range $volume := .values.volumes -}}
-{{- if or (has $volume.name (list "tmp" "kernels" "shared-memory" "tls" "tenants" "redis-password" "redis-ca" "scaling" "keda" "trust")) (hasPrefix "model-" $volume.name) (hasKey $own $volume.name) -}}
+{{- if or (has $volume.name (list "tmp" "kernels" "shared-memory" "tls" "tenants" "targets" "redis-password" "redis-ca" "scaling" "keda" "trust")) (hasPrefix "model-" $volume.name) (hasKey $own $volume.name) -}}
 {{- fail (printf "%s.volumes has a volume %s, and there is one of that name already: give it another." $path $volume.name) -}}
 {{- end -}}
 {{- $_ := set $own $volume.name false -}}
@@ -117,14 +117,54 @@
 {{- fail "models is empty: say at least one model and its source, as in ci/cpu-demo-values.yaml." -}}
 {{- end -}}
 {{- $names := dict -}}
+{{- include "quire.validateTargets" . -}}
 {{- range $key, $model := include "quire.models" . | fromYaml -}}
-{{- $name := include "quire.servedName" (dict "key" $key "model" $model) -}}
+{{- $name := include "quire.modelName" (dict "key" $key "model" $model) -}}
 {{- $label := include "quire.metricLabel" (dict "key" $key "model" $model) -}}
 {{- if hasKey $names $label -}}
 {{- fail (printf "models.%s and models.%s have the same name for clients or metrics, %s: give one of them another servedName." (get $names $label) $key $name) -}}
 {{- end -}}
 {{- $_ := set $names $label $key -}}
 {{- include "quire.validateModel" (dict "root" $ "key" $key "model" $model) -}}
+{{- end -}}
+{{- end -}}
+
+{{/* Weights that add up to nothing, shadows of nothing, and names that could mean either of two. Takes the root. */}}
+{{- define "quire.validateTargets" -}}
+{{- $models := include "quire.models" . | fromYaml -}}
+{{- $sums := dict -}}
+{{- $shadows := dict -}}
+{{- range $key, $model := $models -}}
+{{- if $model.isTarget -}}
+{{- $name := include "quire.servedName" (dict "key" $key "model" $model) -}}
+{{- range $other, $of := $models -}}
+{{- if eq (include "quire.modelName" (dict "key" $other "model" $of)) $name -}}
+{{- fail (printf "models.%s is a target of the name %s, and models.%s is called so, too: give %s another key, such as %s-v1, and %s as its servedName." $key $name $other $other $other $name) -}}
+{{- end -}}
+{{- end -}}
+{{- if kindIs "invalid" $model.shadowPercent -}}
+{{- $weight := ternary 1 (int $model.weight) (kindIs "invalid" $model.weight) -}}
+{{- $_ := set $sums $name (add (get $sums $name | default 0) $weight) -}}
+{{- else -}}
+{{- if not (kindIs "invalid" $model.weight) -}}
+{{- fail (printf "models.%s has a weight and a shadowPercent: a shadow answers nobody, so set its weight to null." $key) -}}
+{{- end -}}
+{{- if hasKey $shadows $name -}}
+{{- fail (printf "models.%s and models.%s are both shadows of %s, which may have one: leave out one shadowPercent." (get $shadows $name) $key $name) -}}
+{{- end -}}
+{{- $_ := set $shadows $name $key -}}
+{{- end -}}
+{{- end -}}
+{{- end -}}
+{{- range $name, $key := $shadows -}}
+{{- if not (hasKey $sums $name) -}}
+{{- fail (printf "models.%s.shadowPercent is set, and no other entry of models has the servedName %s: there is nothing to shadow." $key $name) -}}
+{{- end -}}
+{{- end -}}
+{{- range $name, $sum := $sums -}}
+{{- if eq (int $sum) 0 -}}
+{{- fail (printf "The weights of all models with the servedName %s add up to 0, so that no request for it could be answered: give one of them a weight above 0." $name) -}}
+{{- end -}}
 {{- end -}}
 {{- end -}}
 

@@ -48,7 +48,7 @@
 
 {{/* A model's name as the label of a metric, made as the router makes it. Takes key and model. */}}
 {{- define "quire.metricLabel" -}}
-{{- $label := regexReplaceAll "[^A-Za-z0-9_.-]" (include "quire.servedName" .) "_" | trunc 63 -}}
+{{- $label := regexReplaceAll "[^A-Za-z0-9_.-]" (include "quire.modelName" .) "_" | trunc 63 -}}
 {{- regexReplaceAll "[_.-]+$" $label "" -}}
 {{- end -}}
 

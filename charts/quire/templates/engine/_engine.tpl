@@ -75,7 +75,7 @@ spec:
         - name: QUIRE_ENGINE_MODEL
           value: {{ include "quire.folder" (dict "key" $.key "source" $.model.source) | quote }}
         - name: QUIRE_ENGINE_SERVED_MODEL_NAME
-          value: {{ include "quire.servedName" (dict "key" $.key "model" $.model) | quote }}
+          value: {{ include "quire.modelName" (dict "key" $.key "model" $.model) | quote }}
         {{- include "quire.settings" (dict "prefix" "QUIRE_ENGINE_" "settings" (pick $.model "dtype" "maxModelLen" "tensorParallelSize" "pipelineParallelSize" "shutdownTimeout" "shutdownDelay")) | trim | nindent 8 }}
         {{- if gt (int $.model.nodes) 1 }}
         - name: QUIRE_ENGINE_NNODES

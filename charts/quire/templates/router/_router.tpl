@@ -6,7 +6,7 @@
 {{- range $key, $model := include "quire.models" . | fromYaml -}}
 {{- $source := include "quire.tokenizerSource" $model | fromYaml -}}
 {{- $folder := include "quire.folder" (dict "key" $key "source" $source) -}}
-{{- $entries = append $entries (printf "%s=%s" (include "quire.servedName" (dict "key" $key "model" $model)) $folder) -}}
+{{- $entries = append $entries (printf "%s=%s" (include "quire.modelName" (dict "key" $key "model" $model)) $folder) -}}
 {{- end -}}
 {{- join "," $entries -}}
 {{- end -}}
@@ -164,6 +164,11 @@
   mountPath: /etc/quire/tenants
   readOnly: true
 {{- end }}
+{{- if include "quire.targets" . }}
+- name: targets
+  mountPath: /etc/quire/targets
+  readOnly: true
+{{- end }}
 {{- if include "quire.redisPasswordSecret" . }}
 - name: redis-password
   mountPath: /etc/quire/redis-password
@@ -198,6 +203,12 @@
     items:
       - key: {{ .Values.router.auth.tenantsKey | quote }}
         path: tenants.toml
+{{- end }}
+{{- if include "quire.targets" . }}
+# Without a checksum in the pod's annotations: routers read it again when it changes.
+- name: targets
+  configMap:
+    name: {{ include "quire.fullname" . }}-targets
 {{- end }}
 {{- with include "quire.redisPasswordSecret" . }}
 - name: redis-password
