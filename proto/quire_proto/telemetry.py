@@ -116,6 +116,8 @@ class Metric:
     TENANTS_FILE_CURRENT = "quire_tenants_file_current"
     TARGETS_FILE_CURRENT = "quire_targets_file_current"
     TARGET_CHOICES = "quire_model_target_choices"
+    SHADOWS = "quire_shadow_requests"
+    SHADOW_EQUAL_SHARE = "quire_shadow_equal_share"
     OIDC_KEYS_CURRENT = "quire_oidc_keys_current"
     TIME_TO_FIRST_TOKEN = "quire_time_to_first_token_seconds"  # noqa: S105 - the name of a metric
     INTER_TOKEN_LATENCY = "quire_inter_token_latency_seconds"  # noqa: S105 - the name of a metric

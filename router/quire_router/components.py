@@ -61,6 +61,7 @@ from quire_router.placement.policies import PlacementSettings
 from quire_router.placement.prefix_index import PrefixIndex
 from quire_router.requests.dispatch import Dispatcher
 from quire_router.requests.runner import RequestRunner
+from quire_router.requests.shadow import ShadowRunner
 
 if TYPE_CHECKING:
     from quire_router.admission.redis_rate_limit import RedisRateLimiter
@@ -277,6 +278,9 @@ class Components:
             max_background=settings.max_concurrent_requests,
             expose_route=settings.debug_route,
             fleet_log=self._fleet_log,
+            shadows=None
+            if settings.model_targets is None
+            else ShadowRunner(self.fleet, placer, self.queue, self._targets),
         )
 
     def _share(self, redis: "RedisAccess", settings: Settings, local: LocalLoad, router_id: str) -> SharedState:

@@ -209,7 +209,7 @@ class Sequence:
     ) -> None:
         self.id = sequence_id
         self.group = group
-        self.best_effort = group.request.priority == BEST_EFFORT
+        self.best_effort = group.request.priority >= BEST_EFFORT
         self.index = index
         self.token_ids = token_ids
         self.table = table

@@ -10,7 +10,10 @@ from dataclasses import dataclass
 from heapq import heappop, heappush
 from math import inf
 from operator import attrgetter
+from sys import float_info
 from typing import TYPE_CHECKING, Protocol
+
+from quire_proto.priority import SHADOW
 
 from quire_engine.core.kv_cache_manager import KVCacheManager
 from quire_engine.core.lora import LoRARequest
@@ -278,13 +281,13 @@ POLICIES: "Mapping[Policy, Callable[[QueuedRequest], float]]" = {"fcfs": fcfs, "
 def rank_by(policy: "Policy", kv_cache_manager: KVCacheManager) -> Callable[[Sequence], float]:
     """The rank of a waiting sequence under a policy, by what the prefix cache has of it now. What another engine has
     begun is before all else, as what was preempted here is: its turn has come, and somebody is reading it. What is best
-    effort is behind all else. Both are in the order in which they came.
+    effort is behind all else, and shadows behind that. All of these are in the order in which they came.
     """
     rank, by_length = POLICIES[policy], policy == "sjf"
 
     def rank_of(sequence: Sequence) -> float:
         if sequence.best_effort:
-            return inf
+            return inf if sequence.request.priority >= SHADOW else float_info.max
         if sequence.request.all_resumed_outputs:
             return -inf
         looks = by_length and not sequence.group.needs_prompt_logprobs

@@ -111,7 +111,7 @@ class Scheduler:
         """Queues a request. Raises ``QuireError`` if it can never run, or if too many wait already."""
         if request.request_id in self._registry.groups:
             raise QuireError(ErrorCode.CONFLICT, "A request with this id is already running.", param="request_id")
-        best_effort = request.priority == BEST_EFFORT
+        best_effort = request.priority >= BEST_EFFORT
         waiting = self.waiting.num_best_effort if best_effort else self.waiting.num_regular
         if waiting >= self.config.max_waiting:
             raise QuireError(ErrorCode.OVERLOADED, "The engine's queue is full.", retry_after=1.0)

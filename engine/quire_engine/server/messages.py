@@ -14,6 +14,7 @@ from quire_proto.convert import (
     stop_token_to_proto,
 )
 from quire_proto.errors import QuireError, invalid
+from quire_proto.priority import BEST_EFFORT, SHADOW
 from quire_proto.sampling import FinishReason
 
 from quire_engine.core.block_pool import BlockStored, KVCacheEvent, Tier
@@ -42,7 +43,7 @@ def request_from_proto(message: pb.Submit, key: str) -> Request:
         resumed_outputs=tuple(
             ResumedOutput(each.index, tuple(each.token_ids), each.finished) for each in message.delivered
         ),
-        priority=message.priority,
+        priority=SHADOW if message.shadow and message.priority == BEST_EFFORT else message.priority,
         pooling=pooling_from_proto(message.pooling) if message.HasField("pooling") else None,
     )
 

@@ -185,6 +185,7 @@ class Submit(_message.Message):
     LORA_NAME_FIELD_NUMBER: _builtins.int
     LORA_DIGEST_FIELD_NUMBER: _builtins.int
     POOLING_FIELD_NUMBER: _builtins.int
+    SHADOW_FIELD_NUMBER: _builtins.int
     request_id: _builtins.str
     """Opaque, `[A-Za-z0-9_-]{1,64}`, unique among the session's live requests."""
     cache_salt: _builtins.bytes
@@ -205,6 +206,8 @@ class Submit(_message.Message):
     """The adapter's digest, as Lora has it. An engine whose adapter of this name is another one refuses the request with NOT_FOUND. Empty
     where any will do.
     """
+    shadow: _builtins.bool
+    """Of a best effort request: it goes behind those that are not so, as its answer is compared and thrown away."""
     @_builtins.property
     def prompt_token_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
         """The prompt. At least one token."""
@@ -245,10 +248,11 @@ class Submit(_message.Message):
         lora_name: _builtins.str = ...,
         lora_digest: _builtins.bytes = ...,
         pooling: _types_pb2.PoolingParams | None = ...,
+        shadow: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["pooling", b"pooling", "sampling", b"sampling"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["cache_salt", b"cache_salt", "delivered", b"delivered", "handle", b"handle", "lora_digest", b"lora_digest", "lora_name", b"lora_name", "output_token_ids", b"output_token_ids", "pooling", b"pooling", "priority", b"priority", "prompt_token_ids", b"prompt_token_ids", "request_id", b"request_id", "sampling", b"sampling", "traceparent", b"traceparent"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["cache_salt", b"cache_salt", "delivered", b"delivered", "handle", b"handle", "lora_digest", b"lora_digest", "lora_name", b"lora_name", "output_token_ids", b"output_token_ids", "pooling", b"pooling", "priority", b"priority", "prompt_token_ids", b"prompt_token_ids", "request_id", b"request_id", "sampling", b"sampling", "shadow", b"shadow", "traceparent", b"traceparent"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -94,7 +94,7 @@ class GenerationRequest:
     @property
     def best_effort(self) -> bool:
         """Whether it runs only on what other requests leave, as the lines of batches do."""
-        return self.priority == BEST_EFFORT
+        return self.priority >= BEST_EFFORT
 
     @property
     def selects_choices(self) -> bool:

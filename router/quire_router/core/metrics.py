@@ -153,6 +153,17 @@ TARGET_CHOICES = Counter(
     "Requests for a name with several targets, by the one that they got, and why.",
     ["model", "target", "reason"],
 )
+SHADOWS = Counter(
+    Metric.SHADOWS,
+    "Requests that were to be sent to a shadow as well, by what came of it.",
+    ["model", "target", "result"],
+)
+SHADOW_EQUAL_SHARE = Histogram(
+    Metric.SHADOW_EQUAL_SHARE,
+    "Part of an answer's tokens that its shadow has, too, from the beginning on.",
+    ["model", "target"],
+    buckets=(0, 0.1, 0.25, 0.5, 0.75, 0.9, 0.99, 1),
+)
 OIDC_KEYS_CURRENT = Gauge(
     Metric.OIDC_KEYS_CURRENT, "1 while the keys of the tokens' issuer can be read.", multiprocess_mode="livemin"
 )

@@ -37,6 +37,7 @@ from quire_router.journal.base import Journal, Lease, RequestRecord, encode_erro
 from quire_router.placement.placer import PlacementDecision, Placer, route_header
 from quire_router.requests.dispatch import Dispatcher, attempt_span
 from quire_router.requests.resume import BackgroundRequests, RequestResumer
+from quire_router.requests.shadow import ShadowRunner
 from quire_router.requests.state import RequestState
 
 log = logging.getLogger(__name__)
@@ -51,7 +52,8 @@ class RequestRunner:
     submitted to another, ``max_attempts`` times in all without a token between them, and its client sees a pause;
     engines that are too full to accept it do not count. ``request_timeout`` seconds, where given, end a request with
     DEADLINE, as its own deadline does. At most ``max_background`` requests run without a client. With
-    ``expose_route`` the first delta of an attempt says where it runs. Lost attempts are recorded in ``fleet_log``.
+    ``expose_route`` the first delta of an attempt says where it runs. Lost attempts are recorded in ``fleet_log``. Some
+    requests have ``shadows``, once they were dispatched.
 
     Requests outlive this router: a request that ends here without its engine or its client having ended it leaves a
     record that another router, or this one, can continue (``resume``). A prompt that is pooled leaves none: its answer
@@ -72,6 +74,7 @@ class RequestRunner:
         max_background: int = 4096,
         expose_route: bool = False,
         fleet_log: FleetLog | None = None,
+        shadows: ShadowRunner | None = None,
     ) -> None:
         self._pool = pool
         self._placer = placer
@@ -82,6 +85,7 @@ class RequestRunner:
         self._max_attempts = max_attempts
         self._expose_route = expose_route
         self._fleet_log = fleet_log or FleetLog()
+        self._shadows = shadows
         self._registry = RequestRegistry(request_timeout)
         self._background = BackgroundRequests(max_background)
         self._resumer = RequestResumer(journal, tokenizers, self._registry, self._background, self._resume_claimed)
@@ -187,6 +191,8 @@ class RequestRunner:
         """Refuses new requests from now on, lets running ones end within ``timeout`` seconds, then ends the rest with
         UNAVAILABLE, for other routers to continue; their generators raise it when they are next iterated.
         """
+        if self._shadows is not None:
+            await self._shadows.close()
         await self._registry.drain(timeout)
         await self._background.wait()
 
@@ -284,6 +290,8 @@ class RequestRunner:
             with self._pool.dispatch(decision.engine_id, submission, pending_tokens=pending) as outputs:
                 self._placer.record_dispatch(decision, state.generation)
                 state.attach_stream(outputs)
+                if self._shadows is not None and state.attempt == 1 and not state.restored:
+                    self._shadows.begin(state)
                 async for output in outputs:
                     deltas = state.process_output(output)
                     if route and deltas:

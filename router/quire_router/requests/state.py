@@ -8,6 +8,7 @@ from bisect import bisect_left
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from time import monotonic
+from typing import TYPE_CHECKING
 from uuid import uuid4
 
 from quire.v1 import engine_pb2
@@ -34,6 +35,9 @@ from quire_router.requests.deltas import (
     with_usage,
     yielding_to_loop,
 )
+
+if TYPE_CHECKING:
+    from quire_router.requests.shadow import Shadow
 
 _BY_SEVERITY = (FinishReason.STOP, FinishReason.LENGTH, FinishReason.ABORT, FinishReason.ERROR)
 
@@ -178,6 +182,12 @@ class RequestState:
         self._tenant_label = tenant_label
         self._used_before = self.usage if self._unreplayed else NO_USAGE
         self._version = UNKNOWN_VERSION if record is None else record.version
+        self.shadow: Shadow | None = None
+
+    @property
+    def choices(self) -> Sequence[Choice]:
+        """Its choices as they are; not to be changed."""
+        return self._choices
 
     @property
     def id(self) -> str:
@@ -431,6 +441,8 @@ class RequestState:
         self.finish_reason = reason
         if self._reservation is not None:
             self._settle(self._reservation)
+        if self.shadow is not None:
+            self.shadow.on_answer_end(reason)
         request = self.generation
         self._token_metrics.flush()
         metrics.REQUESTS.labels(request.model, request.operation, reason.value).inc()

@@ -12,7 +12,7 @@ from quire_engine.core.scheduler import Scheduler
 from quire_engine.core.step import ModelOutput, SchedulerOutput
 from quire_engine.core.step_time_model import BEST_EFFORT_PART, MIN_PROMPT_TOKENS, StepTimeModel, StepWork
 from quire_proto.errors import QuireError
-from quire_proto.priority import BEST_EFFORT
+from quire_proto.priority import BEST_EFFORT, SHADOW
 from quire_proto.sampling import SamplingParams
 
 SIZE = 4
@@ -207,3 +207,22 @@ def test_it_has_whole_steps_once_nobody_else_has_come_for_a_while() -> None:
     assert bench.step()["line"] < 100
     bench.seconds += QUIET_SECONDS + 1
     assert bench.step()["line"] == 300
+
+
+@pytest.mark.parametrize("policy", POLICIES)
+def test_a_shadow_waits_behind_the_lines_of_batches_and_gives_way_before_them(policy: str) -> None:
+    bench = Bench(max_num_seqs=1, scheduling_policy=policy)
+    bench.add("shadow", 4, 1, SHADOW)
+    bench.line("line", max_tokens=1)
+    bench.add("other", 4, 1)
+    assert [list(bench.step()) for _ in range(3)] == [["other"], ["line"], ["shadow"]]
+
+    bench = Bench(device=4, scheduling_policy=policy)
+    bench.add("shadow", 4, 8, SHADOW)
+    bench.step()
+    bench.line("line", 4, 8)
+    kept = [list(bench.step()) for _ in range(12)]
+    assert ["line"] in kept, "the memory is not enough for both"
+    assert kept.index(["line"]) < len(kept) - 1
+    first_alone = next(step for step in kept if len(step) == 1 and step != ["shadow"])
+    assert first_alone == ["line"]

@@ -137,7 +137,7 @@ class Scripts(RuleBasedStateMachine):
                 log = self.model.log[:offset] + packed
                 answer = CANCELLED if self.model.cancelled else DONE
                 self.model = replace(self.model.leased_by(owner, epoch), log=log)
-        terms = owner, epoch, LEASE, RUNNING, offset, packed, crc32(log), ""
+        terms = owner, epoch, LEASE, RUNNING, offset, packed, crc32(log), "", ""
         assert self.run_script(APPEND, *terms) == (DONE if answer is None else answer)
 
     @rule(

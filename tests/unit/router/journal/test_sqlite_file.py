@@ -178,7 +178,7 @@ def damage(path: Path) -> None:
         (lambda path: path.write_bytes(b"x" * 5000), "is damaged, or no database: move it away"),
         (damage, "is damaged, or no database: move it away"),
         (make_another_programs, "is a database of another program: name another file"),
-        (make_newer, r"was written by a newer Quire \(its version is 7, this one knows 6\)"),
+        (make_newer, r"was written by a newer Quire \(its version is 8, this one knows 7\)"),
         (lambda path: path.mkdir(), "is a folder: name a file"),
         (os.mkfifo, "is not a file"),
     ],

@@ -135,6 +135,7 @@ async def test_a_file_of_the_version_before_gets_the_table_and_counts_what_had_n
         for later in ("parts", "members", "object_bytes", "objects", "usage", "accounts", "account_totals", "counted"):
             connection.execute(f"DROP TABLE {later}")
         connection.execute("ALTER TABLE records DROP COLUMN counted")
+        connection.execute("ALTER TABLE records DROP COLUMN version")
         connection.execute("PRAGMA user_version = 2")
     journal = SqliteJournal(path)
     assert await usage_of(journal) == [("shop", "m", 1, 3, 0, 2)]
