@@ -164,7 +164,7 @@ class Components:
             bodies=BodyBudget(settings.max_inflight_body_bytes),
             responses_retention=settings.responses_retention,
             read_usage=self.journal.usage,
-            targets=self._targets,
+            targets=None if self._targets_file is None else self._targets,
         )
         self.queue.on_queued = self.service.bodies.release_queued
         self.sleep = SleepController(

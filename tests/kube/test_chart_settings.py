@@ -81,7 +81,7 @@ def test_a_flag_with_a_digit_in_it_reaches_the_engine(helm: Helm, reader: Reader
 def test_a_setting_that_is_none_is_found(
     example: Examples, component: str, reader: Reader, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    release = copy.deepcopy(example(EXAMPLES[0], "1.37"))
+    release = copy.deepcopy(example("cpu-demo", "1.37"))
     (pod,) = components(release, component)
     pod.containers[0]["env"].append({"name": f"QUIRE_{component.upper()}_MAX_NUM_SEKS", "value": "1"})
     with pytest.raises(SystemExit):

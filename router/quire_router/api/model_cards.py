@@ -9,10 +9,8 @@ from time import time
 from quire_proto.pooling import Task
 
 from quire_router.admission.model_targets import TargetGroup
-from quire_router.api.auth import ANONYMOUS, Identity
 from quire_router.api.prepared_request import EnginePoolView
 from quire_router.api.validation import Validator
-from quire_router.core.errors import unknown_model
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,14 +43,6 @@ class ModelCards:
         """Returns all names: models, in order, then those with targets, and then adapters."""
         loras = (name for name in self._pool.loras() if name not in self._targets)
         return [*self._models, *self._targets, *loras]
-
-    def check(self, name: str, caller: Identity = ANONYMOUS) -> None:
-        """Raises ``QuireError`` FORBIDDEN for a model that the caller may not use, and NOT_FOUND with names of those
-        that there are. May be called on any thread.
-        """
-        caller.check_model(name)
-        if name not in self._models and name not in self._targets and name not in self._pool.loras():
-            raise unknown_model(name, [served for served in self.names() if caller.may_use(served)])
 
     def card(self, name: str) -> ModelCard:
         """Returns the card of what requests name so. Raises ``QuireError`` NOT_FOUND."""

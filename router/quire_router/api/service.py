@@ -53,6 +53,7 @@ from quire_router.api.tokenize import DetokenizeRequest, TokenizeRequest, Tokeni
 from quire_router.api.tokenizer_pool import TokenizerPool
 from quire_router.api.validation import Validator
 from quire_router.core import metrics
+from quire_router.core.errors import unknown_model
 from quire_router.core.generation import GenerationRequest
 from quire_router.core.usage import UsageRow
 
@@ -114,7 +115,7 @@ class ApiService:
         self._engine_pool = fleet
         self._runner = MultiPromptRunner(runner, concurrency)
         self._targets = ModelTargets() if targets is None else targets
-        self._selector = TargetSelector(self._targets, fleet, runner)
+        self._selector = None if targets is None else TargetSelector(targets, fleet, runner)
         self._store = RequestStore(runner, tokenizers)
         self.responses = ResponseOpener(runner, self._runner, self._store)
         self._request_timeout = request_timeout
@@ -162,8 +163,9 @@ class ApiService:
         the refusal; a refusal for the request's content is charged as a request.
         """
 
-        def validated(request: GenerationBody, selection: TargetSelection) -> PreparedRequest:
-            target = selection.target(request.model, options.session or request.prompt_cache_key or "")
+        def validated(request: GenerationBody, selection: TargetSelection | None) -> PreparedRequest:
+            session = options.session or request.prompt_cache_key or ""
+            target = "" if selection is None else selection.target(request.model, session)
             request, ignored = self._validator.drop_ignored(request, target or request.model)
             generations = self._validator.generations(request, request_id, caller, target)
             ids = request.include_event_ids or bool(options.key)
@@ -191,8 +193,8 @@ class ApiService:
         again is answered the same, by an engine.
         """
 
-        def validated(request: PoolingBody, selection: TargetSelection) -> PreparedPooling:
-            target = selection.target(request.model, options.session)
+        def validated(request: PoolingBody, selection: TargetSelection | None) -> PreparedPooling:
+            target = "" if selection is None else selection.target(request.model, options.session)
             request, ignored = self._validator.drop_ignored(request, target or request.model)
             prepared = self._validator.pooling(request, request_id, caller, target)
             seconds = min((each for each in (options.timeout, self._request_timeout) if each), default=None)
@@ -207,8 +209,8 @@ class ApiService:
     ) -> ForwardedRequest:
         """As ``prepare``, for a request to ``path`` that a gateway sends to a server itself."""
 
-        def validated(read: ForwardedBody, selection: TargetSelection) -> ForwardedRequest:
-            target = selection.target(read.model, options.session)
+        def validated(read: ForwardedBody, selection: TargetSelection | None) -> ForwardedRequest:
+            target = "" if selection is None else selection.target(read.model, options.session)
             return forwarded_generations(read, self._validator, request_id, caller, options, target)
 
         return await self._admit(
@@ -222,7 +224,7 @@ class ApiService:
     async def _admit(
         self,
         read: Callable[[], SizedT],
-        validated: Callable[[SizedT, TargetSelection], PreparedT],
+        validated: Callable[[SizedT, TargetSelection | None], PreparedT],
         request_id: str,
         caller: Identity,
         options: RequestOptions,
@@ -231,9 +233,10 @@ class ApiService:
     ) -> PreparedT:
         with counting_rejections(), _internal_span(Span.ADMIT):
             async with self._charging_refusals(caller):
-                selection = await self._selector.select(request_id, caller, options)
+                selection = None if self._selector is None else await self._selector.select(request_id, caller, options)
                 prepared = await self._run_or_offload(read, lambda body: validated(body, selection), caller, size)
-                selection.record()
+                if selection is not None:
+                    selection.record()
                 if self._tenant_limits is not None:
                     tokens = [generation.max_cost for generation in prepared.generations]
                     self._tenant_limits.check_size(caller.tenant, tokens)
@@ -355,7 +358,7 @@ class ApiService:
 
     def model(self, name: str, caller: Identity = ANONYMOUS) -> ModelCard:
         """Returns what requests name so. Raises ``QuireError`` FORBIDDEN and NOT_FOUND."""
-        self._cards.check(name, caller)
+        self._check_model(name, caller)
         return self._cards.card(name)
 
     def serving(self) -> bool:
@@ -377,7 +380,7 @@ class ApiService:
 
         def checked() -> SizedT:
             request = read()
-            self._cards.check(request.model, caller)
+            self._check_model(request.model, caller)
             return request
 
         if size > _LONG_BODY:
@@ -412,6 +415,14 @@ class ApiService:
         """Charges one request that reaches no engine. Raises ``QuireError`` OVERLOADED when none is left."""
         if self._tenant_limits is not None:
             await self._tenant_limits.consume_request(caller.tenant)
+
+    def _check_model(self, name: str, caller: Identity) -> None:
+        """Raises ``QuireError`` FORBIDDEN for a model that the caller may not use, and NOT_FOUND with names of those
+        that there are. May be called on any thread.
+        """
+        caller.check_model(name)
+        if name not in self._models and name not in self._targets and name not in self._engine_pool.loras():
+            raise unknown_model(name, [served for served in self._cards.names() if caller.may_use(served)])
 
 
 def ignored_parameters_header(params: Sequence[str]) -> dict[str, str]:

@@ -69,10 +69,6 @@ class TargetSelection:
             self._targets.remember(self._name, self._session, choice.model)
 
 
-NO_TARGETS = TargetSelection(ModelTargets(), (), "", "")
-"""That of every request where no name has several targets."""
-
-
 class TargetSelector:
     """Makes the ``TargetSelection`` of requests. ``runner`` knows the records of earlier ones."""
 
@@ -83,8 +79,6 @@ class TargetSelector:
 
     async def select(self, request_id: str, caller: Identity, options: RequestOptions) -> TargetSelection:
         """Returns the selection of one request, which may have come before under its idempotency key."""
-        if not self._targets:
-            return NO_TARGETS
         known = await self._known(request_id, caller) if options.key else None
         has_engine = frozenset(filter(has_engine_of(self._pool), self._targets.models))
         return TargetSelection(self._targets, has_engine, request_id, caller.tenant, before=options.target, known=known)

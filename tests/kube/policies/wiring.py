@@ -217,8 +217,11 @@ def _keys(part: Any) -> Iterator[Any]:
 
 
 def changed_configuration_restarts_pods(release: Release) -> Iterator[str]:
-    """A pod that reads a ConfigMap of the release has its hash in an annotation, so that a change reaches it."""
-    ours = {("ConfigMap", item["metadata"]["name"]) for item in release.of("ConfigMap")}
+    """A pod that reads a ConfigMap of the release has its hash in an annotation, so that a change reaches it; unless it
+    reads the file again by itself, as routers do with that of targets.
+    """
+    names = [item["metadata"]["name"] for item in release.of("ConfigMap")]
+    ours = {("ConfigMap", name) for name in names if not name.endswith("-targets")}
     for pod in pods(release):
         reads = pod.owner["kind"] in WORKLOADS[:3] and ours & set(_needs(pod))
         if reads and not any(key.startswith("checksum/") for key in pod.annotations):

@@ -248,6 +248,7 @@ SHORT_TASKS = {
         "BatchRun._run_lines",
     },
     "router/quire_router/requests/resume.py": {"BackgroundRequests.run"},
+    "router/quire_router/requests/shadow.py": {"ShadowRunner._begin"},
     "router/quire_router/engines/pool.py": {
         "EnginePool._remove_if_idle",  # closes a link
         "EnginePool._probe_idle",  # one question to each engine, within its time
