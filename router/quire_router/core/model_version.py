@@ -23,7 +23,11 @@ class ModelVersion:
 
     @classmethod
     def of(cls, description: engine_pb2.DescribeResponse) -> Self:
-        """What an engine says of itself."""
+        """What an engine says of itself. A server of others names its model, and says nothing of its numbers: it goes
+        on with what any engine began, and any engine with what it did.
+        """
+        if not description.settings_digest:
+            return cls()
         revision = description.model_revision
         if len(revision) > _MAX_REVISION or not revision.isprintable():
             revision = blake2b(revision.encode(), digest_size=16).hexdigest()

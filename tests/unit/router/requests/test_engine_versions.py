@@ -17,8 +17,8 @@ from tests.unit.router.requests.test_runner import request
 OLD = {"model_revision": "old", "settings_digest": b"12345678"}
 NEW = {"model_revision": "new", "settings_digest": b"12345678"}
 OTHER_TYPE = {"model_revision": "old", "settings_digest": b"87654321"}
-OLD_RELEASE = {"model_revision": "old"}  # without a digest of the settings
-SILENT: dict[str, object] = {}  # of others, who say nothing
+OF_OTHERS = {"model_revision": "vllm:/models/new"}  # without a digest of the settings
+SILENT: dict[str, object] = {}
 parts = st.text(st.characters(min_codepoint=33, max_codepoint=126), max_size=20)
 
 
@@ -37,7 +37,7 @@ async def test_what_has_begun_passes_over_an_engine_of_another_version(other: di
     assert record.version == ModelVersion("old", b"12345678".hex())
 
 
-@pytest.mark.parametrize("other", [OLD_RELEASE, SILENT], ids=["older release", "says nothing"])
+@pytest.mark.parametrize("other", [OF_OTHERS, SILENT], ids=["server of others", "says nothing"])
 async def test_what_is_not_known_of_both_is_no_difference(other: dict[str, object]) -> None:
     async with open_runner(2, grace=0.05, descriptions=[OLD, other]) as place:
         task, _ = await started(place, place.lifecycle.run(request()))
@@ -151,7 +151,8 @@ def test_any_text_is_a_version_or_none(text: str) -> None:
 
 def test_a_long_name_of_weights_is_kept_short() -> None:
     one, other = (
-        ModelVersion.of(engine_pb2.DescribeResponse(model_revision=f"vllm:/models/{'x' * 300}/{name}")) for name in "ab"
+        ModelVersion.of(engine_pb2.DescribeResponse(model_revision="x" * 300 + name, settings_digest=b"12345678"))
+        for name in "ab"
     )
     assert not one.continues(other)
     assert ModelVersion.parse(str(one)) == one
