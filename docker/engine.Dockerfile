@@ -21,11 +21,12 @@ COPY constraints.txt ./
 
 # torch comes first: it is large, and changes less often than what is below it.
 FROM build AS cpu-build
-# The index of torch's builds for processors, as torch's installation page names it; else pip's own.
-ARG TORCH_CPU_INDEX=
+# The index of torch's builds for processors. pip prefers its builds (2.13.0+cpu to 2.13.0), and goes on with its own index
+# alone where this one cannot be reached.
+ARG TORCH_CPU_INDEX=https://download.pytorch.org/whl/cpu
 RUN python -m pip --python /opt/quire/bin/python install --quiet --constraint constraints.txt torch \
-      ${TORCH_CPU_INDEX:+--index-url "${TORCH_CPU_INDEX}"} \
- && /opt/quire/bin/python -c "import sys, torch; sys.exit(torch.version.cuda and 'This torch is a CUDA build of several GB: set TORCH_CPU_INDEX.')"
+      ${TORCH_CPU_INDEX:+--extra-index-url "${TORCH_CPU_INDEX}"} \
+ && /opt/quire/bin/python -c "import sys, torch; sys.exit(torch.version.cuda and 'This torch is a CUDA build of several GB: set TORCH_CPU_INDEX to an index that has one for processors.')"
 COPY proto ./proto
 COPY engine ./engine
 RUN python -m pip --python /opt/quire/bin/python install --quiet --constraint constraints.txt ./proto ./engine
