@@ -12,7 +12,8 @@ from tests.kube.values import with_values
 
 SCALED = {"minReplicas": 0, "maxReplicas": 3, "targetLoad": 1, "scaleDownSeconds": 15, "scaleDownPods": 4}
 KEDA = {"pollingInterval": 5, "cooldownPeriod": 15}
-WAY = "0 → 1 → 3 → 0, and the routers rolled out meanwhile"
+WAY = "0 → 1 → 3 → 0, and the server of its metrics rolled out meanwhile"
+KEDA_NAMESPACE = "keda"
 METRICS = "v1beta1.external.metrics.k8s.io"
 
 
@@ -45,11 +46,21 @@ def test_from_none_to_several_and_back(
         eventually("no engine is left", lambda: not release.pods("engine"), seconds=300)
         with row.client(release):
             eventually("three engines are ready", lambda: ready(release) == 3, seconds=300)
-            release.kubectl("rollout", "restart", release.workload("router"))
-            release.settled("router")
+            roll_out_the_metrics(cluster, release, mode)
         eventually("no engine is left", lambda: not release.pods("engine"), seconds=300)
     finally:
         release.uninstall()
+
+
+def roll_out_the_metrics(cluster: Cluster, release: Release, mode: str) -> None:
+    """Starts anew what the autoscaler asks: the routers, and KEDA's own pods, which ask them."""
+    release.kubectl("rollout", "restart", release.workload("router"))
+    release.settled("router")
+    if mode == "keda":
+        cluster.kubectl("--namespace", KEDA_NAMESPACE, "rollout", "restart", "deployment")
+        deployments = [each["metadata"]["name"] for each in cluster.items("--namespace", KEDA_NAMESPACE, "deployments")]
+        for name in deployments:
+            cluster.kubectl("--namespace", KEDA_NAMESPACE, "rollout", "status", f"deployment/{name}", "--timeout=170s")
 
 
 def ready(release: Release) -> int:

@@ -69,7 +69,21 @@ def test_spread(row: Row, cluster: Cluster, release: Release, two_nodes: str) ->
             eventually("all are gone", lambda component=component: not release.pods(component))
             release.kubectl("scale", release.workload(component), "--replicas=2")
         release.settled()
-        assert len(nodes_of(release, "engine")) == len(nodes_of(release, "router")) == 2
+        assert both_are_on_both(release)
+
+
+@pytest.mark.row("routers and engines are on both nodes again when all are rolled out")
+def test_spread_after_a_rollout(row: Row, release: Release, spread: None) -> None:
+    with row.timed():
+        for component in ("engine", "router"):
+            release.kubectl("rollout", "restart", release.workload(component))
+        release.settled()
+        assert both_are_on_both(release)
+
+
+def both_are_on_both(release: Release) -> bool:
+    """Whether each of the two nodes has an engine and a router."""
+    return len(nodes_of(release, "engine")) == len(nodes_of(release, "router")) == 2
 
 
 @pytest.mark.row("a node with an engine and a router is drained")

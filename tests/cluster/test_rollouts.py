@@ -23,17 +23,18 @@ BOTH = ("engine", "router")
     [
         pytest.param(("engine",), marks=pytest.mark.row("all engines are rolled out"), id="engines"),
         pytest.param(("router",), marks=pytest.mark.row("all routers are rolled out"), id="routers"),
+        pytest.param(("redis",), marks=pytest.mark.row("Redis is rolled out"), id="redis"),
         pytest.param(BOTH, marks=pytest.mark.row("engines and routers are rolled out together"), id="both"),
     ],
 )
 def test_rolled_out(row: Row, release: Release, components: tuple[str, ...]) -> None:
     release.settled()
     with row.client(release):
-        before = names(release, *components)
+        before = pods(release, *components)
         for component in components:
             release.kubectl("rollout", "restart", release.workload(component))
         release.settled(*components)
-        assert not names(release, *components) & before
+        assert not pods(release, *components) & before
 
 
 @pytest.mark.row("TLS is turned on by `helm upgrade`")
@@ -101,9 +102,9 @@ def with_tls(release: Release) -> None:
     release.settled()
 
 
-def names(release: Release, *components: str) -> set[str]:
-    """Of the pods of components."""
-    return {pod["metadata"]["name"] for component in components for pod in release.pods(component)}
+def pods(release: Release, *components: str) -> set[str]:
+    """The ids of components' pods, which those of a StatefulSet have anew under the same names."""
+    return {pod["metadata"]["uid"] for component in components for pod in release.pods(component)}
 
 
 def certificates(release: Release) -> dict[str, str]:
