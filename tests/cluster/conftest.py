@@ -42,17 +42,15 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
                 item.add_marker(pytest.mark.skip(reason=why))
 
 
-def pytest_sessionfinish(session: pytest.Session) -> None:
-    if session.config.getoption("--write-rows", default=False) and LINES:
-        write(LINES, ORDER)
-
-
 @pytest.hookimpl(wrapper=True)
 def pytest_runtest_makereport(item: pytest.Item) -> Generator[None, pytest.TestReport, pytest.TestReport]:
     report = yield
     row = getattr(item, "funcargs", {}).get("row")
-    if report.when == "call" and report.passed and isinstance(row, Row):
-        LINES[row.name] = row.line()
+    if report.when == "call" and isinstance(row, Row):
+        if report.passed:
+            LINES[row.name] = row.line()
+            if item.config.getoption("--write-rows", default=False):
+                write(LINES, ORDER)
         print(row.line(), *(f"{seen.worst} {seen.errors}" for seen in row.seen), sep="\n", flush=True)
     return report
 
