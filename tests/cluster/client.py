@@ -27,6 +27,7 @@ WHOLE_SILENCE = 20.0
 """The same for an answer in one piece, which has no comments."""
 PATIENCE = 150.0
 """Seconds without a token after which an answer counts as lost."""
+TICK = 0.1
 STREAM, WHOLE = "stream", "whole"
 BROKEN = (aiohttp.ClientError, TimeoutError, ConnectionError)
 
@@ -39,13 +40,15 @@ class FinalError(Exception):
 class Seen:
     """What all answers of this client were like. ``pause`` is the longest time between two events of a stream, and
     ``first`` that before the first; ``worst`` says when the longer of the two ended, and in which answer. ``errors``
-    are connections that broke or were refused, by what they said.
+    are connections that broke or were refused, by what they said. ``late`` is the longest time that the client itself
+    did not get to run.
     """
 
     answers: int = 0
     pause: float = 0.0
     first: float = 0.0
     worst: str = ""
+    late: float = 0.0
     errors: dict[str, int] = field(default_factory=dict)
     resumed: int = 0
     lost: list[str] = field(default_factory=list)
@@ -104,7 +107,16 @@ class Client:
             for number, way in enumerate((STREAM,) * len(self._plan["requests"])):
                 self.seen.texts[str(number)] = await self._answer(number, way)
             return
+        ticks = asyncio.create_task(self._tick())
         await asyncio.gather(*(self._one_after_the_other(worker) for worker in range(self._plan["workers"])))
+        ticks.cancel()
+
+    async def _tick(self) -> None:
+        """Takes notice of how late the client itself is."""
+        while True:
+            began = monotonic()
+            await asyncio.sleep(TICK)
+            self.seen.late = max(self.seen.late, monotonic() - began - TICK)
 
     async def _one_after_the_other(self, worker: int) -> None:
         number, ways = worker, (STREAM, STREAM, STREAM, WHOLE)

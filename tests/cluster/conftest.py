@@ -51,7 +51,8 @@ def pytest_runtest_makereport(item: pytest.Item) -> Generator[None, pytest.TestR
             LINES[row.name] = row.line()
             if item.config.getoption("--write-rows", default=False):
                 write(LINES, ORDER)
-        print(row.line(), *(f"{seen.worst} {seen.errors}" for seen in row.seen), sep="\n", flush=True)
+        clients = (f"{seen.worst}; itself late by {seen.late:.1f} s; {seen.errors}" for seen in row.seen)
+        print(row.line(), *clients, sep="\n", flush=True)
     return report
 
 

@@ -24,6 +24,8 @@ REQUESTS = tuple(
 )
 """Sampled, as a token that was sampled a second time must be the same."""
 Known = dict[str, Any]
+ENOUGH = {"requests": {"cpu": "200m", "memory": "128Mi"}}
+"""Pods that request no processor get what others leave: a client would wait for itself while an engine starts."""
 
 
 @dataclass
@@ -103,6 +105,7 @@ class Load:
             "containers": [{
                 "name": "client", "image": router_image(self.release), "imagePullPolicy": "IfNotPresent",
                 "command": ["python", "/client/client.py", "/client/plan.json"],
+                "resources": ENOUGH,
                 "volumeMounts": [{"name": "client", "mountPath": "/client"}],
             }],
             "volumes": [{"name": "client", "configMap": {"name": self.name}}],
@@ -155,7 +158,7 @@ class Agents:
             name = f"agent-{uuid.uuid4().hex[:6]}"
             container = {
                 "name": "agent", "image": router_image(self.release), "command": ["sleep", "infinity"],
-                "securityContext": {"privileged": True, "runAsUser": 0},
+                "securityContext": {"privileged": True, "runAsUser": 0}, "resources": ENOUGH,
             }  # fmt: skip
             spec = {
                 "nodeName": node, "hostPID": True, "terminationGracePeriodSeconds": 0, "containers": [container],
