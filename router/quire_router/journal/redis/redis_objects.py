@@ -30,6 +30,7 @@ class RedisObjectStore:
         self._client: Redis = redis_client(access, timeout=timeout, connections=8)
         self._replace = self._client.register_script(lua_source(__package__, "object"))
         self._charge = self._client.register_script(lua_source(__package__, "charge"))
+        self._away = False  # as the log has it
 
     async def get(self, name: str) -> StoredObject | None:
         """See ``ObjectStore``."""
@@ -121,14 +122,20 @@ class RedisObjectStore:
     async def _call(self, exchange: Callable[[], Awaitable[T]]) -> T:
         try:
             try:
-                return await exchange()
+                answer = await exchange()
             except RedisConnectionError:
-                return await exchange()
+                answer = await exchange()
         except OutOfMemoryError:
             raise store_full() from None
         except (RedisError, OSError, TimeoutError) as error:
-            log.warning("files and batches cannot be read or written in Redis: %s", type(error).__name__)
+            if not self._away:
+                log.warning("files and batches cannot be read or written in Redis: %s", type(error).__name__)
+            self._away = True
             raise journal_unavailable() from error
+        if self._away:
+            log.info("files and batches can be read and written in Redis again")
+        self._away = False
+        return answer
 
 
 def _read(reply: Any) -> StoredObject | None:

@@ -170,6 +170,21 @@ async def test_accounts_in_redis_do_not_stay_for_ever(stores: Databases) -> None
             assert await redis.ttl(f"quire:{{account:kept}}:{key}") > 0
 
 
+async def test_an_outage_of_redis_is_logged_once_and_its_end_too(caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level("INFO", "quire_router.journal.redis.redis_objects")
+    with databases() as own:
+        store = RedisObjectStore(own.redis.url)
+        own.redis.kill()
+        for _ in range(3):
+            with pytest.raises(QuireError):
+                await store.get("a")
+        own.redis.start()
+        assert await store.get("a") is None
+        assert await store.get("a") is None
+        await store.close()
+    assert [record.levelname for record in caplog.records] == ["WARNING", "INFO"]
+
+
 async def test_a_key_in_redis_that_is_something_else_costs_no_other_object(stores: Databases) -> None:
     async with store_of("redis", stores) as store, redis_at(stores.redis) as redis:
         for name in ("bad", "odd", "good"):
