@@ -16,13 +16,16 @@ FROZEN = 15.0
 """Seconds that a process is stopped."""
 NAMES = {"engine": "an engine", "router": "a router", "redis": "Redis"}
 EATEN = """
+import os, time
 with open("/proc/1/oom_score_adj", "w") as file:
     file.write("1000")
-eaten = []
 while True:
-    eaten.append(b"x" * (8 << 20))
+    if not os.fork():
+        eaten = b"x" * (48 << 20)
+        time.sleep(600)
+    time.sleep(0.05)
 """
-"""Takes memory of a container until its first process is killed for it."""
+"""Takes memory of a container until its first process is killed: by many small processes, as the largest one goes."""
 Pod = dict[str, Any]
 
 
