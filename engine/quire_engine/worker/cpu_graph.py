@@ -175,8 +175,12 @@ def _call_listener(play: int) -> _Listener:
     return listen
 
 
-class _CaptureMode(TorchDispatchMode):  # type: ignore[misc] # torch gives it no type
-    """Allocates from the graph's memory. Raises ``NotCapturableError`` for any torch operation that computes."""
+class _CaptureDispatch:
+    """Allocates from the graph's memory. Raises ``NotCapturableError`` for any torch operation that computes.
+
+    Not in the mode's own class: torch wraps what that defines, so that torch.compile passes it over, and imports
+    torch.compile for it at the first call. That takes seconds, in the first step of an engine that serves already.
+    """
 
     def __init__(self, allocator: "_CaptureAllocator") -> None:
         super().__init__()
@@ -192,6 +196,10 @@ class _CaptureMode(TorchDispatchMode):  # type: ignore[misc] # torch gives it no
         if name in _ALLOCATIONS:
             return self._allocator.allocate_like(func(*args, **{**options, "device": "meta"}))
         raise NotCapturableError(f"{name} is not one of the compiled kernels")
+
+
+class _CaptureMode(_CaptureDispatch, TorchDispatchMode):  # type: ignore[misc] # torch gives it no type
+    """The mode in which a thread captures."""
 
 
 class _CaptureAllocator:

@@ -1,5 +1,6 @@
 """A CPU graph does what it captured, again and on the same memory, and refuses to capture what it could not repeat."""
 
+import subprocess
 import sys
 import threading
 from collections.abc import Callable
@@ -79,6 +80,16 @@ def test_every_replay_is_the_work_itself(rows: int, seeds: list[int], dtype: tor
             place.copy_(new)
         graph.replay()
         assert torch.equal(graph.result, layers.run(*fresh))
+
+
+def test_the_first_capture_does_not_import_what_torch_compiles_with() -> None:
+    first = (
+        "import sys, torch\n"
+        "from quire_engine.worker.cpu_graph import capture\n"
+        "capture(lambda: torch.empty(4).view(2, 2))\n"
+        "sys.exit('torch._dynamo' in sys.modules)\n"
+    )
+    subprocess.run([sys.executable, "-c", first], check=True, timeout=120)
 
 
 def test_a_graphs_memory_is_reused_within_it_only() -> None:
