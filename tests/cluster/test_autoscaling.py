@@ -10,7 +10,7 @@ from tests.cluster.conftest import CHART, Releases, Values
 from tests.cluster.rows import Row
 from tests.kube.values import with_values
 
-SCALED = {"minReplicas": 0, "maxReplicas": 3, "targetLoad": 1, "scaleDownSeconds": 15, "scaleDownPods": 4}
+SCALED = {"minReplicas": 0, "maxReplicas": 3, "targetLoad": 1, "scaleDownSeconds": 30, "scaleDownPods": 4}
 KEDA = {"pollingInterval": 5, "cooldownPeriod": 15}
 WAY = "0 → 1 → 3 → 0, and the server of its metrics rolled out meanwhile"
 KEDA_NAMESPACE = "keda"
@@ -44,7 +44,7 @@ def test_from_none_to_several_and_back(
     release.set(CHART, with_values(scaled, models__demo__autoscaling=SCALED))
     try:
         eventually("no engine is left", lambda: not release.pods("engine"), seconds=300)
-        with row.client(release):
+        with row.client(release), row.client(release):
             eventually("three engines are ready", lambda: ready(release) == 3, seconds=300)
             roll_out_the_metrics(cluster, release, mode)
         eventually("no engine is left", lambda: not release.pods("engine"), seconds=300)
