@@ -166,8 +166,9 @@ class EngineStateMachine(RuleBasedStateMachine):
         return CheckedExecutor(capacity, self.check_scheduler_output)
 
     def check_scheduler_output(self, scheduler_output: SchedulerOutput) -> None:
-        """A step that preempts admits no sequence."""
-        if scheduler_output.num_preempted:
+        """A step that preempts admits no sequence, but one that takes the place of best-effort work."""
+        away = [*self.scheduler.swapped, *self.scheduler.preempted]
+        if scheduler_output.num_preempted and not any(sequence.best_effort for sequence in away):
             assert not scheduler_output.copies.blocks_to_swap_in
             assert all(chunk.sequence_id in self.ran_before for chunk in scheduler_output.chunks)
         assert scheduler_output.num_tokens <= self.scheduler.config.max_num_batched_tokens
