@@ -16,7 +16,7 @@ from tests.chaos.certificates import Certificates
 from tests.chaos.cluster import Cluster
 from tests.chaos.demo import make_model
 from tests.chaos.proxy import Proxy
-from tests.support.forked_engines import ForkedEngine, ForkedRouter
+from tests.support.forked_engines import LAST, ForkedEngine, ForkedRouter
 from tests.support.ports import free_port
 from tests.support.processes import Engine, Process, Router
 from tests.support.redis_server import Clock, RedisServer, redis_server
@@ -275,7 +275,8 @@ def _engine(number: int, model: Path, stack: Stack) -> EnginePart:
 
     def place() -> Callable[[], Engine]:
         port, flags = free_port(), (*ENGINE_FLAGS, *stack.form.engine_flags, *certified)
-        return lambda: ForkedEngine(model, model.parent, *flags, port=port)
+        # What computes comes last: everything that it sends, and Redis too, passes the proxies of this one process.
+        return lambda: ForkedEngine(model, model.parent, *flags, port=port, **{LAST: "yes"})
 
     return EnginePart(f"engine {number}", place, stack.cluster)
 

@@ -18,6 +18,10 @@ from tests.support.processes import Engine, Router
 
 NET_NAMESPACE = "QUIRE_TEST_NET_NAMESPACE"
 """The variable of the environment that names the network namespace of a process."""
+LAST = "QUIRE_TEST_LAST"
+"""The variable of the environment of a process that gets the processors when nobody else wants them."""
+_LAST = 10  # of -20 to 19
+_AUTOGROUP = Path("/proc/self/autogroup")
 
 _CONTEXT = multiprocessing.get_context("forkserver")
 _CONTEXT.set_forkserver_preload(
@@ -100,5 +104,9 @@ def _run(arguments: Sequence[str], log: Path, environment: Mapping[str, str]) ->
     os.environ.update(environment)
     if (network := environment.get(NET_NAMESPACE)) is not None:
         enter(network)
+    if LAST in environment:
+        os.nice(_LAST)
+        with suppress(OSError):  # where Linux weighs sessions, a process' own niceness counts only within its session
+            _AUTOGROUP.write_text(str(_LAST))
     sys.argv = list(arguments)
     import_module(arguments[0]).main()
