@@ -64,7 +64,7 @@ def compared(answer: list[str], reason: FinishReason, shadow: list[str], end: Fi
 
 
 @given(texts, reasons, texts, reasons, st.booleans())
-def test_equal_is_the_same_tokens_and_the_same_end_whoever_is_first(
+def test_a_shadow_is_equal_if_its_tokens_and_its_end_are_whichever_comes_first(
     answer: list[str], reason: FinishReason, shadow: list[str], end: FinishReason, shadow_first: bool
 ) -> None:
     comparison = compared(answer, reason, shadow, end, shadow_first)
