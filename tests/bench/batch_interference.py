@@ -6,7 +6,10 @@ before and is cancelled after. What is told is the median over the rounds of the
 beside 10,000 lines that fill the fleet.
 
     .venv/bin/python -m tests.bench.batch_interference --simulated a100-8b --engines 2 --rate 4 --lines 10000
-    .venv/bin/python -m tests.bench.batch_interference --model FOLDER --rate 0.4 --prompt 600 --lines 2000
+    .venv/bin/python -m tests.bench.batch_interference --model FOLDER --rate 0.4 --prompt 300 --output 16
+
+A model needs a tokenizer with text for each of its tokens: one without text is not seen, and what is taken for the
+first token is a later one.
 """
 
 import argparse
@@ -92,10 +95,10 @@ class Round:
 class SimulatedEngine(Process):
     """A process of ``tests.bench.simulated_engine``."""
 
-    def __init__(self, model: Path, folder: Path, preset: str) -> None:
+    def __init__(self, model: Path, folder: Path, preset: str, *, name: str = MODEL) -> None:
         self.port, self.metrics_port = free_port(), free_port()
         command = [sys.executable, "-m", "tests.bench.simulated_engine", "--model", str(model), "--preset", preset]
-        command += ["--port", str(self.port), "--metrics-port", str(self.metrics_port)]
+        command += ["--port", str(self.port), "--metrics-port", str(self.metrics_port), "--served-model-name", name]
         super().__init__(command, folder / f"engine-{self.port}.log")
 
     @property

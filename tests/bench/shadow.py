@@ -1,12 +1,15 @@
 """What a shadow costs the others: the p99 between tokens of requests of which a share is shadowed, over that without.
 
 A router and engines as real processes: one of the model, and one that serves it as the shadow, on the same machine, or
-one engine that serves both (``--shared``, the worst case: the shadow's tokens come from the steps of everybody's).
+one engine that serves both (``--shared``, the worst case: the shadow's tokens come from the steps of everybody's). With
+``--simulated`` the engines take the time of a GPU in place of this machine's processors: each has a machine of its own,
+so to say, and what is left is what the router does.
 Streams come as a Poisson process, as many and at the same times in each phase of a round. Rounds alternate between a
 file of targets without a shadow and one with it; what is told is the median over the rounds of the ratio of both. The
 bar: at most 1.02, with a tenth shadowed.
 
     .venv/bin/python -m tests.bench.shadow --percent 10 --rate 2 --rounds 5
+    .venv/bin/python -m tests.bench.shadow --simulated a100-8b --rate 8
 """
 
 import argparse
@@ -22,6 +25,7 @@ from time import perf_counter
 
 import httpx
 
+from tests.bench.batch_interference import SimulatedEngine
 from tests.support.processes import Engine, Router, eventually
 
 DEMO = Path(__file__).parents[2] / "demo" / "model"
@@ -78,19 +82,25 @@ def main() -> None:
     parser.add_argument("--output", type=int, default=200, help="tokens of each request")
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--shared", action="store_true", help="one engine for the model and its shadow")
+    parser.add_argument("--simulated", metavar="PRESET", help="no model, but the latency of a100-8b, h100-8b or cpu")
     options = parser.parse_args()
     with ExitStack() as stack:
         folder = Path(stack.enter_context(tempfile.TemporaryDirectory()))
         targets = folder / "targets.json"
         write_targets(targets, None)
         names = ["v1,twin"] if options.shared else ["v1", "twin"]
-        engines = [Engine(options.model, folder, name=name) for name in names]
+        engines: list[SimulatedEngine | Engine] = [
+            SimulatedEngine(options.model, folder, options.simulated, name=name)
+            if options.simulated
+            else Engine(options.model, folder, name=name)
+            for name in names
+        ]
         flags = ("--model", f"twin={options.model}", "--model-targets", str(targets))
         router = Router(options.model, [engine.address for engine in engines], folder, *flags, name="v1")
         for process in (*engines, router):
             stack.callback(process.kill)
             process.wait_ready()
-        eventually(lambda: router.metric("quire_engines_ready") == 2)
+        eventually(lambda: router.metric("quire_engines_ready") == len(names))
         asyncio.run(phase(router.url, options.rate, 5, options.output, 0))  # warms up
         ratios = []
         for number in range(options.rounds):
