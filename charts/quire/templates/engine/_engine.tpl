@@ -145,9 +145,9 @@ spec:
         httpGet:
           path: /started
           port: metrics
-        periodSeconds: 5
+        periodSeconds: 1
         timeoutSeconds: 3
-        failureThreshold: {{ include "quire.failures" (dict "seconds" $.model.startupSeconds "period" 5) }}
+        failureThreshold: {{ include "quire.failures" (dict "seconds" $.model.startupSeconds "period" 1) }}
       # Ready: takes new requests; false from SIGTERM on.
       readinessProbe:
         httpGet:
