@@ -8,6 +8,7 @@ import pytest
 
 from tests.cluster.cluster import Cluster, ClusterError, Release, eventually
 from tests.cluster.conftest import CHART, Releases, Values
+from tests.cluster.load import undisturbed
 from tests.cluster.rows import Row
 from tests.kube.previous import known_values, previous_chart
 from tests.kube.values import with_values
@@ -99,7 +100,7 @@ def test_a_model_is_taken_out(row: Row, releases: Releases, namespaces: Namespac
             release.set(CHART, one)
             release.settled()
             eventually("its engines are gone", lambda: not release.pods("engine", "second"))
-        with pytest.raises((ClusterError, AssertionError), match="quire-second"), row.client(release, "quire-second"):
-            pass
+        with pytest.raises(ClusterError, match=r"404: .*quire-second"):
+            undisturbed(release, row.node, "quire-second")
     finally:
         release.uninstall()
