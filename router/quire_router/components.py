@@ -56,6 +56,7 @@ from quire_router.engines.update_sharing import UpdateSharing, WorkerPlace
 from quire_router.journal.codec import JournalSettings
 from quire_router.journal.memory import MemoryJournal
 from quire_router.journal.objects import MemoryObjectStore, Quota
+from quire_router.placement.engine_table import EngineTable
 from quire_router.placement.placer import Placer
 from quire_router.placement.policies import PlacementSettings
 from quire_router.placement.prefix_index import PrefixIndex
@@ -100,10 +101,16 @@ class Components:
         self.update_sharing = (
             None if worker is None else UpdateSharing(WorkerPlace(Path(worker.folder), worker.number, settings.workers))
         )
+        table = EngineTable()
+        cache_events = CacheEvents(self.index, table)
+        if self.update_sharing is not None:
+            self.update_sharing.blocks = cache_events.blocks
         self.fleet = EnginePool(
             create_discovery(settings.engine, dns_period=settings.engine_dns_period),
             settings.models,
             _connection_settings(settings),
+            on_kv_event=cache_events,
+            table=table,
             assumed=assumed_limits(settings.models),
             vocabularies={
                 name: ModelIdentity.of(folder, tokenizers[name].vocabulary_digest)
@@ -112,9 +119,6 @@ class Components:
             tokenizers=tokenizers,
             update_sharing=self.update_sharing,
         )
-        cache_events = self.fleet.on_kv_event = CacheEvents(self.index, self.fleet.table)
-        if self.update_sharing is not None:
-            self.update_sharing.blocks = cache_events.blocks
         self.queue = AdmissionQueue(settings.models, self.fleet, tenants.tenants, _queue_settings(settings))
         self.fleet.on_capacity = self.queue.notify_capacity
         redis = settings.redis

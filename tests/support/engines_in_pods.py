@@ -8,6 +8,7 @@ from quire_router.discovery.base import Endpoint
 from quire_router.engines.cache_events import CacheEvents
 from quire_router.engines.pool import EnginePool
 from quire_router.engines.settings import ConnectionSettings
+from quire_router.placement.engine_table import EngineTable
 from quire_router.placement.prefix_index import PrefixIndex, Tier
 
 from tests.support.scripted_discovery import ScriptedDiscovery
@@ -20,9 +21,10 @@ async def fleet(pods: Sequence[str]) -> AsyncIterator[tuple[EnginePool, PrefixIn
     """An idle engine in each of these pods (``NAMESPACE/NAME``), used just now: the first has 100 blocks cached, and
     each twice as many as the one before.
     """
-    engines, discovery, index = [ScriptedEngine() for _ in pods], ScriptedDiscovery(), PrefixIndex()
-    pool = EnginePool(discovery, ["m"], ConnectionSettings(silence=600, stall=600))
-    pool.on_kv_event = CacheEvents(index, pool.table)
+    engines, discovery = [ScriptedEngine() for _ in pods], ScriptedDiscovery()
+    index, table = PrefixIndex(), EngineTable()
+    settings = ConnectionSettings(silence=600, stall=600)
+    pool = EnginePool(discovery, ["m"], settings, table=table, on_kv_event=CacheEvents(index, table))
     found = [Endpoint(await engine.start(), pod=pod) for engine, pod in zip(engines, pods, strict=True)]
     await pool.start()
     discovery.publish(*found)

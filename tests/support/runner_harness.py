@@ -65,7 +65,7 @@ class RunnerHarness:
 
     async def heard(self) -> None:
         """Waits until the router has heard all that the first engine said, and its readers have read it."""
-        (link,) = [each.connection for each in self.fleet._engines.values() if each.id == self.engine.address]
+        (link,) = [each.connection for each in self.fleet.engines() if each.id == self.engine.address]
         await until(lambda: link.session.sequence == self.engine.sequence)
         for _ in range(10):
             await asyncio.sleep(0)

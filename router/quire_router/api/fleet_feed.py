@@ -25,7 +25,8 @@ from quire_router.core.fleet_view import (
     ModelView,
     RequestView,
 )
-from quire_router.engines.pool import Engine, EnginePool
+from quire_router.engines.engine import Engine
+from quire_router.engines.pool import EnginePool
 from quire_router.requests.runner import RequestRunner
 from quire_router.requests.state import RequestState
 

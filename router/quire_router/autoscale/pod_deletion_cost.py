@@ -20,7 +20,8 @@ from quire_router.clients.kube_lease import MERGE_PATCH, KubeLease
 if TYPE_CHECKING:
     from kubernetes.aio.client import ApiClient
 
-    from quire_router.engines.pool import Engine, EnginePool
+    from quire_router.engines.engine import Engine
+    from quire_router.engines.pool import EnginePool
     from quire_router.placement.prefix_index import PrefixIndex
 
 log = logging.getLogger(__name__)

@@ -249,9 +249,9 @@ SHORT_TASKS = {
     },
     "router/quire_router/requests/resume.py": {"BackgroundRequests.run"},
     "router/quire_router/requests/shadow.py": {"ShadowRunner._begin"},
-    "router/quire_router/engines/pool.py": {
-        "EnginePool._remove_if_idle",  # closes a link
-        "EnginePool._probe_idle",  # one question to each engine, within its time
+    "router/quire_router/engines/engine_registry.py": {
+        "EngineRegistry.remove_if_idle",  # closes a link
+        "EngineRegistry._probe_idle",  # one question to each engine, within its time
     },
     "router/quire_router/engines/external/client.py": {"ExternalEngine.submit"},  # a request's, which it ends with
     "router/quire_router/engines/lora_updates.py": {"LoRAUpdater._watch"},  # an engine's, each call within its time

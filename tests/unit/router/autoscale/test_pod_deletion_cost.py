@@ -255,7 +255,7 @@ async def test_an_engine_that_leaves_is_not_expected_to_have_anything_cached(kub
         rows = {engine.endpoint.pod: engine.row for engine in pool.engines()}
         left = next(engine for engine in pool.engines() if engine.endpoint.pod == "default/b")
         left.update(replace(left.endpoint, terminating=True))
-        pool._remove_if_idle(left)
+        pool._registry.remove_if_idle(left)
         assert (index.num_blocks(rows["default/a"]), index.num_blocks(rows["default/b"])) == (100, 0)
 
 

@@ -15,6 +15,7 @@ from quire_router.core.retry import failing_tasks, supervise
 from quire_router.discovery.base import Endpoint
 from quire_router.discovery.combined import CombinedDiscovery
 from quire_router.engines import pool as fleets
+from quire_router.engines.engine_registry import EngineRegistry
 from quire_router.engines.load import LoadLedger
 from quire_router.engines.load_messages import SpeculativeBlocks
 from quire_router.engines.load_sharing import LoadSharing, LoadSharingSettings
@@ -219,7 +220,7 @@ async def found_engine() -> AsyncIterator[tuple[ScriptedEngine, ScriptedDiscover
 
 async def test_discovery_continues_after_any_failure(monkeypatch: pytest.MonkeyPatch) -> None:
     before = restarts("engine discovery")
-    monkeypatch.setattr(EnginePool, "_update", failing_once(EnginePool._update))
+    monkeypatch.setattr(EngineRegistry, "update", failing_once(EngineRegistry.update))
     async with found_engine() as (_, announced, there):
         source = CombinedDiscovery({"announced": announced})
         fleet = EnginePool(source, ["m"], ConnectionSettings(backoff=0.01))
@@ -233,14 +234,14 @@ async def test_discovery_continues_after_any_failure(monkeypatch: pytest.MonkeyP
 async def test_an_engine_that_cannot_be_added_does_not_block_the_others(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    connect = EnginePool._connect
+    connect = EngineRegistry._connect
 
-    def picky(self: EnginePool, address: str) -> None:
+    def picky(self: EngineRegistry, address: str) -> None:
         if address == "127.0.0.1:1":
             raise ZeroDivisionError
         connect(self, address)
 
-    monkeypatch.setattr(EnginePool, "_connect", picky)
+    monkeypatch.setattr(EngineRegistry, "_connect", picky)
     async with found_engine() as (_, announced, there):
         fleet = EnginePool(announced, ["m"], ConnectionSettings(backoff=0.01))
         await fleet.start()

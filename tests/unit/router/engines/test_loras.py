@@ -65,7 +65,7 @@ async def test_adapters_of_a_model_that_has_lost_its_last_engine_are_remembered(
     leaving, other = engine({"x": b"old"}), engine({"y": b"y"}, models=["other"])
     async with fleet_of(leaving, other, models=["m", "other"]) as fleet:
         await hears(fleet, "x", "y")
-        fleet._update([each.endpoint for each in fleet.engines() if "other" in each.models])
+        fleet._registry.update([each.endpoint for each in fleet.engines() if "other" in each.models])
         await all_ready(fleet, 0)
         assert set(fleet.loras()) == {"x", "y"}
 
@@ -188,7 +188,7 @@ async def updating(*engines: ScriptedEngine, ready: int | None = None) -> AsyncI
 
 
 def join(fleet: EnginePool, *engines: ScriptedEngine) -> None:
-    fleet._update([Endpoint(each.address) for each in engines])
+    fleet._registry.update([Endpoint(each.address) for each in engines])
 
 
 def asked(of: ScriptedEngine) -> list[tuple[str, str, bytes]]:

@@ -10,6 +10,7 @@ from quire.v1 import engine_pb2, types_pb2
 from quire_router.discovery.base import Endpoint
 from quire_router.discovery.combined import StaticDiscovery
 from quire_router.engines import pool
+from quire_router.engines.engine import Engine
 from quire_router.engines.output_stream import EngineLost
 from quire_router.engines.pool import EnginePool
 from quire_router.engines.settings import ConnectionSettings
@@ -128,7 +129,7 @@ async def test_an_engine_does_not_wait_for_long_for_one_that_stays_away(monkeypa
         await all_ready(fleet, 2)
 
 
-def first_of(fleet: EnginePool) -> pool.Engine:
+def first_of(fleet: EnginePool) -> Engine:
     return fleet.engines()[0]
 
 

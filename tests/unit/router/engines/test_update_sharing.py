@@ -245,8 +245,9 @@ async def test_a_pool_asks_an_engine_of_another_worker_for_nothing_and_believes_
     address = await engine.start()
     sharing = UpdateSharing(next(_places_that_do_not_hear(tmp_path, address)))
     quick = ConnectionSettings(grace=0.01, refused_grace=0.01, backoff=0.01)
-    fleet = EnginePool(StaticDiscovery([address]), ["m"], quick, table=table, update_sharing=sharing)
-    fleet.on_kv_event = CacheEvents(index, table)
+    events = CacheEvents(index, table)
+    discovery = StaticDiscovery([address])
+    fleet = EnginePool(discovery, ["m"], quick, on_kv_event=events, table=table, update_sharing=sharing)
     await fleet.start()
     try:
         assert (await asyncio.wait_for(engine.opened.get(), 10)).updates.off

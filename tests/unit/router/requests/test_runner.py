@@ -476,7 +476,7 @@ async def test_each_attempt_is_a_span_and_so_is_the_wait_for_an_engine(monkeypat
         await asyncio.sleep(0.02)
         await place.engine.start()
         first = await place.engine.submit()
-        place.fleet._update([Endpoint(place.engine.address, zone="eu-1a")])
+        place.fleet._registry.update([Endpoint(place.engine.address, zone="eu-1a")])
         place.engine.send(output("r", tokens("a"), 0, ABORT))
         second = await place.engine.submit()
         place.engine.send(output(second.request_id, tokens("b"), 1, STOP))

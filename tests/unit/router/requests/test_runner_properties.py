@@ -19,9 +19,9 @@ from quire_proto.text.tokenizer import ModelTokenizer
 from quire_router.admission.fair_queue import QueuedRequest
 from quire_router.core.generation import Delta, GenerationRequest, LoRA
 from quire_router.core.model_version import UNKNOWN_VERSION, ModelVersion
+from quire_router.engines.engine import Dispatch, Engine
 from quire_router.engines.load import LoadLedger
 from quire_router.engines.output_stream import OutputStream
-from quire_router.engines.pool import Dispatch, Engine
 from quire_router.engines.session import CommandQueue, Session
 from quire_router.engines.settings import ConnectionSettings
 from quire_router.journal.base import Journal

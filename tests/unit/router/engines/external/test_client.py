@@ -479,10 +479,9 @@ async def test_what_was_sent_there_and_written_there_is_expected_to_be_cached() 
 
 
 async def test_what_other_routers_sent_there_is_expected_to_be_cached_too() -> None:
-    engine, sent = VllmEngine(), list(range(3, 83))
-    async with fleet(engine) as pool:
-        index, table = PrefixIndex(), pool.table
-        pool.on_kv_event = CacheEvents(index, table)
+    engine, sent, index = VllmEngine(), list(range(3, 83)), PrefixIndex()
+    async with fleet(engine, index=index) as pool:
+        table = pool.table
         others = SpeculativeBlocks(table, index, lambda: 0.0)
         others.on_remote = pool.expect_cached
         others.apply_remote([SpeculativePrefix(address_of(engine), tuple(hashes(sent)))])
@@ -526,12 +525,19 @@ async def test_how_much_runs_there_at_once_is_learned_from_what_waits() -> None:
 
 
 @asynccontextmanager
-async def fleet(*engines: HttpEngine) -> AsyncIterator[EnginePool]:
-    """A pool that finds the stand-ins."""
+async def fleet(*engines: HttpEngine, index: PrefixIndex | None = None) -> AsyncIterator[EnginePool]:
+    """A pool that finds the stand-ins, and writes down in an ``index`` what they have cached."""
     discovery, table = ScriptedDiscovery(), EngineTable()
     tokenizers = {"m": demo_tokenizer()}
-    pool = EnginePool(discovery, ["m"], QUICK, table=table, assumed={"m": LIMITS}, tokenizers=tokenizers)
-    pool.on_kv_event = CacheEvents(PrefixIndex(), table)
+    pool = EnginePool(
+        discovery,
+        ["m"],
+        QUICK,
+        on_kv_event=CacheEvents(PrefixIndex() if index is None else index, table),
+        table=table,
+        assumed={"m": LIMITS},
+        tokenizers=tokenizers,
+    )
     async with serving(*engines):
         await pool.start()
         discovery.publish(*(Endpoint(address_of(engine)) for engine in engines))

@@ -82,8 +82,15 @@ async def fleet(count: int) -> AsyncIterator[Fleet]:
         )
         discovery, table, index = ScriptedDiscovery(), EngineTable(), PrefixIndex()
         tokenizers = {"m": demo_tokenizer()}
-        pool = EnginePool(discovery, ["m"], settings, table=table, assumed={"m": LIMITS}, tokenizers=tokenizers)
-        pool.on_kv_event = CacheEvents(index, table)
+        pool = EnginePool(
+            discovery,
+            ["m"],
+            settings,
+            on_kv_event=CacheEvents(index, table),
+            table=table,
+            assumed={"m": LIMITS},
+            tokenizers=tokenizers,
+        )
         await stack.enter_async_context(serving(*engines))
         await pool.start()
         stack.push_async_callback(pool.close)
