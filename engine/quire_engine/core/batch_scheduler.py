@@ -11,8 +11,7 @@ What is best effort comes after all of that, out of what is left, and only in st
 these take its place and its memory at once, and wait for no more than the step that is running, which it may not
 make much longer.
 
-What else an admission may have to wait for is an ``AdmissionGate`` (``request_queue``): a slot for its adapter
-(``lora``), blocks that come from disk (``kv_disk``). How a victim leaves the device and returns is in ``preemption``.
+What a sequence needs to be admitted is in ``admission``; how a victim leaves the device and returns, in ``preemption``.
 """
 
 from collections import abc
@@ -20,15 +19,14 @@ from collections.abc import Callable, Collection, Iterable, Mapping
 from itertools import count
 from typing import TYPE_CHECKING
 
-from quire_engine.core.block_table import CachedBlocks
+from quire_engine.core.admission import Admission
 from quire_engine.core.executor import Rates
 from quire_engine.core.kv_cache_manager import KVCacheManager
-from quire_engine.core.kv_disk import DiskGate
-from quire_engine.core.lora import LoRAGate, LoRAStats
+from quire_engine.core.lora import LoRAStats
 from quire_engine.core.outputs import SchedulerStats
 from quire_engine.core.preemption import Preemptor, copy_beside, preempted_with, running_beams
 from quire_engine.core.request import Sequence, SequenceGroup, SequenceStatus
-from quire_engine.core.request_queue import AdmissionGate, AdmittedQueue, WaitingQueue, rank_by
+from quire_engine.core.request_queue import AdmittedQueue
 from quire_engine.core.speculation import Speculator, can_take_drafts, with_draft_requests
 from quire_engine.core.step import PLACEHOLDER_TOKEN_ID, ScheduledChunk, SchedulerOutput
 from quire_engine.core.step_time_model import StepBudget, StepTimeEstimator
@@ -39,14 +37,12 @@ if TYPE_CHECKING:
 MIN_STAGE_TOKENS = 64
 QUIET_SECONDS = 60.0
 """Since the last request that is not best effort: from then on what is best effort has whole steps."""
-BEST_EFFORT_RESERVE = 1 / 8
-"""Part of the blocks that an admission of what is best effort leaves free, so that others seldom have to preempt it."""
 _NANOSECONDS = 1_000_000_000
 
 
 class BatchScheduler:
-    """Owns the queues. ``out_of_memory``: sequences that the last call found no memory for, whatever it preempted.
-    ``speculator``: chooses drafts, where there is speculation.
+    """Owns the queues, of which ``admission`` has that of what waits. ``out_of_memory``: sequences that the last call
+    found no memory for, whatever it preempted. ``speculator``: chooses drafts, where there is speculation.
     """
 
     def __init__(
@@ -62,10 +58,10 @@ class BatchScheduler:
         self.running = AdmittedQueue()
         self.preemptor = Preemptor(config, self.running, kv_cache_manager, rates=rates, stats=stats, clock=clock)
         self.swapped, self.preempted = self.preemptor.swapped, self.preemptor.preempted
-        self.waiting = WaitingQueue(
-            config.max_overtakes if config.scheduling_policy == "sjf" else None,
-            rank_by(config.scheduling_policy, kv_cache_manager),
+        self.admission = Admission(
+            config, self.running, self.preemptor, kv_cache_manager, rates=rates, stats=stats, clock=clock
         )
+        self.waiting = self.admission.waiting
         self.out_of_memory: list[Sequence] = []
         self.speculator = Speculator(config, rates) if config.speculative_method != "none" else None
         self._queues = {
@@ -79,26 +75,13 @@ class BatchScheduler:
         self._stats = stats
         self._clock = clock
         self._step_times = step_times
-        self._by_priority = config.scheduling_policy == "priority"
-        self._watermark = max(1, int(config.watermark * kv_cache_manager.device_pool.num_blocks))
-        self._best_effort_reserve = max(
-            self._watermark, int(BEST_EFFORT_RESERVE * kv_cache_manager.device_pool.num_blocks)
-        )
         self._has_classes = config.batching == "continuous"  # else what is best effort only comes last
         self.has_best_effort = False
         self._last_regular = -(1 << 62)
         self._computes_prompt = False
-        self._num_admitted = 0
         self._draft_request_ids = count()
         self._is_pipeline = config.num_stages > 1
         self._oldest_in_flight = 0
-        self._loras = LoRAGate(
-            config.max_loras, config.max_overtakes, self.waiting, self.running, (self.swapped, self.preempted)
-        )
-        self._gates: list[AdmissionGate] = [self._loras]
-        if kv_cache_manager.disk is not None:
-            rate = rates.tokens_per_second
-            self._gates.append(DiskGate(kv_cache_manager.disk, kv_cache_manager, rate, config.max_overtakes))
 
     def add(self, sequence: Sequence) -> None:
         """Queues a new sequence."""
@@ -109,17 +92,10 @@ class BatchScheduler:
         sequence.served_at_arrival = self._stats.computed_tokens
         self.waiting.push(sequence)
 
-    def start(self, sequence: Sequence) -> None:
-        """Adds a sequence to those that run."""
-        sequence.status = SequenceStatus.RUNNING
-        self.running.push(sequence)
-
     def remove(self, sequence: Sequence) -> None:
         """Removes a sequence that ends from its queue."""
         if sequence.status is SequenceStatus.WAITING:
-            self.waiting.remove(sequence)
-            for gate in self._gates:
-                gate.on_abort(sequence)
+            self.admission.abort(sequence)
         else:
             self._queues[sequence.status].remove(sequence)
         self.preemptor.absences.end(sequence)
@@ -219,7 +195,8 @@ class BatchScheduler:
 
     def get_lora_stats(self) -> LoRAStats:
         """The adapters of all sequences. O(running) where there are any."""
-        return self._loras.get_stats() if self._loras.active or self.waiting.loras else LoRAStats()
+        loras = self.admission.loras
+        return loras.get_stats() if loras.active or self.waiting.loras else LoRAStats()
 
     def _make_best_effort_budget(self, tokens: int) -> StepBudget:
         """What the step has for what is best effort, in time too if others are here or have been lately."""
@@ -391,17 +368,11 @@ class BatchScheduler:
         while budget.tokens and (sequence := self._next_away(phase)) is not None:
             if phase is not None and not phase(sequence):
                 break
-            if not self._fits_max_num_seqs(sequence, scheduler_output):
+            if not self.admission.fits_max_num_seqs(sequence, scheduler_output):
                 break
             if sequence.last_step >= self._oldest_in_flight:
                 break  # it draws a token in a step in flight, and would draw that again
-            is_swapped = sequence.status is SequenceStatus.SWAPPED
-            is_back = (
-                self._swap_in(sequence, budget.tokens, scheduler_output)
-                if is_swapped
-                else self._readmit(sequence, scheduler_output)
-            )
-            if not is_back:
+            if not self.admission.resume(sequence, budget.tokens, scheduler_output):
                 break
             if not self._schedule_next_chunk(sequence, scheduler_output, budget):
                 break
@@ -416,25 +387,6 @@ class BatchScheduler:
             self._schedule(sequence, length, scheduler_output, budget)
         return bool(length) or not wanted
 
-    def _swap_in(self, sequence: Sequence, budget: int, scheduler_output: SchedulerOutput) -> bool:
-        num_tokens = min(sequence.num_tokens, sequence.num_computed_tokens + budget)
-        missing = self._kv_cache_manager.num_blocks_needed_to_swap_in(sequence.table, num_tokens)
-        while missing > self._kv_cache_manager.device_pool.num_free - self._reserve(sequence):
-            if not self._preempt_for(sequence, scheduler_output):
-                return False
-            missing = self._kv_cache_manager.num_blocks_needed_to_swap_in(sequence.table, num_tokens)
-        self.preemptor.swap_in(sequence)
-        self.start(sequence)
-        return True
-
-    def _readmit(self, sequence: Sequence, scheduler_output: SchedulerOutput) -> bool:
-        hits = self._cached_blocks_if_fits(sequence, scheduler_output)
-        if hits is None:
-            return False
-        self.preempted.remove(sequence)
-        self._admit(sequence, hits)
-        return True
-
     # Admission
 
     def _can_admit(self) -> bool:
@@ -443,9 +395,7 @@ class BatchScheduler:
 
     def _schedule_waiting(self, scheduler_output: SchedulerOutput, budget: StepBudget, phase: "Phase | None") -> None:
         if phase is not _best_effort:  # which comes after others in the same step
-            self.waiting.rank_some()
-            for gate in self._gates:
-                self.waiting.release(gate.release())
+            self.admission.release_held()
         # A static batch begins as a whole, with room for all its prompts, however many steps it takes to compute them.
         is_batch = self._config.batching == "static"
         while self.waiting.has_ready and (budget.allows_prompts or is_batch):
@@ -454,114 +404,14 @@ class BatchScheduler:
                 break
             if not self._config.enable_chunked_prefill and sequence.num_tokens > budget.tokens:
                 break
-            if not all(gate.admits(sequence) for gate in self._gates):
-                self.waiting.hold(sequence)
+            if not self.admission.passes_gates(sequence):
                 continue
-            fits = self._fits_max_num_seqs(sequence, scheduler_output)
-            hits = self._cached_blocks_if_fits(sequence, scheduler_output) if fits else None
-            if hits is None:
+            if not self.admission.admit(sequence, scheduler_output):
                 break
-            self.waiting.remove_admitted(sequence)
-            for gate in self._gates:
-                gate.on_admission(sequence)
-            self._admit(sequence, hits)
-            self._record_admission(sequence, hits, scheduler_output.step)
             if is_batch:
                 table, start = sequence.table, sequence.num_scheduled_tokens
                 self._kv_cache_manager.allocate_slots(table, start, sequence.num_tokens)
             self._schedule_next_chunk(sequence, scheduler_output, budget)
-
-    def _preempt_for(self, sequence: Sequence, scheduler_output: SchedulerOutput) -> bool:
-        """Preempts the last that is best effort, for a sequence that is not. Returns False if there is none."""
-        if sequence.best_effort or not self._has_classes or not self.running or not self.running.last().best_effort:
-            return False
-        for victim in preempted_with(self.running.last()):
-            self._preempt(victim, scheduler_output)
-        return True
-
-    def _cached_blocks_if_fits(
-        self, sequence: Sequence, scheduler_output: SchedulerOutput
-    ) -> list[CachedBlocks] | None:
-        """The cached blocks of a sequence that can be admitted now; None if it has to wait.
-
-        There must be room for all known tokens, though a step may compute only some of them: a prompt that is admitted
-        by its first chunk alone would be preempted before it made a token.
-        """
-        if self._waits_for_other_choice(sequence):
-            return None
-        memory = self._kv_cache_manager
-        while True:
-            # Looked for anew after a preemption: what is swapped out takes the place of blocks that the host had.
-            hits = self._find_cached_blocks(sequence)
-            if memory.num_free_blocks_after(sequence.table, hits, sequence.num_tokens) >= self._reserve(sequence):
-                return hits
-            if not self._preempt_for(sequence, scheduler_output):
-                return None
-
-    def _find_cached_blocks(self, sequence: Sequence) -> list[CachedBlocks]:
-        """The cached blocks that a sequence may begin with."""
-        if sequence.group.needs_prompt_logprobs or self._is_pooled_whole(sequence):
-            return []
-        return self._kv_cache_manager.get_cached_blocks(sequence.table, sequence.token_ids)
-
-    def _is_pooled_whole(self, sequence: Sequence) -> bool:
-        """Whether hidden states are pooled that cached blocks do not hold."""
-        pooler = self._config.pooler_config
-        return sequence.request.pooling is not None and pooler is not None and pooler.skip_reading_prefix_cache
-
-    def _waits_for_other_choice(self, sequence: Sequence) -> bool:
-        """Whether another output of the same request is computing what this one could then share."""
-        others = sequence.group.sequences
-        return (
-            self._kv_cache_manager.prefix_caching
-            and len(others) > 1
-            and any(
-                other.status is SequenceStatus.RUNNING and other.num_uncomputed_tokens > 1 for other in others.values()
-            )
-        )
-
-    def _fits_max_num_seqs(self, sequence: Sequence, scheduler_output: SchedulerOutput) -> bool:
-        while self.running.num_seqs + sequence.num_seqs > self._config.max_num_seqs:
-            if not self._preempt_for(sequence, scheduler_output):
-                return False
-        return True
-
-    def _reserve(self, sequence: Sequence) -> int:
-        """Blocks that an admission must leave free for what runs already, other outputs of the same request aside."""
-        if not any(running.group is not sequence.group for running in self.running):
-            return 0
-        return self._best_effort_reserve if sequence.best_effort else self._watermark
-
-    def _admit(self, sequence: Sequence, hits: list[CachedBlocks]) -> None:
-        group = sequence.group
-        if group.admission_index is None:
-            group.admission_index = self._num_admitted
-            self._num_admitted += 1
-        sequence.preemption_key = (
-            group.request.priority if self._by_priority or sequence.best_effort else 0,
-            group.admission_index,
-            sequence.id,
-        )
-        sequence.num_computed_tokens = sequence.num_scheduled_tokens = self._kv_cache_manager.attach_cached_blocks(
-            sequence.table, hits
-        )
-        self.start(sequence)
-
-    def _record_admission(self, sequence: Sequence, hits: list[CachedBlocks], step: int) -> None:
-        """Counts what a sequence that is admitted for the first time found in the prefix cache."""
-        sequence.timings.admitted = self._clock()
-        sequence.timings.first_step = step
-        group = sequence.group
-        if group.num_cached_tokens is not None:
-            return
-        group.num_cached_tokens = min(sequence.num_computed_tokens, group.num_prompt_tokens)
-        block_size = self._kv_cache_manager.block_size
-        on_host, on_disk = (n * block_size for n in self._kv_cache_manager.count_tiers(sequence.table, hits))
-        on_host = min(on_host, group.num_cached_tokens)
-        self._stats.prefix_query_tokens += group.num_prompt_tokens
-        self._stats.prefix_device_tokens += group.num_cached_tokens - on_host
-        self._stats.prefix_host_tokens += max(0, on_host - on_disk)
-        self._stats.prefix_disk_tokens += min(on_host, on_disk)
 
 
 Phase = Callable[[Sequence], bool]

@@ -302,7 +302,7 @@ class Scheduler:
         for index, sample_request in enumerate(chunk.sample_requests):
             if index and index in root.group.unfinished:
                 children.append(self._registry.fork(root, sample_request.sequence_id, index))
-                self._batch_scheduler.start(children[-1])
+                self._batch_scheduler.admission.start(children[-1])
         if root.index not in root.group.unfinished:
             self._remove(children.pop(0))
         for sequence in children:
@@ -413,7 +413,7 @@ class Scheduler:
 
     def _fork_beam(self, parent: Sequence) -> Sequence:
         child = self._registry.fork(parent)
-        self._batch_scheduler.start(child)
+        self._batch_scheduler.admission.start(child)
         return child
 
     def _end_search(self, group: SequenceGroup) -> None:

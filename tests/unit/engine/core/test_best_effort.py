@@ -3,7 +3,8 @@
 from typing import Any
 
 import pytest
-from quire_engine.core.batch_scheduler import BEST_EFFORT_RESERVE, QUIET_SECONDS
+from quire_engine.core.admission import BEST_EFFORT_RESERVE
+from quire_engine.core.batch_scheduler import QUIET_SECONDS
 from quire_engine.core.block_pool import KVCacheConfig
 from quire_engine.core.config import SchedulerConfig
 from quire_engine.core.kv_cache_manager import KVCacheManager

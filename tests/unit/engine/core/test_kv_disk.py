@@ -92,7 +92,7 @@ EXPECTED = expected_output(PROMPT, 1, 6)
 
 
 def disk_gate(engine: Engine) -> DiskGate:
-    (gate,) = [each for each in engine.scheduler._batch_scheduler._gates if isinstance(each, DiskGate)]
+    (gate,) = [each for each in engine.scheduler._batch_scheduler.admission._gates if isinstance(each, DiskGate)]
     return gate
 
 

@@ -174,6 +174,6 @@ def test_a_gate_forgets_who_was_aborted_while_it_was_held() -> None:
         bench.add(f"y{number}")
         bench.step()
         bench.scheduler.abort_request(f"y{number}")
-    gate = bench.scheduler._batch_scheduler._loras
+    gate = bench.scheduler._batch_scheduler.admission.loras
     assert not gate._held
     assert bench.step() == ["x1"]
