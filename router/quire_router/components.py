@@ -43,11 +43,11 @@ from quire_router.core.fleet_view import FleetLog
 from quire_router.core.metrics import WorkerContext
 from quire_router.core.retry import supervise
 from quire_router.discovery.combined import create_discovery
+from quire_router.engines.attempt import ATTEMPT_FAILURES
 from quire_router.engines.cache_events import CacheEvents
 from quire_router.engines.load_messages import SpeculativeBlocks
 from quire_router.engines.lora_updates import LoRAUpdater
 from quire_router.engines.model_matcher import ModelIdentity
-from quire_router.engines.output_stream import ATTEMPT_FAILURES
 from quire_router.engines.pool import EnginePool
 from quire_router.engines.settings import ConnectionSettings, assumed_limits
 from quire_router.engines.sleep_controller import SleepController

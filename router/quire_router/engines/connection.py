@@ -18,9 +18,10 @@ from quire_proto.tls import TlsError
 from quire_router.core.fleet_view import EngineCondition
 from quire_router.core.generation import LoRA
 from quire_router.core.retry import supervise
+from quire_router.engines.attempt import EngineLost, EngineSilent
 from quire_router.engines.base import KvListener, LoadListener
 from quire_router.engines.channel import ConnectFailure, ConnectFailureLog, open_channel
-from quire_router.engines.output_stream import EngineLost, EngineSilent, OutputStream
+from quire_router.engines.output_stream import OutputStream
 from quire_router.engines.rates import MIN_UPDATE_INTERVAL, ReconnectLimiter, UpdateRate
 from quire_router.engines.session import SequenceGap, Session
 from quire_router.engines.settings import ConnectionSettings

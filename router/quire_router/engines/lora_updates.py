@@ -24,9 +24,9 @@ from quire_router.core.errors import (
 )
 from quire_router.core.generation import LoRA
 from quire_router.core.retry import supervise
+from quire_router.engines.attempt import EngineLost
 from quire_router.engines.base import EngineClient
 from quire_router.engines.engine import Engine
-from quire_router.engines.output_stream import EngineLost
 from quire_router.engines.pool import EnginePool
 from quire_router.engines.settings import ServedLoRA
 

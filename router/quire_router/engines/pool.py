@@ -18,12 +18,13 @@ from quire_router.core.generation import LoRA
 from quire_router.core.model_version import UNKNOWN_VERSION, ModelVersion
 from quire_router.core.retry import CpuThrottle
 from quire_router.discovery.base import Discovery
+from quire_router.engines.attempt import EngineLost
 from quire_router.engines.engine import Dispatch, Engine
 from quire_router.engines.engine_registry import EngineKvListener, EngineRegistry
 from quire_router.engines.forwarded import Forwarded
 from quire_router.engines.load import CAPACITY_SECONDS, EngineLoad, LoadLedger
 from quire_router.engines.model_matcher import ModelIdentity, ModelMatcher
-from quire_router.engines.output_stream import EngineLost, max_sequences
+from quire_router.engines.output_stream import max_sequences
 from quire_router.engines.settings import ConnectionSettings, KnownModel, ServedLoRA, ServedModelLimits
 from quire_router.engines.update_sharing import UpdateSharing
 from quire_router.placement.engine_table import EngineTable, Rows

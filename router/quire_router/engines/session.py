@@ -14,18 +14,17 @@ from quire_proto.errors import ErrorCode, QuireError, internal
 from quire_proto.sampling import FinishReason
 
 from quire_router.core.generation import LoRA
-from quire_router.engines.base import KvListener, LoadListener
-from quire_router.engines.output_stream import (
+from quire_router.engines.attempt import (
     DrainExceeded,
     EngineDraining,
     EngineFull,
     EngineLost,
     EngineSilent,
-    ExpectedOutput,
     LoRAMissing,
     Output,
-    OutputStream,
 )
+from quire_router.engines.base import KvListener, LoadListener
+from quire_router.engines.output_stream import ExpectedOutput, OutputStream
 from quire_router.engines.settings import ConnectionSettings
 
 log = logging.getLogger(__name__)

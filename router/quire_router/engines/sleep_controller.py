@@ -11,8 +11,8 @@ from quire_proto.errors import QuireError
 from quire_proto.supervise import SupervisedTask
 
 from quire_router.core.retry import supervise, wait_at_most
+from quire_router.engines.attempt import EngineLost
 from quire_router.engines.engine import Engine
-from quire_router.engines.output_stream import EngineLost
 from quire_router.engines.pool import EnginePool
 from quire_router.engines.sleep_plan import Demand, SleepCandidate, SleepSettings, plan
 

@@ -31,8 +31,8 @@ from quire_router.core.errors import no_engine_ready
 from quire_router.core.generation import GenerationRequest, Usage
 from quire_router.core.usage import Account
 from quire_router.discovery.base import http_endpoint
+from quire_router.engines.attempt import EngineLost
 from quire_router.engines.forwarded import Forwarded
-from quire_router.engines.output_stream import EngineLost
 from quire_router.engines.pool import EnginePool
 from quire_router.journal.base import Lease, unrecorded
 from quire_router.picker.exchange import HttpRequest, is_in_subset

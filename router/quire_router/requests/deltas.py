@@ -11,7 +11,7 @@ from typing import TypeVar
 from quire_proto.sampling import FinishReason, SamplingParams, StopToken, TokenLogprobs, best_of, mean_logprob
 
 from quire_router.core.generation import Delta, StreamCursor, Usage
-from quire_router.engines.output_stream import Output
+from quire_router.engines.attempt import Output
 from quire_router.journal.base import AnyDelta, RecordedDelta
 
 

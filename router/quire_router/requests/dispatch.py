@@ -24,7 +24,7 @@ from quire_router.core.errors import engines_full, from_engine, no_engine_ready,
 from quire_router.core.fleet_view import FleetLog
 from quire_router.core.generation import GenerationRequest
 from quire_router.core.model_version import UNKNOWN_VERSION
-from quire_router.engines.output_stream import AttemptFailed, LoRAMissing, RequestUnsupported
+from quire_router.engines.attempt import AttemptFailed, LoRAMissing, RequestUnsupported
 from quire_router.engines.pool import EnginePool
 from quire_router.placement.engine_table import Rows
 from quire_router.placement.placer import PlacementDecision, Placer, route_attributes

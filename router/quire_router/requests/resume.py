@@ -25,7 +25,7 @@ from quire_router.core.generation import (
     StreamCursor,
     Usage,
 )
-from quire_router.engines.output_stream import Output
+from quire_router.engines.attempt import Output
 from quire_router.journal.base import Journal, Lease, RecordedDelta, RequestRecord, decode_error
 from quire_router.requests.deltas import chunked, mark_replayed, split_at_cursor, with_usage, yielding_to_loop
 from quire_router.requests.state import create_choices

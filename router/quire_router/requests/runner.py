@@ -31,7 +31,7 @@ from quire_router.core.generation import (
     ResponseConsumer,
     StreamCursor,
 )
-from quire_router.engines.output_stream import AttemptFailed, EngineFull, EngineSilent
+from quire_router.engines.attempt import AttemptFailed, EngineFull, EngineSilent
 from quire_router.engines.pool import EnginePool
 from quire_router.journal.base import Journal, Lease, RequestRecord, encode_error
 from quire_router.placement.placer import PlacementDecision, Placer, route_header

@@ -22,7 +22,8 @@ from quire_router.admission.model_targets import ShadowTarget, TargetGroup, is_s
 from quire_router.admission.queue import AdmissionQueue
 from quire_router.core import metrics
 from quire_router.core.generation import PROMPT_SEPARATOR, GenerationRequest
-from quire_router.engines.output_stream import AttemptFailed, Output, OutputStream
+from quire_router.engines.attempt import AttemptFailed, Output
+from quire_router.engines.output_stream import OutputStream
 from quire_router.engines.pool import EnginePool
 from quire_router.placement.placer import PlacementDecision, Placer
 from quire_router.requests.state import Choice, RequestState

@@ -24,7 +24,8 @@ from quire_router.core.errors import consumer_deadline_exceeded, from_engine
 from quire_router.core.generation import NO_USAGE, Delta, GenerationRequest, ResponseConsumer, Usage
 from quire_router.core.model_version import UNKNOWN_VERSION, ModelVersion
 from quire_router.core.usage import difference
-from quire_router.engines.output_stream import EngineFull, Output, OutputStream
+from quire_router.engines.attempt import EngineFull, Output
+from quire_router.engines.output_stream import OutputStream
 from quire_router.journal.base import Journal, Lease, RecordedDelta, RequestRecord
 from quire_router.placement.prefix_index import HashesByNamespace
 from quire_router.requests.deltas import (

@@ -32,7 +32,7 @@ from quire_engine.structured_output.compiler import CompileOutcome
 from quire_proto.cli import read_settings
 from quire_router.config import Settings
 from quire_router.core import errors, metrics
-from quire_router.engines.output_stream import StreamEnd
+from quire_router.engines.attempt import StreamEnd
 from quire_router.simulation.config import FleetSettings
 from quire_router.usage.export import UsageSettings
 

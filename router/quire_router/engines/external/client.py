@@ -25,6 +25,7 @@ from quire_router.core.errors import engine_refused
 from quire_router.core.fleet_view import EngineCondition
 from quire_router.core.generation import LoRA
 from quire_router.core.retry import supervise
+from quire_router.engines.attempt import EngineFull, EngineLost, Output, RequestUnsupported
 from quire_router.engines.base import KvListener, LoadListener
 from quire_router.engines.channel import ConnectFailure, ConnectFailureLog
 from quire_router.engines.connection import LivenessMonitor
@@ -41,14 +42,7 @@ from quire_router.engines.external.openai_server import OpenAIServer
 from quire_router.engines.external.server_kind import ChoiceRequest, ServerKind, split_choices
 from quire_router.engines.external.sglang_server import SglangServer
 from quire_router.engines.external.vllm_server import VllmServer
-from quire_router.engines.output_stream import (
-    EngineFull,
-    EngineLost,
-    ExpectedOutput,
-    Output,
-    OutputStream,
-    RequestUnsupported,
-)
+from quire_router.engines.output_stream import ExpectedOutput, OutputStream
 from quire_router.engines.rates import ReconnectLimiter
 from quire_router.engines.settings import ConnectionSettings, KnownModel
 

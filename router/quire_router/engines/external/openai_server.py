@@ -8,6 +8,7 @@ from quire_proto.errors import QuireError
 from quire_proto.sampling import FinishReason, SamplingParams
 from quire_proto.text.tokenizer import ModelTokenizer
 
+from quire_router.engines.attempt import EngineLost, Output
 from quire_router.engines.external.http_client import BadAnswer, HttpClient, Json
 from quire_router.engines.external.server_kind import (
     ChoiceReader,
@@ -16,7 +17,6 @@ from quire_router.engines.external.server_kind import (
     positive,
     served_model,
 )
-from quire_router.engines.output_stream import EngineLost, Output
 from quire_router.engines.settings import KnownModel
 
 _BLOCK = 16

@@ -16,8 +16,9 @@ from quire_proto.errors import QuireError
 from quire_proto.sampling import SamplingParams, StopToken, choice_seed
 
 from quire_router.core.errors import needs_quire, structured_cannot_resume
+from quire_router.engines.attempt import Output
 from quire_router.engines.external.http_client import BadAnswer, HttpClient, Json, ServerError
-from quire_router.engines.output_stream import Output, positions_of
+from quire_router.engines.output_stream import positions_of
 from quire_router.engines.settings import KnownModel
 
 MAX_SEED = 2**63 - 1

@@ -10,6 +10,7 @@ from quire_proto.errors import QuireError
 from quire_proto.sampling import FinishReason, SamplingParams, TokenLogprobs
 from quire_proto.structured_output import Structured, StructuredKind
 
+from quire_router.engines.attempt import EngineLost, Output
 from quire_router.engines.external.http_client import BadAnswer, HttpClient, Json, ServerError
 from quire_router.engines.external.server_kind import (
     ChoiceReader,
@@ -23,7 +24,6 @@ from quire_router.engines.external.server_kind import (
     read_load,
     served_model,
 )
-from quire_router.engines.output_stream import EngineLost, Output
 from quire_router.engines.settings import KnownModel
 
 OLDEST = (0, 10, 2)

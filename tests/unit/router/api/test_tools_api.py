@@ -18,7 +18,7 @@ from quire_router.api.auth import ANONYMOUS
 from quire_router.api.schemas.openai import ChatRequest
 from quire_router.api.validation import Validator
 from quire_router.core.generation import Delta
-from quire_router.engines.output_stream import Output
+from quire_router.engines.attempt import Output
 from quire_router.requests.state import create_choices
 
 from tests.support.model_folders import CHAT_TEMPLATE

@@ -11,6 +11,7 @@ import pytest
 from quire.v1 import engine_pb2, types_pb2
 from quire_proto.errors import ErrorCode
 from quire_proto.sampling import FinishReason
+from quire_router.engines.attempt import EngineFull, EngineLost, EngineSilent, Output
 from quire_router.engines.connection import (
     MAX_UNACKNOWLEDGED_BYTES,
     TICKS,
@@ -18,7 +19,7 @@ from quire_router.engines.connection import (
     LivenessMonitor,
     _yielding_to_loop,
 )
-from quire_router.engines.output_stream import EngineFull, EngineLost, EngineSilent, Output, OutputStream
+from quire_router.engines.output_stream import OutputStream
 from quire_router.engines.rates import MAX_UPDATES_PER_SECOND, MIN_UPDATE_INTERVAL, UpdateRate
 from quire_router.engines.settings import ConnectionSettings
 

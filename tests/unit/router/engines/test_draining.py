@@ -5,8 +5,8 @@ from dataclasses import replace
 
 import pytest
 from quire.v1 import types_pb2
+from quire_router.engines.attempt import DrainExceeded, EngineDraining, EngineLost
 from quire_router.engines.connection import EngineConnection
-from quire_router.engines.output_stream import DrainExceeded, EngineDraining, EngineLost
 from quire_router.engines.settings import ConnectionSettings
 
 from tests.support.scripted_engine import ABORT, ERROR, ScriptedEngine, output

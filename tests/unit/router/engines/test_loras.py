@@ -13,8 +13,8 @@ from quire_proto.errors import ErrorCode, QuireError
 from quire_router.core.generation import LoRA
 from quire_router.discovery.base import Endpoint
 from quire_router.engines import lora_updates
+from quire_router.engines.attempt import LoRAMissing
 from quire_router.engines.lora_updates import LoRAUpdater
-from quire_router.engines.output_stream import LoRAMissing
 from quire_router.engines.pool import EnginePool
 from quire_router.engines.settings import ServedLoRA
 

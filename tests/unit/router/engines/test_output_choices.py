@@ -6,7 +6,8 @@ import pytest
 from quire.v1 import engine_pb2, types_pb2
 from quire_proto.errors import ErrorCode
 from quire_proto.sampling import FinishReason, StopToken, TokenLogprobs
-from quire_router.engines.output_stream import EngineLost, ExpectedOutput, Output, OutputStream, max_sequences
+from quire_router.engines.attempt import EngineLost, Output
+from quire_router.engines.output_stream import ExpectedOutput, OutputStream, max_sequences
 from quire_router.engines.session import CommandQueue, Session
 from quire_router.engines.settings import ConnectionSettings
 

@@ -10,8 +10,8 @@ from quire.v1 import engine_pb2, types_pb2
 from quire_router.discovery.base import Endpoint
 from quire_router.discovery.combined import StaticDiscovery
 from quire_router.engines import pool
+from quire_router.engines.attempt import EngineLost
 from quire_router.engines.engine import Engine
-from quire_router.engines.output_stream import EngineLost
 from quire_router.engines.pool import EnginePool
 from quire_router.engines.settings import ConnectionSettings
 from quire_router.placement.prefix_index import BlockNamespace

@@ -11,9 +11,9 @@ from quire.v1 import engine_pb2, types_pb2
 from quire_router.clients.kube_client import KubeAccess
 from quire_router.discovery.base import Endpoint, KubernetesService
 from quire_router.discovery.kubernetes import KubernetesDiscovery, WatchSettings
+from quire_router.engines.attempt import EngineLost
 from quire_router.engines.channel import ConnectFailureLog
 from quire_router.engines.connection import EngineConnection
-from quire_router.engines.output_stream import EngineLost
 from quire_router.engines.pool import EnginePool
 from quire_router.engines.rates import (
     CONNECT_BURST,

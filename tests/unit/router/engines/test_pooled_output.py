@@ -6,7 +6,8 @@ import pytest
 from quire_proto.errors import ErrorCode, QuireError
 from quire_proto.pooling import MAX_DIMENSIONS
 from quire_proto.sampling import FinishReason
-from quire_router.engines.output_stream import ExpectedOutput, Output, OutputStream, StreamEnd
+from quire_router.engines.attempt import Output, StreamEnd
+from quire_router.engines.output_stream import ExpectedOutput, OutputStream
 
 EXPECTED = ExpectedOutput({0: 0}, 0, pooled=True)
 

@@ -9,7 +9,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from quire.v1 import engine_pb2, types_pb2
-from quire_router.engines.output_stream import EngineFull, OutputStream
+from quire_router.engines.attempt import EngineFull
+from quire_router.engines.output_stream import OutputStream
 from quire_router.engines.session import CommandQueue, Session
 from quire_router.engines.settings import ConnectionSettings
 

@@ -10,7 +10,7 @@ import pytest
 from quire.v1 import engine_pb2 as pb
 from quire_proto.errors import ErrorCode, QuireError
 from quire_router.engines import sleep_controller, sleep_plan
-from quire_router.engines.output_stream import EngineLost
+from quire_router.engines.attempt import EngineLost
 from quire_router.engines.sleep_controller import SleepController
 from quire_router.engines.sleep_plan import SleepSettings
 

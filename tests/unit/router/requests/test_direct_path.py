@@ -8,7 +8,8 @@ from hypothesis import strategies as st
 from quire_proto.errors import ErrorCode
 from quire_proto.sampling import FinishReason, SamplingParams
 from quire_router.core.generation import Delta, DeltaStream, GenerationRequest, ResponseConsumer
-from quire_router.engines.output_stream import ExpectedOutput, Output, OutputStream
+from quire_router.engines.attempt import Output
+from quire_router.engines.output_stream import ExpectedOutput, OutputStream
 from quire_router.journal.memory import MemoryJournal
 from quire_router.requests.runner import RequestRunner
 from quire_router.requests.state import RequestState

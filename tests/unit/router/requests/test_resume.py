@@ -28,7 +28,7 @@ from quire_router.core.generation import (
     Usage,
     prompt_request_id,
 )
-from quire_router.engines.output_stream import Output
+from quire_router.engines.attempt import Output
 from quire_router.journal.base import (
     Journal,
     Lease,

@@ -18,7 +18,7 @@ from quire_router.admission.model_targets import ModelTarget, ModelTargets, Shad
 from quire_router.admission.queue import AdmissionQueue
 from quire_router.core.generation import GenerationRequest
 from quire_router.discovery.combined import StaticDiscovery
-from quire_router.engines.output_stream import Output
+from quire_router.engines.attempt import Output
 from quire_router.engines.pool import EnginePool
 from quire_router.engines.settings import ConnectionSettings
 from quire_router.journal.memory import MemoryJournal

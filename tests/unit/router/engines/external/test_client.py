@@ -16,18 +16,12 @@ from quire_proto.pooling import Task
 from quire_proto.sampling import SamplingParams
 from quire_proto.text.tokenizer import ModelTokenizer
 from quire_router.discovery.base import Endpoint
+from quire_router.engines.attempt import EngineFull, EngineLost, Output, RequestUnsupported, StreamEnd
 from quire_router.engines.cache_events import CacheEvents
 from quire_router.engines.external.client import ExternalEngine
 from quire_router.engines.load_messages import SpeculativeBlocks, SpeculativePrefix
 from quire_router.engines.model_matcher import ModelIdentity
-from quire_router.engines.output_stream import (
-    EngineFull,
-    EngineLost,
-    Output,
-    OutputStream,
-    RequestUnsupported,
-    StreamEnd,
-)
+from quire_router.engines.output_stream import OutputStream
 from quire_router.engines.pool import EnginePool
 from quire_router.engines.settings import ConnectionSettings, KnownModel, ServedModelLimits
 from quire_router.placement.engine_table import EngineTable

@@ -10,12 +10,12 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from quire_proto.sampling import SamplingParams
+from quire_router.engines.attempt import EngineLost, StreamEnd
 from quire_router.engines.external.http_client import BadAnswer, ServerError
 from quire_router.engines.external.openai_server import OpenAIServer
 from quire_router.engines.external.server_kind import ServerKind, split_choices
 from quire_router.engines.external.sglang_server import SglangServer
 from quire_router.engines.external.vllm_server import VllmServer
-from quire_router.engines.output_stream import EngineLost, StreamEnd
 
 from tests.support.http_engines import SglangEngine, VllmEngine, demo_tokenizer
 from tests.support.vllm_contract import choice_of

@@ -5,9 +5,9 @@ from quire_proto.errors import ErrorCode
 from quire_proto.sampling import FinishReason, SamplingParams
 from quire_proto.structured_output import choice
 from quire_proto.text.tokenizer import ModelTokenizer
+from quire_router.engines.attempt import EngineLost
 from quire_router.engines.external.http_client import BadAnswer, HttpClient
 from quire_router.engines.external.openai_server import OpenAIServer
-from quire_router.engines.output_stream import EngineLost
 from quire_router.engines.settings import KnownModel
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 

@@ -7,9 +7,9 @@ import pytest
 from quire_proto.errors import ErrorCode
 from quire_proto.sampling import FinishReason, SamplingParams, TokenLogprobs
 from quire_proto.structured_output import Structured, StructuredKind, choice
+from quire_router.engines.attempt import EngineLost, Output
 from quire_router.engines.external.http_client import BadAnswer, HttpClient, ServerError
 from quire_router.engines.external.sglang_server import SglangServer
-from quire_router.engines.output_stream import EngineLost, Output
 from quire_router.engines.settings import KnownModel
 
 from tests.support.http_engines import SglangEngine, continuation, serving

@@ -8,9 +8,9 @@ from quire.v1 import engine_pb2
 from quire_proto.errors import ErrorCode
 from quire_proto.sampling import FinishReason, SamplingParams, StopToken, TokenLogprobs
 from quire_proto.structured_output import Structured, StructuredKind, choice
+from quire_router.engines.attempt import EngineLost, Output
 from quire_router.engines.external.http_client import BadAnswer, HttpClient, ServerError
 from quire_router.engines.external.vllm_server import VllmServer
-from quire_router.engines.output_stream import EngineLost, Output
 from quire_router.engines.settings import KnownModel
 
 from tests.support.http_engines import VllmEngine, serving
