@@ -14,11 +14,11 @@ from pathlib import Path
 from quire_proto.errors import QuireError
 from quire_proto.supervise import SupervisedTask
 
+from quire_router.core.metrics import FLUSH_PERIOD, flush_token_metrics
 from quire_router.core.retry import supervise
 from quire_router.journal.base import Journal
 from quire_router.placement.prefix_index import PrefixIndex
 from quire_router.requests.runner import RequestRunner
-from quire_router.requests.state import FLUSH_PERIOD, flush_token_metrics
 
 log = logging.getLogger(__name__)
 

@@ -4,6 +4,7 @@ several workers, gauges that count are added up, and of those that show a state 
 
 import json
 import os
+from bisect import bisect_left
 from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass
 
@@ -197,6 +198,59 @@ RECORDS_UNREADABLE = Counter(
 )
 STALE_EPOCHS = Counter(Metric.STALE_EPOCHS, "Writes refused because another router owns the request now.")
 TASK_RESTARTS = Counter(Metric.TASK_RESTARTS, "Tasks of this router that failed and were started again.", ["task"])
+
+FLUSH_PERIOD = 0.1  # seconds
+
+
+class TokenMetrics:
+    """The tokens of one model and the seconds between them, counted in plain numbers since the last ``flush``: a call
+    of the library for each token would take longer than most of what is done with it. ``gaps`` are those before single
+    tokens, which are added to it directly.
+    """
+
+    __slots__ = ("_counts", "_generation_tokens", "_inter_token_latency", "_seconds", "_tokens", "gaps")
+
+    def __init__(self, model: str) -> None:
+        self.gaps: list[float] = []
+        self._tokens = 0
+        self._seconds = 0.0
+        self._counts = [0] * (len(TOKEN_SECONDS) + 1)
+        self._generation_tokens = GENERATION_TOKENS.labels(model)
+        self._inter_token_latency = ITL.labels(model)
+
+    def add(self, tokens: int, gap: float | None) -> None:
+        """Counts the tokens of one delta, ``gap`` seconds after the one before it; None for the first of a choice."""
+        self._tokens += tokens
+        if gap is not None:
+            seconds = gap / tokens
+            self._seconds += seconds
+            self._counts[bisect_left(TOKEN_SECONDS, seconds)] += 1
+
+    def flush(self) -> None:
+        """Adds what was counted to the metrics."""
+        for gap in self.gaps:
+            self.add(1, gap)
+        self.gaps.clear()
+        if self._tokens:
+            self._generation_tokens.inc(self._tokens)
+            self._inter_token_latency.observe_many(self._counts, self._seconds)
+            self._tokens, self._seconds, self._counts = 0, 0.0, [0] * len(self._counts)
+
+
+_TOKEN_METRICS: dict[str, TokenMetrics] = {}
+
+
+def token_metrics(model: str) -> TokenMetrics:
+    """The one of a configured model."""
+    if model not in _TOKEN_METRICS:
+        _TOKEN_METRICS[model] = TokenMetrics(model)
+    return _TOKEN_METRICS[model]
+
+
+def flush_token_metrics() -> None:
+    """Adds what was counted of every model to the metrics; to be called every ``FLUSH_PERIOD``."""
+    for each in _TOKEN_METRICS.values():
+        each.flush()
 
 
 def count_tenant(tenant: str, model: str, counts: Sequence[int]) -> None:

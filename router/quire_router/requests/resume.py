@@ -27,8 +27,8 @@ from quire_router.core.generation import (
 )
 from quire_router.engines.attempt import Output
 from quire_router.journal.base import Journal, Lease, RecordedDelta, RequestRecord, decode_error
+from quire_router.requests.choice import create_choices
 from quire_router.requests.deltas import chunked, mark_replayed, split_at_cursor, with_usage, yielding_to_loop
-from quire_router.requests.state import create_choices
 
 if TYPE_CHECKING:
     from quire_router.requests.runner import RequestRegistry

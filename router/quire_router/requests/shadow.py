@@ -26,7 +26,8 @@ from quire_router.engines.attempt import AttemptFailed, Output
 from quire_router.engines.output_stream import OutputStream
 from quire_router.engines.pool import EnginePool
 from quire_router.placement.placer import PlacementDecision, Placer
-from quire_router.requests.state import Choice, RequestState
+from quire_router.requests.choice import Choice
+from quire_router.requests.state import RequestState
 
 log = logging.getLogger(__name__)
 

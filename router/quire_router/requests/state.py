@@ -4,7 +4,6 @@ switch, from ``try_direct_write`` on. Does no I/O.
 """
 
 import asyncio
-from bisect import bisect_left
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from time import monotonic
@@ -15,7 +14,6 @@ from quire.v1 import engine_pb2
 from quire_proto.convert import pooling_to_proto, sampling_to_proto
 from quire_proto.errors import QuireError
 from quire_proto.sampling import FinishReason, TokenLogprobs
-from quire_proto.text.detokenizer import OutputTextStream
 from quire_proto.text.tokenizer import ModelTokenizer
 
 from quire_router.admission.limits import Reservation
@@ -28,6 +26,7 @@ from quire_router.engines.attempt import EngineFull, Output
 from quire_router.engines.output_stream import OutputStream
 from quire_router.journal.base import Journal, Lease, RecordedDelta, RequestRecord
 from quire_router.placement.prefix_index import HashesByNamespace
+from quire_router.requests.choice import Choice, create_choices
 from quire_router.requests.deltas import (
     BestOfSelection,
     chunked,
@@ -41,78 +40,6 @@ if TYPE_CHECKING:
     from quire_router.requests.shadow import Shadow
 
 _BY_SEVERITY = (FinishReason.STOP, FinishReason.LENGTH, FinishReason.ABORT, FinishReason.ERROR)
-
-
-class Choice:
-    """One choice of an answer, between its first and its last delta: its ``token_ids`` and their ``text``.
-    ``finish_reason`` is None until it ends; ``last_token`` is the time of its last tokens, None before the first.
-    """
-
-    __slots__ = ("finish_reason", "index", "last_token", "text", "token_ids")
-
-    def __init__(self, index: int, text: OutputTextStream) -> None:
-        self.index = index
-        self.token_ids: list[int] = []
-        self.finish_reason: FinishReason | None = None
-        self.last_token: float | None = None
-        self.text = text
-
-    @property
-    def has_output(self) -> bool:
-        """Whether it has tokens, or has ended."""
-        return bool(self.token_ids) or self.finish_reason is not None
-
-    def is_complete(self, max_tokens: int) -> bool:
-        """Whether it has all the tokens that were asked for, so that no engine is needed to end it."""
-        return self.finish_reason is None and len(self.token_ids) >= max_tokens
-
-    def process(self, output: Output) -> Delta:
-        """Returns the delta of an engine's output. A stop string ends the choice, whatever the engine reports: tokens
-        after the one that completed it do not belong to it, nor do their log-probabilities.
-        """
-        token_ids, logprobs, reason = output.token_ids, output.logprobs, output.finish_reason
-        stop_token, text, stop_string = output.stop_token, self.text.push(token_ids), None
-        if reason is not None and not self.text.stopped:
-            text += self.text.finish()
-        if self.text.stopped:
-            reason, stop_token, stop_string = FinishReason.STOP, None, self.text.stop_string
-            kept = self.text.stop_token_count - len(self.token_ids)
-            token_ids, logprobs = token_ids[:kept], logprobs[:kept]
-        self.finish_reason = reason
-        self.token_ids += token_ids
-        return Delta(
-            text,
-            token_ids,
-            reason,
-            None,
-            self.index,
-            logprobs,
-            [],
-            output.score,
-            stop_token=stop_token,
-            stop_string=stop_string,
-            pooled=output.pooled,
-        )
-
-    def finish(self, reason: FinishReason) -> Delta:
-        """Returns the last delta of a choice that ends without an output of the engine that ends it."""
-        return self.process(Output([], len(self.token_ids), reason))
-
-
-def create_choices(request: GenerationRequest, tokenizer: ModelTokenizer, count: int) -> list[Choice]:
-    """Returns ``count`` empty choices of a request."""
-    return [Choice(index, _open_text(request, tokenizer)) for index in range(count)]
-
-
-def _open_text(request: GenerationRequest, tokenizer: ModelTokenizer) -> OutputTextStream:
-    return tokenizer.new_output_stream(
-        request.prompt_token_ids,
-        request.stop,
-        include_stop=request.include_stop,
-        skip_special_tokens=request.skip_special_tokens,
-        keep_markers=request.operation == "chat",
-    )
-
 
 MAX_MOVES = 2
 MOVE_MEMORY = 60.0
@@ -179,7 +106,7 @@ class RequestState:
         self._moved_at = 0.0
         self._refusals = 0
         self._unreplayed: list[RecordedDelta] = [] if record is None or self._selection is not None else record.deltas
-        self._token_metrics = token_metrics(request.model)
+        self._token_metrics = metrics.token_metrics(request.model)
         self._tenant_label = tenant_label
         self._used_before = self.usage if self._unreplayed else NO_USAGE
         self._version = UNKNOWN_VERSION if record is None else record.version
@@ -525,57 +452,3 @@ def _delivered(choice: Choice) -> engine_pb2.Delivered:
 def _attempt_id(request_id: str) -> str:
     """Returns an id for a later attempt, at most 64 characters: the engine may still run an earlier one."""
     return f"{request_id[:31]}-{uuid4().hex}"
-
-
-FLUSH_PERIOD = 0.1  # seconds
-
-
-class TokenMetrics:
-    """The tokens of one model and the seconds between them, counted in plain numbers since the last ``flush``: a call
-    of the library for each token would take longer than most of what is done with it. ``gaps`` are those before single
-    tokens, which are added to it directly.
-    """
-
-    __slots__ = ("_counts", "_generation_tokens", "_inter_token_latency", "_seconds", "_tokens", "gaps")
-
-    def __init__(self, model: str) -> None:
-        self.gaps: list[float] = []
-        self._tokens = 0
-        self._seconds = 0.0
-        self._counts = [0] * (len(metrics.TOKEN_SECONDS) + 1)
-        self._generation_tokens = metrics.GENERATION_TOKENS.labels(model)
-        self._inter_token_latency = metrics.ITL.labels(model)
-
-    def add(self, tokens: int, gap: float | None) -> None:
-        """Counts the tokens of one delta, ``gap`` seconds after the one before it; None for the first of a choice."""
-        self._tokens += tokens
-        if gap is not None:
-            seconds = gap / tokens
-            self._seconds += seconds
-            self._counts[bisect_left(metrics.TOKEN_SECONDS, seconds)] += 1
-
-    def flush(self) -> None:
-        """Adds what was counted to the metrics."""
-        for gap in self.gaps:
-            self.add(1, gap)
-        self.gaps.clear()
-        if self._tokens:
-            self._generation_tokens.inc(self._tokens)
-            self._inter_token_latency.observe_many(self._counts, self._seconds)
-            self._tokens, self._seconds, self._counts = 0, 0.0, [0] * len(self._counts)
-
-
-_TOKEN_METRICS: dict[str, TokenMetrics] = {}
-
-
-def token_metrics(model: str) -> TokenMetrics:
-    """The one of a configured model."""
-    if model not in _TOKEN_METRICS:
-        _TOKEN_METRICS[model] = TokenMetrics(model)
-    return _TOKEN_METRICS[model]
-
-
-def flush_token_metrics() -> None:
-    """Adds what was counted of every model to the metrics; to be called every ``FLUSH_PERIOD``."""
-    for each in _TOKEN_METRICS.values():
-        each.flush()

@@ -19,7 +19,7 @@ from quire_router.api.schemas.openai import ChatRequest
 from quire_router.api.validation import Validator
 from quire_router.core.generation import Delta
 from quire_router.engines.attempt import Output
-from quire_router.requests.state import create_choices
+from quire_router.requests.choice import create_choices
 
 from tests.support.model_folders import CHAT_TEMPLATE
 from tests.support.scripted_api import MODEL, Limits, ask, chat, open_stage, script_of

@@ -6,8 +6,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from prometheus_client import CollectorRegistry, Histogram
 from prometheus_client.samples import Sample
-from quire_router.core.metrics import TOKEN_SECONDS, BulkHistogram
-from quire_router.requests.state import TokenMetrics
+from quire_router.core.metrics import TOKEN_SECONDS, BulkHistogram, TokenMetrics
 
 ON_A_BOUND = st.sampled_from(TOKEN_SECONDS)
 SECONDS = st.one_of(ON_A_BOUND, st.floats(0.0, 10.0))

@@ -39,10 +39,11 @@ from quire_router.journal.base import (
 )
 from quire_router.journal.memory import MemoryJournal
 from quire_router.requests import resume
+from quire_router.requests.choice import create_choices
 from quire_router.requests.deltas import CHUNK_TOKENS
 from quire_router.requests.resume import Replayer
 from quire_router.requests.runner import RequestRunner
-from quire_router.requests.state import RequestState, create_choices
+from quire_router.requests.state import RequestState
 
 from tests.support.byte_tokenizer import TOKENIZER, tokens
 from tests.support.contract_engine import ContractEngine, Script

@@ -22,10 +22,10 @@ from quire_router.engines.attempt import Output
 from quire_router.engines.pool import EnginePool
 from quire_router.engines.settings import ConnectionSettings
 from quire_router.journal.memory import MemoryJournal
+from quire_router.requests.choice import create_choices
 from quire_router.requests.dispatch import Dispatcher
 from quire_router.requests.runner import RequestRunner
 from quire_router.requests.shadow import ShadowRunner, TokenComparison
-from quire_router.requests.state import create_choices
 
 from tests.support.byte_tokenizer import TOKENIZER, tokens
 from tests.support.runner_harness import QUICK, FirstIdle, collect, delta_text
