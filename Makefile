@@ -57,7 +57,7 @@ up: $(READY)
 	@exec $(BIN)/python -m quire_cli.main serve "$(or $(MODEL),demo/model)" --engines "$(or $(ENGINES),2)" \
 	  $(if $(or $(NAME),$(if $(MODEL),,demo)),--served-model-name "$(or $(NAME),quire-demo)") $(ARGS)
 
-# Some tests compute in processes beside them and some wait, so seven workers have two cores busy, if both kinds run at the
+# Some tests compute in processes beside them and some wait, so five workers have two cores busy, if both kinds run at the
 # same time (tests/conftest.py). The chaos run begins first, as it is one test that takes long. With ARGS just those tests
 # run, one after the other. A test that fails gets a second chance, since real processes on a busy machine may be late,
 # and the summary names those that needed it: they are to be mended. It comes when routers trust a Redis again that was
@@ -69,7 +69,7 @@ test: programs kernels
 ifdef ARGS
 	$(BIN)/python -m pytest $(ARGS)
 else
-	$(BIN)/python -m pytest -n 7 --dist loadfile --no-loadscope-reorder $(AGAIN) $(TESTS)
+	$(BIN)/python -m pytest -n 5 --dist loadfile --no-loadscope-reorder $(AGAIN) $(TESTS)
 endif
 
 # What tests need, in parts that may be made at once, beside those of lint.
