@@ -45,7 +45,11 @@ class RedisObjectStore:
             pipeline = self._client.pipeline(transaction=False)
             for name in names:
                 pipeline.hmget(_object(name), ["data", "version"])
-            return await pipeline.execute(raise_on_error=False)
+            replies = await pipeline.execute(raise_on_error=False)
+            for reply in replies:
+                if isinstance(reply, RedisError) and not str(reply).startswith("WRONGTYPE"):
+                    raise reply  # it is busy, or loads its file: that says nothing of what is stored
+            return replies
 
         return [_read(reply) for reply in await self._call(exchange)]
 

@@ -267,7 +267,11 @@ class OrphanFinder:
         pipeline = self._client.pipeline(transaction=False)
         for name in names:
             pipeline.hmget(keys(name.decode(errors="replace"))[0], "epoch", "reason", "lease_expires")
-        return dict(zip(names, await pipeline.execute(raise_on_error=False), strict=True))
+        replies = await pipeline.execute(raise_on_error=False)
+        for reply in replies:
+            if isinstance(reply, Exception) and not str(reply).startswith("WRONGTYPE"):
+                raise reply  # it is busy, or loads its file: that says nothing of what is stored
+        return dict(zip(names, replies, strict=True))
 
 
 def _has_ended(state: Any) -> bool:
