@@ -1,5 +1,6 @@
 """The contract of all object stores: who has not read the last version replaces nothing, and a part is written once."""
 
+import asyncio
 import sqlite3
 from collections.abc import AsyncIterator, Iterator
 from contextlib import asynccontextmanager
@@ -9,6 +10,8 @@ from quire_proto.errors import ErrorCode, QuireError
 from quire_router.journal.objects import Excess, MemoryObjectStore, ObjectStore, Quota, StoredObject, read_objects
 from quire_router.journal.redis.redis_objects import RedisObjectStore
 from quire_router.journal.sqlite.sqlite_journal import SqliteJournal
+from redis.asyncio import Redis
+from redis.exceptions import ResponseError
 
 from tests.support.journal_kinds import KINDS, Databases, databases
 from tests.support.redis_journals import redis_at
@@ -216,3 +219,22 @@ async def test_the_objects_of_a_list_come_many_at_a_time_and_what_is_gone_leaves
         left = [name for name in names if name not in ("listed 1", "listed 6", "listed 7")]
         assert [name async for name, _ in read_objects(store, "many", names)] == left
         assert await store.names("many") == left
+
+
+async def test_a_redis_that_is_busy_with_a_script_says_nothing_of_what_is_stored(stores: Databases) -> None:
+    async with store_of("redis", stores) as store, Redis.from_url(stores.redis.url) as redis:
+        assert await store.put("busy", b"{}", 0, TTL)
+        await redis.config_set("busy-reply-threshold", 1)
+        script = asyncio.create_task(redis.eval("while true do end", 0))
+        await asyncio.sleep(0.2)
+        try:
+            with pytest.raises(QuireError) as refused:
+                await store.get("busy")
+        finally:
+            await redis.script_kill()
+            with pytest.raises(ResponseError):
+                await script
+            await redis.config_set("busy-reply-threshold", 5000)
+        assert refused.value.code is ErrorCode.UNAVAILABLE
+        found = await store.get("busy")
+    assert found is not None and found.data == b"{}"
