@@ -237,4 +237,5 @@ async def test_a_redis_that_is_busy_with_a_script_says_nothing_of_what_is_stored
             await redis.config_set("busy-reply-threshold", 5000)
         assert refused.value.code is ErrorCode.UNAVAILABLE
         found = await store.get("busy")
-    assert found is not None and found.data == b"{}"
+    assert found is not None
+    assert found.data == b"{}"
