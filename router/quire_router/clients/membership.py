@@ -19,7 +19,7 @@ requests and not routers: the journal (``owner`` is the same id) and ``RedisRate
 
 from redis.asyncio import Redis
 
-from quire_router.clients.redis_client import lua_source
+from quire_router.clients.redis_client import execute_each, lua_source
 
 CHANNEL = "quire:load"
 ROUTERS = "quire:routers"
@@ -64,7 +64,7 @@ class PeerRegister:
             key = _peer_key(name.decode(errors="replace"))
             pipeline.getrange(key, 0, max_bytes)
             pipeline.pttl(key)
-        answers = await pipeline.execute(raise_on_error=False) if names else []
+        answers = await execute_each(pipeline) if names else []
         found: list[tuple[bytes, float]] = []
         expired: list[bytes] = []
         for name, record, milliseconds in zip(names, answers[::2], answers[1::2], strict=True):

@@ -8,11 +8,13 @@ from pathlib import Path
 from typing import Any, Final
 
 from redis.asyncio import BlockingConnectionPool, Connection, ConnectionPool, Redis, SSLConnection
+from redis.asyncio.client import Pipeline
 from redis.asyncio.connection import AbstractConnection, UnixDomainSocketConnection, parse_url
 from redis.asyncio.retry import Retry
 from redis.backoff import NoBackoff
 from redis.credentials import CredentialProvider
 from redis.exceptions import ConnectionError as RedisConnectionError
+from redis.exceptions import RedisError
 
 
 @dataclass(frozen=True, slots=True)
@@ -115,6 +117,18 @@ def redis_client(
     where.add_credentials(pool.connection_kwargs)
     pool.connection_class = _FIXED[pool.connection_class]
     return Redis.from_pool(pool)
+
+
+async def execute_each(pipeline: Pipeline) -> list[Any]:
+    """The replies to a pipeline's commands, each of another key. Where a key is of another kind than its command's, the
+    reply is that ``RedisError``, and the others stand. Raises any other error, such as that Redis is busy with a script
+    or loads its file: it says nothing of what is stored.
+    """
+    replies: list[Any] = await pipeline.execute(raise_on_error=False)
+    for reply in replies:
+        if isinstance(reply, RedisError) and not str(reply).startswith("WRONGTYPE"):
+            raise reply
+    return replies
 
 
 def lua_source(package: str, name: str) -> str:

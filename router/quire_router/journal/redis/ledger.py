@@ -14,6 +14,7 @@ from typing import Any
 
 from redis.asyncio import Redis
 
+from quire_router.clients.redis_client import execute_each
 from quire_router.core import metrics
 from quire_router.core.generation import NO_USAGE, Usage
 from quire_router.core.usage import HOUR, MAX_COUNTED_AGE, REMEMBERED, Account, UsageRow, in_order, used
@@ -96,7 +97,7 @@ class RedisLedger:
             record, _ = keys(request_id)
             pipeline.hmget(record, _FIELDS)
             pipeline.hstrlen(record, "prompt")
-        answers = await pipeline.execute(raise_on_error=False)
+        answers = await execute_each(pipeline)
         running = []
         for request_id, fields, prompt in zip(request_ids, answers[::2], answers[1::2], strict=True):
             if isinstance(fields, Exception) or isinstance(prompt, Exception) or not is_epoch(fields[0] or b""):

@@ -12,7 +12,7 @@ from redis.asyncio import Redis
 from redis.exceptions import ConnectionError as RedisConnectionError
 from redis.exceptions import OutOfMemoryError, RedisError, ResponseError
 
-from quire_router.clients.redis_client import RedisAccess, lua_source, redis_client
+from quire_router.clients.redis_client import RedisAccess, execute_each, lua_source, redis_client
 from quire_router.core.errors import journal_unavailable, store_full
 from quire_router.journal.objects import ANY, MAX_NAMES, Excess, Quota, StoredObject
 
@@ -45,11 +45,7 @@ class RedisObjectStore:
             pipeline = self._client.pipeline(transaction=False)
             for name in names:
                 pipeline.hmget(_object(name), ["data", "version"])
-            replies = await pipeline.execute(raise_on_error=False)
-            for reply in replies:
-                if isinstance(reply, RedisError) and not str(reply).startswith("WRONGTYPE"):
-                    raise reply  # it is busy, or loads its file: that says nothing of what is stored
-            return replies
+            return await execute_each(pipeline)
 
         return [_read(reply) for reply in await self._call(exchange)]
 

@@ -13,6 +13,7 @@ from redis.asyncio import Redis
 from redis.exceptions import ConnectionError as RedisConnectionError
 from redis.exceptions import NoScriptError, RedisError, ResponseError
 
+from quire_router.clients.redis_client import execute_each
 from quire_router.core.generation import GenerationRequest
 from quire_router.core.usage import Account, UsageRow
 from quire_router.journal.base import MAX_ORPHANS, Lease, encode_error
@@ -267,11 +268,7 @@ class OrphanFinder:
         pipeline = self._client.pipeline(transaction=False)
         for name in names:
             pipeline.hmget(keys(name.decode(errors="replace"))[0], "epoch", "reason", "lease_expires")
-        replies = await pipeline.execute(raise_on_error=False)
-        for reply in replies:
-            if isinstance(reply, Exception) and not str(reply).startswith("WRONGTYPE"):
-                raise reply  # it is busy, or loads its file: that says nothing of what is stored
-        return dict(zip(names, replies, strict=True))
+        return dict(zip(names, await execute_each(pipeline), strict=True))
 
 
 def _has_ended(state: Any) -> bool:
