@@ -3,7 +3,7 @@
 import asyncio
 from array import array
 from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, suppress
 from typing import Any
 from zlib import crc32
 
@@ -16,6 +16,7 @@ from quire_router.journal.redis.redis_connection import BACKGROUND, RedisHealth,
 from quire_router.journal.redis.redis_journal import RedisJournal
 from quire_router.journal.redis.store import RedisStore
 from redis.asyncio import Redis
+from redis.exceptions import ResponseError
 
 from tests.support.redis_server import RedisServer
 
@@ -89,6 +90,21 @@ async def out_of_memory(redis: Redis) -> AsyncIterator[None]:
         yield
     finally:
         await redis.config_set("maxmemory", 0)
+
+
+@asynccontextmanager
+async def busy_with_a_script(redis: Redis) -> AsyncIterator[None]:
+    """Redis refuses every command as it is busy, for the length of a block, which is some minutes at most."""
+    await redis.config_set("busy-reply-threshold", 1)
+    script = asyncio.create_task(redis.eval("for _ = 1, 1e10 do end", 0))
+    await asyncio.sleep(0.2)
+    try:
+        yield
+    finally:
+        await redis.script_kill()
+        with suppress(ResponseError):
+            await script
+        await redis.config_set("busy-reply-threshold", 5000)
 
 
 async def turn_clock_back(server: RedisServer, seconds: float) -> None:

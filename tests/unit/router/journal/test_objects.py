@@ -1,20 +1,19 @@
 """The contract of all object stores: who has not read the last version replaces nothing, and a part is written once."""
 
-import asyncio
 import sqlite3
 from collections.abc import AsyncIterator, Iterator
 from contextlib import asynccontextmanager
 
 import pytest
 from quire_proto.errors import ErrorCode, QuireError
+from quire_router.clients.redis_client import execute_each
 from quire_router.journal.objects import Excess, MemoryObjectStore, ObjectStore, Quota, StoredObject, read_objects
 from quire_router.journal.redis.redis_objects import RedisObjectStore
 from quire_router.journal.sqlite.sqlite_journal import SqliteJournal
-from redis.asyncio import Redis
 from redis.exceptions import ResponseError
 
 from tests.support.journal_kinds import KINDS, Databases, databases
-from tests.support.redis_journals import redis_at
+from tests.support.redis_journals import busy_with_a_script, redis_at
 
 TTL = 60.0
 
@@ -222,20 +221,31 @@ async def test_the_objects_of_a_list_come_many_at_a_time_and_what_is_gone_leaves
 
 
 async def test_a_redis_that_is_busy_with_a_script_says_nothing_of_what_is_stored(stores: Databases) -> None:
-    async with store_of("redis", stores) as store, Redis.from_url(stores.redis.url) as redis:
+    async with store_of("redis", stores) as store, redis_at(stores.redis) as redis:
         assert await store.put("busy", b"{}", 0, TTL)
-        await redis.config_set("busy-reply-threshold", 1)
-        script = asyncio.create_task(redis.eval("for _ = 1, 1e10 do end", 0))
-        await asyncio.sleep(0.2)
-        try:
+        async with busy_with_a_script(redis):
             with pytest.raises(QuireError) as refused:
                 await store.get("busy")
-        finally:
-            await redis.script_kill()
-            with pytest.raises(ResponseError):
-                await script
-            await redis.config_set("busy-reply-threshold", 5000)
         assert refused.value.code is ErrorCode.UNAVAILABLE
         found = await store.get("busy")
     assert found is not None
     assert found.data == b"{}"
+
+
+async def test_a_key_of_another_kind_fails_its_command_alone_and_a_busy_redis_all(stores: Databases) -> None:
+    async with redis_at(stores.redis) as redis, redis_at(stores.redis) as other:
+        await redis.set("text", "x")
+        await redis.hset("fields", "a", "b")
+
+        async def both() -> list[object]:
+            pipeline = other.pipeline(transaction=False)
+            pipeline.hget("text", "a")
+            pipeline.hget("fields", "a")
+            return await execute_each(pipeline)
+
+        wrong, right = await both()
+        assert isinstance(wrong, ResponseError)
+        assert right == b"b"
+        async with busy_with_a_script(redis):
+            with pytest.raises(ResponseError, match="busy"):
+                await both()
