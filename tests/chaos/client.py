@@ -222,11 +222,13 @@ class StreamClient(Client):
 
 
 class WholeClient(Client):
-    """A response that is not streamed; the same request is repeated until it comes."""
+    """A response that is not streamed; the same request is repeated until it comes, with more patience each time, as
+    without a key it begins anew.
+    """
 
     async def _try(self, request: Request) -> bool:
         hasty = self._manners.cut > 0 and self._chance.random() < 0.3
-        timeout = 4 * self._manners.silence * (self._chance.uniform(0.02, 0.2) if hasty else 1)
+        timeout = (4 + self.answer.broke) * self._manners.silence * (self._chance.uniform(0.02, 0.2) if hasty else 1)
         url, headers = self._url() + request.path, self._send(request)
         response = await self._http.post(url, json=request.body, headers=headers, timeout=timeout)
         self._hear()

@@ -15,6 +15,7 @@ from quire.v1 import inference_pb2 as pb
 from quire.v1 import types_pb2
 from quire.v1.inference_pb2_grpc import InferenceServicer, add_InferenceServicer_to_server
 
+from tests.chaos import rpc_client
 from tests.chaos.answer import Answer
 from tests.chaos.client import Manners
 from tests.chaos.report import FOUND, Report
@@ -483,4 +484,19 @@ BAD_CALLS: dict[str, tuple[list[list[Reply]], str]] = {
 @pytest.mark.parametrize("name", BAD_CALLS)
 async def test_a_bad_call_has_a_verdict(name: str) -> None:
     calls, verdict = BAD_CALLS[name]
+    assert judged(Request(RPC, "greedy", PATH, BODY), await called([[FIRST, SECOND]]), await called(calls)) == verdict
+
+
+@pytest.mark.parametrize(
+    ("calls", "verdict"),
+    [
+        ([[message("-"), message("-"), FIRST, message("1"), SECOND]], ""),
+        ([[FIRST, message("-"), SECOND]], "malformed"),
+        ([[FIRST, SECOND, message("2eu", "", 3)]], "malformed"),
+    ],
+)
+async def test_a_message_that_says_nothing_breaks_a_long_silence(
+    calls: list[list[Reply]], verdict: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(rpc_client, "SILENCE", 0.0)
     assert judged(Request(RPC, "greedy", PATH, BODY), await called([[FIRST, SECOND]]), await called(calls)) == verdict

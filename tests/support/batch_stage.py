@@ -132,8 +132,8 @@ class MortalStore:
     async def get_many(self, names: Sequence[str]) -> list[StoredObject | None]:
         return await self._life.step(lambda: self._store.get_many(names))
 
-    async def put(self, name: str, data: bytes, version: int, ttl: float) -> bool:
-        return await self._life.step(lambda: self._store.put(name, data, version, ttl))
+    async def put(self, name: str, data: bytes, version: int, ttl: float, *, drop_parts: bool = False) -> bool:
+        return await self._life.step(lambda: self._store.put(name, data, version, ttl, drop_parts=drop_parts))
 
     async def delete(self, name: str) -> None:
         await self._life.step(lambda: self._store.delete(name))
@@ -146,9 +146,6 @@ class MortalStore:
 
     async def part_numbers(self, name: str) -> list[int]:
         return await self._life.step(lambda: self._store.part_numbers(name))
-
-    async def delete_parts(self, name: str) -> None:
-        await self._life.step(lambda: self._store.delete_parts(name))
 
     async def enter(self, collection: str, name: str, ttl: float) -> None:
         await self._life.step(lambda: self._store.enter(collection, name, ttl))

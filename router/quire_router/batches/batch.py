@@ -1,11 +1,12 @@
-"""``Batch``: the record of a batch, with who works on it; its lines, what runs them (``LineRunner``), and what its file
-must hold (``read_lines``).
+"""``Batch``: the record of a batch, with who works on it; its lines, what runs them (``LineRunner``), what its file
+must hold (``read_lines``), and what is kept of each answer (``encode_result``).
 """
 
 import json
 from collections.abc import AsyncGenerator, AsyncIterator, Mapping
 from dataclasses import asdict, dataclass, field
 from hashlib import blake2b
+from secrets import token_hex
 from typing import Any, Final, Protocol, Self
 
 from quire_router.journal import records
@@ -16,6 +17,8 @@ WINDOW: Final = 86_400  # seconds: the one completion window, "24h"
 MAX_LINES = 50_000
 MAX_CUSTOM_ID = 512  # characters
 MAX_ERRORS = 100  # that a batch which fails lists
+OK, FAILED = b"+", b"-"
+"""The first byte of a result says which file it belongs into."""
 ENDED: Final = ("completed", "failed", "expired", "cancelled")
 
 
@@ -207,3 +210,16 @@ async def read_lines(
         except LineError as error:
             yield error
         number += 1
+
+
+def encode_result(line: Line, answer: LineAnswer | None, error: dict[str, str] | None) -> bytes:
+    """Returns a line of an output or error file, behind the byte that says of which."""
+    response = b"null"
+    if answer is not None:
+        head = json.dumps({"status_code": answer.status, "request_id": answer.request_id})[:-1].encode()
+        response = head + b', "body": ' + answer.body + b"}"
+    name = f"batch_req_{answer.request_id}" if answer is not None else f"batch_req_{token_hex(12)}"
+    head = json.dumps({"id": name, "custom_id": line.custom_id})[:-1].encode()
+    tail = b', "error": ' + json.dumps(error).encode() + b"}"
+    mark = OK if answer is not None and answer.status == 200 else FAILED
+    return mark + head + b', "response": ' + response + tail

@@ -10,7 +10,7 @@ from time import time
 
 from quire_proto.errors import invalid
 
-from quire_router.core.errors import file_not_found, too_much_stored
+from quire_router.core.errors import file_not_found, journal_unavailable, too_much_stored
 from quire_router.journal import records
 from quire_router.journal.objects import ObjectStore, read_objects
 
@@ -76,6 +76,12 @@ class Files:
             raise file_not_found(file_id, param)
         return info
 
+    async def is_whole(self, file_id: str) -> bool:
+        """Whether a file is there with all that was written: a Redis that died may have lost a part of it."""
+        found = await self._store.get(file_id)
+        info = None if found is None else records.read(FileInfo, file_id, found.data)
+        return info is not None and len(await self._store.part_numbers(file_id)) >= -(-info.bytes // CHUNK_BYTES)
+
     async def list(self, tenant: str, after: str = "", *, ascending: bool = False) -> AsyncGenerator[FileInfo]:
         """Yields the files of a tenant, the newest first, or those that come ``after`` one of them. Raises
         ``QuireError`` INVALID if there is none of that id.
@@ -136,7 +142,7 @@ class Upload:
 
     async def end(self, filename: str, purpose: str, ttl: float | None) -> FileInfo:
         """Makes the file one that can be found, for ``ttl`` seconds at most. Raises ``QuireError`` if others that ended
-        meanwhile have taken its room.
+        meanwhile have taken its room, and UNAVAILABLE if a part of it was lost.
         """
         self._left = await self._files.room(self._tenant)
         self._check_room(self._writer.bytes)
@@ -144,6 +150,8 @@ class Upload:
         kept = min(self._settings.retention, self._settings.retention if ttl is None else ttl)
         info = FileInfo(self.id, self._tenant, filename, purpose, size, now, int(now + kept))
         await _create(self._store, info, kept)
+        if not await self._files.is_whole(info.id):
+            raise journal_unavailable()
         return info
 
     def _check_room(self, size: int) -> None:

@@ -8,14 +8,12 @@ that is written twice is the same.
 """
 
 import asyncio
-import json
 import logging
 from collections import Counter
 from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Coroutine, Iterator
 from contextlib import aclosing, contextmanager, suppress
 from dataclasses import dataclass
 from random import uniform
-from secrets import token_hex
 from time import time
 from typing import Any, TypeVar
 
@@ -25,7 +23,17 @@ from quire_proto.errors import ErrorCode, QuireError
 from quire_proto.telemetry import Attribute, Span
 from quire_proto.tracing import is_recording
 
-from quire_router.batches.batch import MAX_ERRORS, Batch, Line, LineAnswer, LineError, LineRunner, read_lines
+from quire_router.batches.batch import (
+    FAILED,
+    MAX_ERRORS,
+    OK,
+    Batch,
+    Line,
+    LineError,
+    LineRunner,
+    encode_result,
+    read_lines,
+)
 from quire_router.batches.batch_store import ACTIVE, Batches
 from quire_router.batches.files import FileInfo
 from quire_router.core import metrics
@@ -42,14 +50,12 @@ MAX_RUNNING = 8  # batches that one router works on
 TURN = 60.0  # seconds for which it works on a batch before one of a tenant that has none takes its place
 PAUSE, MAX_PAUSE = 1.0, 10.0  # seconds before a line is tried again that could not begin
 _COPIED = 64  # results that are read at once
-_OK, _FAILED = b"+", b"-"
-"""The first byte of a result says which file it belongs into."""
 T = TypeVar("T")
 _TRACER = trace.get_tracer("quire.router")
 
 
 class LeaseLostError(Exception):
-    """Another router works on the batch now, or it is gone."""
+    """Another router works on the batch now, or it is gone, or what this one knows of it does not hold any more."""
 
 
 class BatchWorker:
@@ -106,17 +112,14 @@ class BatchWorker:
 
     async def _waiting(self) -> AsyncGenerator[tuple[Batch, int]]:
         """Yields the batches that no router works on, the oldest first, with their records' versions. Forgets those
-        whose router died just when they had ended, and those that cannot be read: they are shown as failed.
+        that have ended, and those that cannot be read: they are shown as failed.
         """
         store = self.batches.store
         names = [name for name in await store.names(ACTIVE) if name not in self._running]
         async with aclosing(read_objects(store, ACTIVE, names)) as objects:
             async for name, found in objects:
                 batch = records.read(Batch, name, found.data)
-                if batch is None:
-                    await store.leave(ACTIVE, name)
-                elif batch.ended:
-                    await store.delete_parts(name)
+                if batch is None or batch.ended:
                     await store.leave(ACTIVE, name)
                 # One of this router's own is not running any more: it failed, or was put back.
                 elif batch.owner in ("", self.owner) or batch.lease_until <= self.clock():
@@ -151,8 +154,9 @@ class BatchWorker:
         try:
             with _batch_span(run.batch):
                 await run.work()
+            self.wake()  # it is forgotten, and there is room for another
         except LeaseLostError:
-            log.info("another router works on batch %s", batch_id)
+            log.info("batch %s is left to the next router that looks for it", batch_id)
         except QuireError as error:
             log.warning("batch %s is left for a moment: %s", batch_id, error.message)
         except Exception:
@@ -201,15 +205,15 @@ class BatchRun:
         batch = self.batch
         if batch.status == "validating":
             await self._begin()
+        if batch.status == "finalizing" and await self._lacks_results():
+            batch.status, batch.finalizing_at, batch.expired_at = "in_progress", None, None
         if batch.status == "in_progress":
             await self._run()
         if batch.status == "cancelling":
             await self._while_leased(self._cancel_lines())
-            await self._while_leased(self._write_files())
-            await self._end("cancelled")
+            await self._finish("cancelled")
         elif batch.status == "finalizing":
-            await self._while_leased(self._write_files())
-            await self._end("failed" if batch.errors else "expired" if batch.expired_at else "completed")
+            await self._finish("failed" if batch.errors else "expired" if batch.expired_at else "completed")
 
     async def save(self) -> None:
         """Writes the record and renews the lease. Raises ``LeaseLostError`` when somebody else has the batch. A client
@@ -217,7 +221,8 @@ class BatchRun:
         """
         batch = self.batch
         batch.owner, batch.lease_until = self._owner, self._clock() + LEASE
-        while not await self._store.put(batch.id, batch.to_json(), self._version, self._batches.ttl(batch)):
+        ttl = self._batches.ttl(batch)
+        while not await self._store.put(batch.id, batch.to_json(), self._version, ttl, drop_parts=batch.ended):
             found = await self._store.get(batch.id)
             stored = None if found is None else records.read(Batch, batch.id, found.data)
             if found is None or stored is None or stored.status != "cancelling":
@@ -229,6 +234,12 @@ class BatchRun:
                 batch.status, batch.cancelling_at = "cancelling", stored.cancelling_at
         self._version += 1
         self.show("" if batch.ended else batch.status)
+
+    async def _lacks_results(self) -> bool:
+        """Whether there are lines without a result, though all had one: a Redis that died may have lost the last ones.
+        A batch that failed needs none.
+        """
+        return not self.batch.errors and len(await self._store.part_numbers(self.batch.id)) < self.batch.total
 
     async def _while_leased(self, work: Coroutine[Any, Any, T]) -> T | None:
         """Returns the result of ``work``, while which the lease is renewed; None when the batch is cancelled first."""
@@ -245,14 +256,23 @@ class BatchRun:
             task.cancel()
             await asyncio.gather(task, return_exceptions=True)
 
+    async def _finish(self, status: str) -> None:
+        """Writes the files and ends the batch. A Redis that dies may lose what it was told last: what it lost before
+        the record was written again is missed here, and if it loses more from then on, that record is among it.
+        """
+        await self._while_leased(self._write_files())
+        await self.save()
+        files = [each for each in (self.batch.output_file_id, self.batch.error_file_id) if each is not None]
+        if not all([await self._files.is_whole(each) for each in files]):
+            raise LeaseLostError
+        await self._end(status)
+
     async def _end(self, status: str) -> None:
-        """Ends the batch; the results are in its files."""
+        """Ends the batch; the results are in its files. The next look forgets it, if it is still stored then."""
         self.batch.status = status
         setattr(self.batch, f"{status}_at", int(self._clock()))
         await self.save()
         metrics.BATCHES_ENDED.labels(status).inc()
-        await self._store.delete_parts(self.batch.id)
-        await self._store.leave(ACTIVE, self.batch.id)
 
     # Validating
 
@@ -325,25 +345,36 @@ class BatchRun:
 
     async def _run_lines(self) -> bool:
         """Runs what has no result yet. Returns whether the window ended before all had one."""
-        done = set(await self._store.part_numbers(self.batch.id))
-        self.batch.completed = len(done) - min(self.batch.failed, len(done))
-        tasks = set[asyncio.Task[None]]()
         try:
             async with asyncio.timeout(max(0.0, self.batch.expires_at - self._clock())):
-                async with aclosing(self._read_lines()) as lines:
-                    async for line in lines:
-                        if isinstance(line, LineError) or line.number in done:
-                            continue
-                        tasks.add(asyncio.create_task(self._run_line(line)))
-                        if len(tasks) >= LINE_WINDOW:
-                            await _reap(tasks)
-                while tasks:
-                    await _reap(tasks)
+                while await self._run_missing_lines():
+                    pass  # what was written may be lost while others run, with a Redis that dies
             return False
         except TimeoutError:
-            await _cancel_all(tasks)
             await self._expire_lines()
             return True
+
+    async def _run_missing_lines(self) -> bool:
+        """Runs each line that has no result now. Returns whether there was one."""
+        done = set(await self._store.part_numbers(self.batch.id))
+        if len(done) >= self.batch.total:
+            return False
+        self.batch.completed = len(done) - min(self.batch.failed, len(done))
+        tasks, begun = set[asyncio.Task[None]](), False
+        try:
+            async with aclosing(self._read_lines()) as lines:
+                async for line in lines:
+                    if isinstance(line, LineError) or line.number in done:
+                        continue
+                    begun = True
+                    tasks.add(asyncio.create_task(self._run_line(line)))
+                    if len(tasks) >= LINE_WINDOW:
+                        await _reap(tasks)
+            while tasks:
+                await _reap(tasks)
+            if not begun:  # a router of another version counted lines that are none to this one
+                self.batch.total = len(done)
+            return begun
         finally:
             await _cancel_all(tasks)
 
@@ -355,18 +386,18 @@ class BatchRun:
         ttl = self._batches.ttl(batch)
         if await _persistently(lambda: self._store.add_part(batch.id, line.number, result, ttl)):
             batch.result_bytes += len(result)
-            if result.startswith(_OK):
+            if result.startswith(OK):
                 batch.completed += 1
             else:
                 batch.failed += 1
-            metrics.BATCH_LINES.labels("completed" if result.startswith(_OK) else "failed").inc()
+            metrics.BATCH_LINES.labels("completed" if result.startswith(OK) else "failed").inc()
 
     async def _result(self, line: Line) -> bytes:
         most = self._files.settings.max_tenant_bytes
         if self.batch.result_bytes > most:
             message = f"The batch's answers have more than {most} bytes, so this request was not run."
-            return _result(line, None, {"code": "batch_output_too_large", "message": message})
-        return _result(line, await self._lines.run(self.batch, line), None)
+            return encode_result(line, None, {"code": "batch_output_too_large", "message": message})
+        return encode_result(line, await self._lines.run(self.batch, line), None)
 
     async def _expire_lines(self) -> None:
         """Ends what has no result, and gives it an error."""
@@ -377,7 +408,7 @@ class BatchRun:
             async for line in lines:
                 if isinstance(line, Line) and line.number not in done:
                     await self._lines.cancel(self.batch, line.number)
-                    if await self._store.add_part(self.batch.id, line.number, _result(line, None, error), ttl):
+                    if await self._store.add_part(self.batch.id, line.number, encode_result(line, None, error), ttl):
                         metrics.BATCH_LINES.labels("expired").inc()
 
     async def _cancel_lines(self) -> None:
@@ -395,15 +426,17 @@ class BatchRun:
     async def _write_files(self) -> None:
         """Copies the results into the files, and counts them."""
         batch, now = self.batch, int(self._clock())
+        if batch.status == "finalizing" and await self._lacks_results():
+            raise LeaseLostError  # they were lost just now; whoever takes the batch up runs these lines again
         numbers = await self._store.part_numbers(batch.id)
         kept = self._files.settings.retention if batch.output_ttl is None else batch.output_ttl
         expires = int(now + min(kept, self._files.settings.retention))
         batch.completed = batch.failed = 0
-        for kind, mark in (("output", _OK), ("error", _FAILED)):
+        for kind, mark in (("output", OK), ("error", FAILED)):
             name = f"{batch.id}_{kind}.jsonl"
             info = FileInfo(batch.file_id(kind), batch.tenant, name, "batch_output", 0, now, expires)
             count = await self._copy(info, numbers, mark)
-            if mark == _OK:
+            if mark == OK:
                 batch.completed, batch.output_file_id = count, info.id if count else None
             else:
                 batch.failed, batch.error_file_id = count, info.id if count else None
@@ -473,16 +506,3 @@ async def _cancel_all(tasks: set[asyncio.Task[None]]) -> None:
         task.cancel()
     await asyncio.gather(*tasks, return_exceptions=True)
     tasks.clear()
-
-
-def _result(line: Line, answer: LineAnswer | None, error: dict[str, str] | None) -> bytes:
-    """Returns a line of an output or error file, behind the byte that says of which."""
-    response = b"null"
-    if answer is not None:
-        head = json.dumps({"status_code": answer.status, "request_id": answer.request_id})[:-1].encode()
-        response = head + b', "body": ' + answer.body + b"}"
-    name = f"batch_req_{answer.request_id}" if answer is not None else f"batch_req_{token_hex(12)}"
-    head = json.dumps({"id": name, "custom_id": line.custom_id})[:-1].encode()
-    tail = b', "error": ' + json.dumps(error).encode() + b"}"
-    mark = _OK if answer is not None and answer.status == 200 else _FAILED
-    return mark + head + b', "response": ' + response + tail

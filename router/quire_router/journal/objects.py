@@ -61,9 +61,9 @@ class ObjectStore(Protocol):
         """Returns the objects of these names, None for those that are not there, in one round trip."""
         ...
 
-    async def put(self, name: str, data: bytes, version: int, ttl: float) -> bool:
-        """Makes ``data`` the text of the object if its version is ``version``, 0 for one that is not there. Returns
-        False, and changes nothing, if it is another one.
+    async def put(self, name: str, data: bytes, version: int, ttl: float, *, drop_parts: bool = False) -> bool:
+        """Makes ``data`` the text of the object if its version is ``version``, 0 for one that is not there, and deletes
+        its parts with ``drop_parts``. Returns False, and changes nothing, if it is another one.
         """
         ...
 
@@ -81,10 +81,6 @@ class ObjectStore(Protocol):
 
     async def part_numbers(self, name: str) -> list[int]:
         """Returns the numbers of all parts, in order."""
-        ...
-
-    async def delete_parts(self, name: str) -> None:
-        """Deletes the parts of an object, which stays."""
         ...
 
     async def enter(self, collection: str, name: str, ttl: float) -> None:
@@ -192,13 +188,16 @@ class MemoryObjectStore:
         """See ``ObjectStore``."""
         return [await self.get(name) for name in names]
 
-    async def put(self, name: str, data: bytes, version: int, ttl: float) -> bool:
+    async def put(self, name: str, data: bytes, version: int, ttl: float, *, drop_parts: bool = False) -> bool:
         """See ``ObjectStore``."""
         found = self._find(name)
         if (0 if found is None else found.version) != version:
             return False
         stored = self._reserve(name, len(data) - (0 if found is None else len(found.data)), ttl)
         stored.data, stored.version, stored.expires = data, version + 1, self._clock() + ttl
+        if drop_parts:
+            self._bytes -= sum(map(len, stored.parts.values()))
+            stored.parts.clear()
         return True
 
     async def delete(self, name: str) -> None:
@@ -223,12 +222,6 @@ class MemoryObjectStore:
         """See ``ObjectStore``."""
         found = self._find(name)
         return [] if found is None else sorted(found.parts)
-
-    async def delete_parts(self, name: str) -> None:
-        """See ``ObjectStore``."""
-        if (found := self._find(name)) is not None:
-            self._bytes -= sum(map(len, found.parts.values()))
-            found.parts.clear()
 
     async def enter(self, collection: str, name: str, ttl: float) -> None:  # noqa: ARG002 - names that expired leave
         """See ``ObjectStore``."""

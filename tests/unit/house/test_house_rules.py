@@ -245,7 +245,7 @@ SHORT_TASKS = {
     "router/quire_router/batches/worker.py": {  # a batch's, which the worker ends
         "BatchWorker.look",
         "BatchRun._while_leased",
-        "BatchRun._run_lines",
+        "BatchRun._run_missing_lines",
     },
     "router/quire_router/requests/resume.py": {"BackgroundRequests.run"},
     "router/quire_router/requests/shadow.py": {"ShadowRunner._begin"},

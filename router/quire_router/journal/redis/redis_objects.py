@@ -49,10 +49,11 @@ class RedisObjectStore:
 
         return [_read(reply) for reply in await self._call(exchange)]
 
-    async def put(self, name: str, data: bytes, version: int, ttl: float) -> bool:
+    async def put(self, name: str, data: bytes, version: int, ttl: float, *, drop_parts: bool = False) -> bool:
         """See ``ObjectStore``."""
         keys = [_object(name), _parts(name)]
-        return bool(await self._call(lambda: self._replace(keys, [version, data, ceil(ttl)])))
+        arguments: list[Any] = [version, data, ceil(ttl), "drop" if drop_parts else ""]
+        return bool(await self._call(lambda: self._replace(keys, arguments)))
 
     async def delete(self, name: str) -> None:
         """See ``ObjectStore``."""
@@ -79,10 +80,6 @@ class RedisObjectStore:
     async def part_numbers(self, name: str) -> list[int]:
         """See ``ObjectStore``."""
         return sorted(map(int, await self._call(lambda: self._client.hkeys(_parts(name)))))
-
-    async def delete_parts(self, name: str) -> None:
-        """See ``ObjectStore``."""
-        await self._call(lambda: self._client.unlink(_parts(name)))
 
     async def enter(self, collection: str, name: str, ttl: float) -> None:
         """See ``ObjectStore``."""

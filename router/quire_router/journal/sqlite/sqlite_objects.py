@@ -48,7 +48,7 @@ class SqliteObjectStore:
 
         return await self._read(read)
 
-    async def put(self, name: str, data: bytes, version: int, ttl: float) -> bool:
+    async def put(self, name: str, data: bytes, version: int, ttl: float, *, drop_parts: bool = False) -> bool:
         """See ``ObjectStore``."""
 
         def write(connection: sqlite3.Connection) -> bool:
@@ -64,6 +64,8 @@ class SqliteObjectStore:
                 "expires = excluded.expires",
                 (name, version + 1, data, int(time() + ttl)),
             )
+            if drop_parts:
+                _execute(connection, "DELETE FROM parts WHERE name = ?", name)
             return True
 
         return await self._write(write)
@@ -103,10 +105,6 @@ class SqliteObjectStore:
         """See ``ObjectStore``."""
         query = "SELECT number FROM parts WHERE name = ? ORDER BY number"
         return await self._read(lambda connection: [number for (number,) in connection.execute(query, (name,))])
-
-    async def delete_parts(self, name: str) -> None:
-        """See ``ObjectStore``."""
-        await self._write(lambda connection: _execute(connection, "DELETE FROM parts WHERE name = ?", name))
 
     async def enter(self, collection: str, name: str, ttl: float) -> None:
         """See ``ObjectStore``."""

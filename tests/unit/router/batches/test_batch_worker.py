@@ -2,7 +2,8 @@
 
 import asyncio
 import json
-from collections import Counter
+from collections import Counter, deque
+from copy import deepcopy
 from dataclasses import replace
 from secrets import token_hex
 from time import time
@@ -20,7 +21,7 @@ from quire_router.api.request_limits import ConcurrencyLimit
 from quire_router.api.service import ApiService
 from quire_router.batches.batch import WINDOW, Batch, Line, LineAnswer
 from quire_router.batches.batch_store import ACTIVE, Batches
-from quire_router.batches.files import Files, FileSettings
+from quire_router.batches.files import CHUNK_BYTES, Files, FileSettings
 from quire_router.batches.worker import LEASE, MAX_RUNNING, TURN, BatchWorker
 from quire_router.journal.objects import MemoryObjectStore, read_objects
 
@@ -132,6 +133,47 @@ async def test_routers_whose_clocks_differ_take_a_batch_from_each_other_and_run_
     output = await content_of(fleet.api, batch.output_file_id)
     assert [each["custom_id"] for each in output] == [f"line {number}" for number in range(count)]
     assert len({each.request_id for each in fleet.runner.generations}) == len(fleet.runner.generations) == count
+
+
+class RewoundStore(MemoryObjectStore):
+    """Objects of a Redis that dies after its change number ``dies``, and comes back without the last ``lost`` ones."""
+
+    def __init__(self, dies: int, lost: int) -> None:
+        super().__init__()
+        self._dies = dies
+        self._former: deque[Any] = deque(maxlen=lost + 1)
+
+    def __getattribute__(self, name: str) -> Any:
+        method = super().__getattribute__(name)
+        return self._changing(method) if name in ("put", "add_part", "enter", "leave") else method
+
+    def _changing(self, method: Any) -> Any:
+        async def change(*args: Any, **more: Any) -> Any:
+            await asyncio.sleep(0)
+            self._former.append(deepcopy((self._objects, self._collections)))
+            self._dies -= 1
+            changed = await method(*args, **more)
+            if self._dies == 0:
+                self._objects, self._collections = self._former[0 if len(self._former) < 2 else 1]
+            return changed
+
+        return change
+
+
+@pytest.mark.parametrize("lost", [1, 2, 3, 5])
+@pytest.mark.parametrize("dies", range(1, 14))
+async def test_what_a_redis_that_dies_forgets_of_a_batch_is_run_again(dies: int, lost: int) -> None:
+    fleet, names = Fleet(), [f"line {number}" for number in range(4)]
+    await store_batch(fleet.api, jsonl([line(name) for name in names]))
+    store = RewoundStore(dies, lost)
+    store._objects, store._collections = fleet.store._objects, fleet.store._collections
+    fleet.api, fleet.store = batch_api(service_of(fleet.runner), store), store
+    await fleet.live(Life(IMMORTAL), "a router")
+    batch = await fleet.api.batches.get("batch_1", "")
+    output = await content_of(fleet.api, batch.output_file_id)
+    assert (batch.status, batch.total, batch.completed) == ("completed", 4, 4)
+    assert [each["custom_id"] for each in output] == names
+    assert store._dies <= 0
 
 
 class EndlessLines:
@@ -282,3 +324,24 @@ async def test_a_damaged_file_is_not_there_and_the_others_are() -> None:
 
 def damaged_records(kind: str) -> float:
     return REGISTRY.get_sample_value("quire_unreadable_records_total", {"kind": kind}) or 0.0
+
+
+async def test_a_batch_whose_name_redis_forgot_is_worked_on_once_it_is_asked_after() -> None:
+    fleet = Fleet()
+    await store_batch(fleet.api, jsonl([line("a")]))
+    await fleet.store.leave(ACTIVE, "batch_1")
+    assert (await fleet.api.batches.get("batch_1", "")).status == "validating"
+    await fleet.live(Life(IMMORTAL), "a router")
+    assert (await fleet.api.batches.get("batch_1", "")).status == "completed"
+    assert await fleet.store.names(ACTIVE) == []
+
+
+async def test_a_file_of_which_a_part_is_lost_before_it_is_complete_is_not_taken() -> None:
+    store = MemoryObjectStore()
+    files = Files(store, FileSettings())
+    upload = await files.new_upload("")
+    await upload.write(b"x" * (CHUNK_BYTES + 1))
+    store._objects.clear()  # a Redis that died just then
+    with pytest.raises(QuireError) as raised:
+        await upload.end("in.jsonl", "batch", None)
+    assert raised.value.code is ErrorCode.UNAVAILABLE

@@ -68,11 +68,13 @@ async def test_a_part_is_written_once_and_before_its_object(kind: str, stores: D
         assert await store.part_numbers("p") == [2, 7]
         assert await store.parts("p", [7, 3, 2]) == [b"seven", None, b"\x00two"]
         assert await store.parts("p", []) == []
-        await store.delete_parts("p")
+        assert not await store.put("p", b"other", 0, TTL, drop_parts=True)
+        assert await store.part_numbers("p") == [2, 7]
+        assert await store.put("p", b"other", 1, TTL, drop_parts=True)
         assert await store.part_numbers("p") == []
         found = await store.get("p")
         assert found is not None
-        assert found.data == b"text"
+        assert found.data == b"other"
         await store.delete("p")
         assert await store.get("p") is None
 
