@@ -19,7 +19,7 @@ export TORCH_SIZE
 # Hundreds of processes start in the tests: what Python compiles of our sources is kept, whatever the user's shell says.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: up test ready programs kernels bytecode cluster-test soak chaos lint types style layers bench bench-router bench-scale bench-simulation bench-fleet peers clients images dist first-hour proto proto-check clean help
+.PHONY: up test ready system programs kernels bytecode cluster-test soak chaos lint types style layers bench bench-router bench-scale bench-simulation bench-fleet peers clients images dist first-hour proto proto-check clean help
 
 help:
 	@echo "make up [MODEL=/path/to/folder] [NAME=name] [ENGINES=2] [ARGS='--port 80']   quire serve, from this checkout"
@@ -57,34 +57,40 @@ up: $(READY)
 	@exec $(BIN)/python -m quire_cli.main serve "$(or $(MODEL),demo/model)" --engines "$(or $(ENGINES),2)" \
 	  $(if $(or $(NAME),$(if $(MODEL),,demo)),--served-model-name "$(or $(NAME),quire-demo)") $(ARGS)
 
-# Some tests compute in processes beside them and some wait, so five workers have two cores busy, if both kinds run at the
-# same time (tests/conftest.py). The chaos run begins first, as it is one test that takes long. With ARGS just those tests
-# run, one after the other. A test that fails gets a second chance, since real processes on a busy machine may be late,
-# and the summary names those that needed it: they are to be mended. It comes when routers trust a Redis again that was
-# late (4 s). The chaos run gets none.
+# The chaos run comes first and alone: whoever has no processor for seconds looks dead to the others. Of the other tests
+# some compute in processes beside them and some wait, so five workers have two cores busy, if both kinds run at the same
+# time (tests/conftest.py). With ARGS just those tests run, one after the other. A test that fails gets a second chance,
+# since real processes on a busy machine may be late, and the summary names those that needed it: they are to be mended.
+# It comes when routers trust a Redis again that was late (4 s). The chaos run gets none.
 AGAIN := --reruns 1 --reruns-delay 5 -rR
+ALONE := tests/chaos/test_chaos.py
 TESTS := $(addprefix tests/,chaos service model browser clients gpu cluster unit sim kube)
 
 test: programs kernels
 ifdef ARGS
 	$(BIN)/python -m pytest $(ARGS)
 else
-	$(BIN)/python -m pytest -n 5 --dist loadfile --no-loadscope-reorder $(AGAIN) $(TESTS)
+	$(BIN)/python -m pytest $(ALONE)
+	$(BIN)/python -m pytest -n 5 --dist loadfile --no-loadscope-reorder $(AGAIN) --ignore $(ALONE) $(TESTS)
 endif
 
-# What tests need, in parts that may be made at once, beside those of lint.
-ready: bytecode programs kernels
+# What tests need, in parts that may be made at once, beside those of lint. The first two do not wait for pip, which
+# leaves all cores but one alone.
+ready: kernels system programs bytecode
 
-programs: $(READY) $(HELM_READY)
+system:
 	@scripts/redis.sh
-	@scripts/promtool.sh $(BIN)
-	@scripts/envoy.sh $(BIN)
 	@scripts/proxies.sh
 	@scripts/chromium.sh
+	@scripts/registry.sh
+
+programs: $(READY) $(HELM_READY) system
+	@scripts/promtool.sh $(BIN)
+	@scripts/envoy.sh $(BIN)
 
 # Compiled before the workers begin, each of which would do it.
-kernels: $(READY)
-	@$(BIN)/python -c "import quire_engine.kernels.build as build; build.needs_build() and build.shared_object()"
+kernels:
+	@PYTHONPATH=engine:proto $(PYTHON) -c "import quire_engine.kernels.build as build; build.needs_build() and build.shared_object()"
 
 # Every test is collected once, so that the workers find Python's bytecode: on a clean clone each would compile it all.
 # Without kernels, as otherwise this would compile them too. The runs name what cannot be collected.

@@ -44,7 +44,7 @@ def router(stack: Stack, tmp_path_factory: pytest.TempPathFactory) -> Iterator[R
 
 
 def test_engine_and_router_stay_within_their_limits_after_work(stack: Stack, router: Router) -> None:
-    load(router.url, 48)
+    load(router.url, 24)
     weights = sum(path.stat().st_size for path in DEMO.glob("*.safetensors")) / (1 << 20)
     for engine in stack.engines:
         assert engine.resident_mib < weights + POOLS_MIB + ENGINE_ALLOWANCE_MIB

@@ -31,6 +31,7 @@ _CONTEXT.set_forkserver_preload(
         "transformers.models.llama.configuration_llama",
         "transformers.modeling_rope_utils",
         "quire_router.app",
+        "tests.support.frozen",
     ]
 )
 

@@ -6,6 +6,7 @@ from contextlib import AsyncExitStack, suppress
 import grpc
 import pytest
 from grpc_health.v1 import health_pb2, health_pb2_grpc
+from grpc_reflection.v1alpha import reflection_pb2
 from quire.v1 import inference_pb2 as pb
 from quire.v1.inference_pb2_grpc import InferenceStub
 from quire_router.api.rpc.grpc_server import CallLimits
@@ -94,7 +95,9 @@ async def test_reflection_is_bounded(version):
     async with open_stage(call_limits=CallLimits(auxiliary=2)) as stage, stage.channel() as channel:
         reflect = channel.stream_stream(f"/grpc.reflection.{version}.ServerReflection/ServerReflectionInfo")
         held = [reflect() for _ in range(2)]
-        await channel.channel_ready()
+        for call in held:  # an answer shows that it has its place
+            await call.write(reflection_pb2.ServerReflectionRequest(list_services="").SerializeToString())
+            assert await call.read()
         assert (await refused(reflect().read())).code() == EXHAUSTED
         assert not any(call.done() for call in held)
 
