@@ -268,7 +268,8 @@ def object_of(random: Random, depth: int = 2) -> dict[str, object]:
     return {"type": "object", "properties": properties, "required": required, "additionalProperties": False}
 
 
-def test_json_of_200_random_schemas_is_valid(stack: Stack) -> None:
+@pytest.mark.parametrize("number", [60, pytest.param(1_000, marks=pytest.mark.soak)])
+def test_json_of_random_schemas_is_valid(stack: Stack, number: int) -> None:
     def answer(seed: int) -> tuple[dict[str, object], str]:
         schema = object_of(Random(seed))
         asked = {"type": "json_schema", "json_schema": {"name": "random", "schema": schema}}
@@ -279,7 +280,7 @@ def test_json_of_200_random_schemas_is_valid(stack: Stack) -> None:
         return schema, choice.message.content
 
     with ThreadPoolExecutor(16) as threads:
-        for schema, text in threads.map(answer, range(200)):
+        for schema, text in threads.map(answer, range(number)):
             jsonschema.validate(json.loads(text), schema)
 
 

@@ -25,7 +25,7 @@ from tests.support.redis_server import redis_server
 
 QUESTION = [{"role": "user", "content": "Tell me a story about a hedgehog."}]
 BATCH = 50
-GENERATED = settings(deadline=None, database=None, phases=[Phase.generate], max_examples=4)
+GENERATED = settings(deadline=None, database=None, phases=[Phase.generate], max_examples=2)
 # So that a small model, which would rather tell a story, comes to the end of a text.
 ENDINGS = {str(token_id): 25 for mark in '"]}' for token_id in encode(mark)}
 

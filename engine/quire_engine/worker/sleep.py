@@ -45,12 +45,25 @@ def device_storages(root: object, device: torch.device) -> list[torch.UntypedSto
             continue
         seen.add(id(each))
         if isinstance(each, torch.Tensor) and each.device.type == device.type:
-            storage = each.untyped_storage()
-            if storage.nbytes() >= MIN_BYTES:
+            storage = _storage_of(each)
+            if storage is not None and storage.nbytes() >= MIN_BYTES:
                 found[storage.data_ptr()] = storage
         # A function refers to its whole module; what it closes over is all that may be a model's.
         pending += (each.__closure__ or ()) if isinstance(each, FunctionType) else gc.get_referents(each)
     return [*found.values()]
+
+
+def _storage_of(tensor: torch.Tensor) -> torch.UntypedStorage | None:
+    """The storage of a tensor. A weight that oneDNN has packed hides its own, so this is another over the same memory,
+    for as long as the tensor lives. None where that cannot be had: it takes an operator of torch's that is private.
+    """
+    if not tensor.is_mkldnn:
+        return tensor.untyped_storage()
+    try:
+        address, size = torch.ops.mkldnn.data_ptr(tensor), torch.ops.mkldnn._nbytes(tensor)
+    except (AttributeError, RuntimeError):
+        return None
+    return torch.frombuffer((ctypes.c_char * size).from_address(address), dtype=torch.uint8).untyped_storage()
 
 
 class PutAway(Protocol):

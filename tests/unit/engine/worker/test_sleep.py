@@ -3,6 +3,7 @@
 import mmap
 import os
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 
 import psutil
@@ -116,3 +117,20 @@ def test_all_tensors_of_a_model_are_found_once_and_nothing_of_others() -> None:
     tensors = (holder.view, holder.nested["a"][0][0], holder.closure())
     assert sorted(each.data_ptr() for each in found) == sorted(t.untyped_storage().data_ptr() for t in tensors)
     assert device_storages(holder, torch.device("meta")) == []
+
+
+def test_a_weight_that_onednn_has_packed_is_given_back_and_multiplies_as_before() -> None:
+    """Processors without AVX-512 have such, and torch shows no storage of them."""
+    weight, x = torch.randn(1024, 2048), torch.randn(3, 2048)
+    try:
+        packed = torch.ops.mkldnn._reorder_linear_weight(weight, 16)
+    except (AttributeError, RuntimeError):
+        pytest.skip("torch has no oneDNN here")
+    product = partial(torch.ops.mkldnn._linear_pointwise, x, packed, None, "none", [], "")
+    expected, held = product(), device_storages(lambda: packed, CPU)
+    assert sum(each.nbytes() for each in held) >= weight.nbytes
+    before = resident()
+    kept = put_away(held, CPU)
+    assert resident() < before - 7 * MIB
+    kept.restore()
+    assert torch.equal(product(), expected)
