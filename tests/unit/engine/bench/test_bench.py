@@ -434,7 +434,7 @@ def test_the_command_runs_beside_transformers_and_writes_its_figures(tmp_path: P
     )
     assert done.returncode == 0, done.stderr
     assert "times as good" in done.stdout
-    assert done.stdout.count("roofline") == 2
+    assert done.stdout.count("roofline") == 3
     systems = json.loads(figures.read_text())["systems"]
     for name in ("quire", "quire static", "transformers"):
         assert systems[name]["failure"] is None
