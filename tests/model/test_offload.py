@@ -15,7 +15,7 @@ from quire_engine.errors import ModelError
 from quire_engine.executor.rank_worker import RankSettings
 from quire_engine.executor.torch_executor import TorchExecutor
 from quire_engine.kernels.ops import silu_mul
-from quire_engine.kernels.packed_linear import in_arena
+from quire_engine.kernels.packed_linear import in_arena, is_fast
 from quire_engine.layers.streamed import StreamedLayer
 from quire_engine.models import loader
 from quire_engine.models.loader import read_model_config
@@ -193,7 +193,7 @@ def test_two_steps_in_flight_make_what_steps_make_one_after_the_other(
         assert_equal(one.logprobs, other.logprobs)
 
 
-@needs_kernels
+@pytest.mark.skipif(not is_fast(torch.float32), reason="oneDNN multiplies here, or torch: no weight to move")
 @pytest.mark.parametrize("sizes", [{}, {"tensor_parallel_size": 2}])
 def test_adapters_stay_on_the_device_beside_layers_that_are_moved(
     small_models: SmallModels, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, sizes: dict[str, int]
