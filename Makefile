@@ -88,9 +88,9 @@ programs: $(READY) $(HELM_READY) system
 	@scripts/promtool.sh $(BIN)
 	@scripts/envoy.sh $(BIN)
 
-# Compiled before the workers begin, each of which would do it.
+# Compiled before the workers begin, each of which would do it. It needs Python alone, of the environment where that is there.
 kernels:
-	@PYTHONPATH=engine:proto $(PYTHON) -c "import quire_engine.kernels.build as build; build.needs_build() and build.shared_object()"
+	@PYTHONPATH=engine:proto $(firstword $(wildcard $(BIN)/python) $(PYTHON)) -c "import quire_engine.kernels.build as build; build.needs_build() and build.shared_object()"
 
 # Every test is collected once, so that the workers find Python's bytecode: on a clean clone each would compile it all.
 # Without kernels, as otherwise this would compile them too. The runs name what cannot be collected.

@@ -37,9 +37,9 @@ class Batches:
         await self.store.enter(ACTIVE, batch.id, self.ttl(batch))
 
     async def get(self, batch_id: str, tenant: str) -> Batch:
-        """Returns a batch of this tenant. Raises ``QuireError`` NOT_FOUND."""
+        """Returns a batch of this tenant, and lists one that nobody works on again. Raises ``QuireError`` NOT_FOUND."""
         batch, _ = await self._read(batch_id, tenant)
-        if not batch.ended and batch.lease_until <= time():  # a Redis that died may have kept it and lost its name
+        if not batch.ended and batch.lease_until <= time():  # a Redis that died may have lost its name
             await self.store.enter(ACTIVE, batch.id, self.ttl(batch))
         return batch
 

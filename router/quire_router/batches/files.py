@@ -70,17 +70,19 @@ class Files:
 
     async def get(self, file_id: str, tenant: str, param: str = "file_id") -> FileInfo:
         """Returns a file of this tenant. Raises ``QuireError`` NOT_FOUND for the parameter that names it."""
-        found = await self._store.get(_name(file_id, param))
-        info = None if found is None else records.read(FileInfo, file_id, found.data)
+        info = await self._find(_name(file_id, param))
         if info is None or info.tenant != tenant:
             raise file_not_found(file_id, param)
         return info
 
     async def is_whole(self, file_id: str) -> bool:
         """Whether a file is there with all that was written: a Redis that died may have lost a part of it."""
+        info = await self._find(file_id)
+        return info is not None and len(await self._store.part_numbers(file_id)) >= _num_chunks(info)
+
+    async def _find(self, file_id: str) -> FileInfo | None:
         found = await self._store.get(file_id)
-        info = None if found is None else records.read(FileInfo, file_id, found.data)
-        return info is not None and len(await self._store.part_numbers(file_id)) >= -(-info.bytes // CHUNK_BYTES)
+        return None if found is None else records.read(FileInfo, file_id, found.data)
 
     async def list(self, tenant: str, after: str = "", *, ascending: bool = False) -> AsyncGenerator[FileInfo]:
         """Yields the files of a tenant, the newest first, or those that come ``after`` one of them. Raises
@@ -99,7 +101,7 @@ class Files:
 
     async def read(self, info: FileInfo) -> AsyncGenerator[bytes]:
         """Yields the chunks of a file. Raises ``QuireError`` NOT_FOUND when it was deleted meanwhile."""
-        for number in range(-(-info.bytes // CHUNK_BYTES)):
+        for number in range(_num_chunks(info)):
             (chunk,) = await self._store.parts(info.id, [number])
             if chunk is None:
                 raise file_not_found(info.id)
@@ -210,6 +212,10 @@ async def _create(store: ObjectStore, info: FileInfo, ttl: float) -> None:
     """
     await store.put(info.id, records.encode(info), 0, ttl)
     await store.enter(collection_of(info.tenant), info.id, ttl)
+
+
+def _num_chunks(info: FileInfo) -> int:
+    return -(-info.bytes // CHUNK_BYTES)
 
 
 def collection_of(tenant: str) -> str:
