@@ -111,7 +111,13 @@ def went(*numbers: int, tier: pb.KvTier.ValueType = DEVICE) -> pb.KvEvent:
 
 
 def agree(among: Sequence[Worker]) -> Callable[[], bool]:
-    return lambda: all(worker.known() == among[0].known() for worker in among)
+    """Whether all know the same, and none is still taking blocks in."""
+
+    def they_do() -> bool:
+        first, *others = (worker.known() for worker in among)
+        return all(blocks is not None for _, blocks in first.values()) and all(other == first for other in others)
+
+    return they_do
 
 
 async def test_what_one_worker_hears_all_know(tmp_path: Path) -> None:
