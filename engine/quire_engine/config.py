@@ -228,7 +228,7 @@ class ExecutorConfig(_Frozen):
     deterministic: bool = Field(
         default=False,
         description="Compute every sequence in the same way, bit for bit, whatever else is in its batch; free on CPUs "
-        "with AVX-512, slower elsewhere.",
+        "with AVX2, slower elsewhere.",
     )
     attention: Literal["auto", "cpu", "flashinfer", "reference"] = Field(
         default="auto", description="Attention backend; auto takes the fastest that works here."

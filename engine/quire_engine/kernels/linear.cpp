@@ -203,12 +203,18 @@ extern "C" {
 void quire_linear_describe(LinearLayer* layer) {
   layer->bytes = panels_of(*layer) * words_of(*layer) * kSpan * 4;
   layer->paired = layer->outputs % kSpan == 0;
-  layer->fast = 0;
-#if defined(__AVX512F__)
+#if defined(__AVX512BF16__)
+#if defined(__AMX_BF16__)  // matrix registers would do better than vectors
   layer->fast = !layer->bf16;
-#endif
-#if defined(__AVX512BF16__) && !defined(__AMX_BF16__)  // matrix registers would do better than vectors
+#else
   layer->fast = 1;
+#endif
+#elif defined(__AVX512F__)  // oneDNN has bf16 products here
+  layer->fast = !layer->bf16;
+#elif defined(__AVX2__)  // and here it has none
+  layer->fast = 1;
+#else
+  layer->fast = 0;
 #endif
 }
 
