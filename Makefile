@@ -45,9 +45,7 @@ $(READY): constraints.txt tests/requirements.txt proto/pyproject.toml engine/pyp
 	@echo "creating the environment in $(VENV) (a few minutes the first time)"
 	@test -n "$$PIP_EXTRA_INDEX_URL" || echo "$$TORCH_SIZE"
 	@test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
-	@$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-compile -c constraints.txt \
-	  -e proto -e engine -e router -e cli -r tests/requirements.txt
-	@$(BIN)/python -m compileall -qq -j 0 $(VENV)/lib || true  # as pip does, but with all cores; some files are no Python 3
+	@scripts/install.sh $(VENV) -e proto -e engine -e router -e cli -r tests/requirements.txt
 	@touch $@
 
 $(HELM_READY): constraints.txt tests/kube/requirements.txt

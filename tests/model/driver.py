@@ -118,8 +118,10 @@ class Driver:
 
     def _give_back(self, free: list[int], blocks: list[int]) -> None:
         """Freed blocks go anywhere into the order, so that they are soon written by others."""
-        free += blocks
-        self._random.shuffle(free)
+        for block in blocks:
+            free.append(block)
+            place = self._random.randrange(len(free))
+            free[place], free[-1] = free[-1], free[place]
 
     def _apply(self, sequences: list[Sequence], model_output: ModelOutput) -> None:
         assert not model_output.errors
