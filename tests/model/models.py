@@ -333,7 +333,13 @@ def _generate_padded(model: PreTrainedModel, prompts: list[list[int]], n: int) -
     ids = torch.tensor([[0] * (length - len(prompt)) + prompt for prompt in prompts])
     mask = torch.tensor([[0] * (length - len(prompt)) + [1] * len(prompt) for prompt in prompts])
     never = model.config.vocab_size  # the end of a sequence
-    options = {"attention_mask": mask, "max_new_tokens": n, "do_sample": False, "pad_token_id": 0, "eos_token_id": never}
+    options = {
+        "attention_mask": mask,
+        "max_new_tokens": n,
+        "do_sample": False,
+        "pad_token_id": 0,
+        "eos_token_id": never,
+    }
     return model.generate(ids, **options)[:, length:].tolist()
 
 

@@ -27,9 +27,9 @@ torch 2.13, with weights that no cache holds; ``python -m tests.bench.linear`` m
     2048, 2048 fp32  0.98 1.5   1.46 3.2   1.17 2.7   0.97 2.2   0.95 2.2
     ===============  =========  =========  =========  =========  =========
 
-With AVX2 alone (AMD Zen) the same shapes in fp32 gave 0.93 to 1.67 for oneDNN and 0.88 to 3.1 for ``F.linear``, where less
-than 1 was one row and a square weight; in bf16, for which torch has no instructions there, ``F.linear`` took 1.7 to 2.2
-times as long with one row, and 3.9 to 5.5 times with more.
+With AVX2 alone (AMD Zen) the same shapes in fp32 gave 0.93 to 1.67 for oneDNN and 0.88 to 3.1 for ``F.linear``, where
+less than 1 was one row and a square weight. In bf16, for which torch has no instructions there, ``F.linear`` took 1.7
+to 2.2 times as long with one row, and 3.9 to 5.5 times with more.
 """
 
 from collections.abc import Callable
