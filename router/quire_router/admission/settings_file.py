@@ -24,12 +24,15 @@ class SettingsFileError(ValueError):
     """The file cannot be used. The message is one sentence with the path of the entry at fault, and never has a key."""
 
 
+FileVersions = dict[Path, tuple[int, int, int] | None]
+
+
 class SettingsFile(Protocol):
     """What a file says."""
 
     @property
-    def paths(self) -> tuple[Path, ...]:
-        """The files that it was read from."""
+    def versions(self) -> FileVersions:
+        """The files that it was read from, and their versions just before (``versions_of``)."""
         ...
 
     @property
@@ -96,52 +99,46 @@ def _format_parse_error(error: Exception) -> str:
 
 
 class FileWatch(Generic[FileT]):
-    """Reads a file, from which ``file`` was read, again with ``read`` when it or one that it names was replaced. One
+    """Reads a file again with ``read`` when it, or one that it names, was replaced since it was read as ``file``. One
     that cannot be used is logged once, and ``current`` is 0; what was read before stays in force.
     """
 
     def __init__(self, path: Path, file: FileT, read: Callable[[Path], FileT], current: Gauge) -> None:
         self._path = path
-        self._paths = file.paths
+        self._versions = file.versions
         self._read = read
         self._current = current
-        self._seen: list[_Version] | None = _versions(self._paths)
         self._problem = ""
         current.set(1)
 
     async def look(self) -> FileT | None:
         """Returns what is in the file now, None if that was returned before or cannot be used. Never raises."""
-        seen = await asyncio.to_thread(_versions, self._paths)
-        if seen == self._seen:
+        if not self._problem and await asyncio.to_thread(versions_of, self._versions) == self._versions:
             return None
         try:
             file = await asyncio.to_thread(self._read, self._path)
         except SettingsFileError as error:
-            self._seen = None
             self._current.set(0)
             if str(error) != self._problem:
                 log.error("%s What was read before stays in force.", error)
             self._problem = str(error)
             return None
-        # What is replaced while it is read has another version the next time, and other files are read once more.
-        self._seen = seen if file.paths == self._paths else None
-        self._paths, self._problem = file.paths, ""
+        self._versions, self._problem = file.versions, ""
         self._current.set(1)
         log.info("%s was read again: %s", self._path, file.summary)
         return file
 
 
-_Version = tuple[int, int, int] | None
-
-
-def _versions(paths: Iterable[Path]) -> list[_Version]:
-    """Returns what differs once a file is replaced, also where that is a link, as in mounted Secrets."""
-    versions: list[_Version] = []
+def versions_of(paths: Iterable[Path]) -> FileVersions:
+    """Returns what differs once a file is replaced, also where that is a link, as in mounted Secrets; None for one that
+    is not there. Whoever asks before reading finds out later about what was replaced meanwhile.
+    """
+    versions: FileVersions = {}
     for path in paths:
         try:
             state = os.stat(path)
         except OSError:
-            versions.append(None)
+            versions[path] = None
         else:
-            versions.append((state.st_ino, state.st_mtime_ns, state.st_size))
+            versions[path] = state.st_ino, state.st_mtime_ns, state.st_size
     return versions

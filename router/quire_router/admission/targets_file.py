@@ -11,7 +11,7 @@ from typing import Annotated
 from pydantic import BaseModel, ConfigDict, Field
 
 from quire_router.admission.model_targets import ModelTarget, ShadowTarget, TargetGroup
-from quire_router.admission.settings_file import SettingsFileError, read_content
+from quire_router.admission.settings_file import FileVersions, SettingsFileError, read_content, versions_of
 
 MAX_WEIGHT = 1_000_000  # as of the Gateway API
 MODEL_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._/-]{0,127}")
@@ -21,10 +21,10 @@ _MAX_TARGETS = 64
 
 @dataclass(frozen=True, slots=True)
 class TargetsFile:
-    """The content of the file: what is behind each name. ``paths`` is where it was read from."""
+    """The content of the file: what is behind each name. ``versions`` has the one that was read."""
 
     groups: Mapping[str, TargetGroup] = field(default_factory=dict)
-    paths: tuple[Path, ...] = ()
+    versions: FileVersions = field(default_factory=dict)
 
     @property
     def summary(self) -> str:
@@ -68,11 +68,12 @@ def read_targets(path: Path, vocabularies: Mapping[str, bytes]) -> TargetsFile:
     """Returns what the file at ``path`` says. ``vocabularies`` has the digest of each configured model's tokenizer: a
     shadow gets the tokens of the target's prompt, so it has to have the same one. Raises ``SettingsFileError``.
     """
+    versions = versions_of([path])
     content = read_content(path, _Content)
     groups = {
         name: _group(f"{path}: models.{name}", name, group, vocabularies) for name, group in content.models.items()
     }
-    return TargetsFile(groups, (path,))
+    return TargetsFile(groups, versions)
 
 
 def _group(where: str, name: str, group: _Group, vocabularies: Mapping[str, bytes]) -> TargetGroup:

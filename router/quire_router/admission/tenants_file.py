@@ -19,7 +19,13 @@ from pydantic import (
     model_validator,
 )
 
-from quire_router.admission.settings_file import SettingsFileError, read_content, read_text
+from quire_router.admission.settings_file import (
+    FileVersions,
+    SettingsFileError,
+    read_content,
+    read_text,
+    versions_of,
+)
 from quire_router.admission.tenants import Tenant, Tenants, check_key
 
 _NAME = re.compile(r"[A-Za-z0-9]([A-Za-z0-9_.-]{0,61}[A-Za-z0-9])?")
@@ -48,14 +54,15 @@ class ApiKey:
 @dataclass(frozen=True, slots=True)
 class TenantsFile:
     """The content of the file: the tenants, the ``keys`` of each by its id (its salt is made from the first one), and
-    by each of the ``claims`` that tokens may have the id of its tenant. ``paths`` are the files that it was read from.
+    by each of the ``claims`` that tokens may have the id of its tenant. ``versions`` are those of the files that it was
+    read from.
     """
 
     tenants: Tenants = field(default_factory=Tenants)
     keys: dict[str, tuple[ApiKey, ...]] = field(default_factory=dict, repr=False)
     claims: dict[str, str] = field(default_factory=dict)
     policies: tuple[Tenant, ...] = ()
-    paths: tuple[Path, ...] = ()
+    versions: FileVersions = field(default_factory=dict)
 
     @property
     def summary(self) -> str:
@@ -146,7 +153,11 @@ def read_tenants(path: Path) -> TenantsFile:
     """Returns the tenants in ``path``, which is JSON if its name ends in ``.json`` and else TOML. Names of key files
     are relative to its folder. Raises ``SettingsFileError`` when the file or one of its key files cannot be used.
     """
+    versions = versions_of([path])
     content = read_content(path, _File)
+    files = [each.file for entry in content.tenants for each in entry.keys if each.file is not None]
+    files += [name for entry in content.tenants for name in entry.key_files]
+    versions |= versions_of(path.parent / name for name in files)
     policies = tuple(entry.tenant(entry.name) for entry in content.tenants)
     keys: dict[str, tuple[ApiKey, ...]] = {}
     claims: dict[str, str] = {}
@@ -159,10 +170,7 @@ def read_tenants(path: Path) -> TenantsFile:
             if claims.setdefault(claim, entry.name) != entry.name:
                 raise SettingsFileError(f"{where}.claims: {claim} is also one of {claims[claim]}.")
     _check_distinct(path, keys)
-    files = [each.file for entry in content.tenants for each in entry.keys if each.file is not None]
-    files += [name for entry in content.tenants for name in entry.key_files]
-    paths = (path, *(path.parent / name for name in files))
-    return TenantsFile(Tenants(policies, content.default.tenant("")), keys, claims, policies, paths)
+    return TenantsFile(Tenants(policies, content.default.tenant("")), keys, claims, policies, versions)
 
 
 def _read_keys(path: Path, where: str, entry: _Entry) -> Iterable[ApiKey]:
