@@ -5,8 +5,12 @@
 // in fp32, two neighbours in bf16. A tile is some rows of x against one panel, summed in registers over all inputs in
 // their order. So an output depends on its row of x alone, bit for bit: neither the number of rows, nor how they fall
 // into tiles, nor the threads change an order of summation.
+//
+// Where the processor has no products of bf16, inputs are widened to fp32 once for all panels, and each word of a weight
+// once for all rows of a tile. Products of bf16 are exact in fp32, so the sums are the same bits.
 
 #include <algorithm>
+#include <vector>
 
 #include "products.h"
 #include "vectors.h"
@@ -25,6 +29,20 @@ constexpr int64_t kGroupBytes = 1 << 19;    // of x, which stay there while the 
 constexpr int kMostTiles = 12;              // in a group of rows
 constexpr int64_t kAhead = 1 << 13;         // bytes of a panel between what is read and what is prefetched
 constexpr int64_t kWorthSharing = 1 << 16;  // below so many products, waking threads costs more than they save
+
+// How a tile reads inputs of type T: `kParts` numbers for each word of a weight, which it multiplies as `Element`.
+template <typename T>
+struct Inputs {
+  static constexpr int kParts = 1;
+  using Element = T;
+};
+#ifndef __AVX512BF16__
+template <>
+struct Inputs<Bf16> {
+  static constexpr int kParts = 2;
+  using Element = float;
+};
+#endif
 
 int64_t words_of(const LinearLayer& layer) { return layer.bf16 ? (layer.inputs + 1) / 2 : layer.inputs; }
 int64_t panels_of(const LinearLayer& layer) { return (layer.outputs + kSpan - 1) / kSpan; }
@@ -55,23 +73,36 @@ void pack_vector(const T* weight, int64_t inputs, int64_t outputs, uint32_t* pac
     }
 }
 
+// One of `parts` numbers of each word of a weight, in a form that can be multiplied.
+template <int parts>
+inline Words part_of(Words weight, int part) {
+  if constexpr (parts == 1) return weight;
+  return part == 0 ? weight << 16 : weight & 0xffff0000u;
+}
+
 // sums[rows][2] of x[rows][depth] against a panel, going on from what they are. `ahead` is what will be read next from
 // memory: each word of depth prefetches `pace` more bytes of it, so that the products hide the latency.
 template <typename T, int rows>
 void tile(const char* x, int64_t stride, const uint32_t* panel, int64_t depth, const char* ahead, int64_t pace,
           Floats* sums) {
+  constexpr int kParts = Inputs<T>::kParts;
+  constexpr typename Inputs<T>::Element kElement{};
   Floats sum[rows][2];
 #pragma GCC unroll 16
   for (int r = 0; r < rows; ++r) sum[r][0] = sums[2 * r], sum[r][1] = sums[2 * r + 1];
-  for (const uint32_t* end = panel + depth * kSpan; panel < end; panel += kSpan, x += 4, ahead += pace) {
-    const Words first = load<Words>(panel), second = load<Words>(panel + kLanes);
+  for (const uint32_t* end = panel + depth * kSpan; panel < end; panel += kSpan, x += 4 * kParts, ahead += pace) {
     __builtin_prefetch(ahead, 0, 2);
     __builtin_prefetch(ahead + 64, 0, 2);
+#pragma GCC unroll 2
+    for (int part = 0; part < kParts; ++part) {
+      const Words first = part_of<kParts>(load<Words>(panel), part);
+      const Words second = part_of<kParts>(load<Words>(panel + kLanes), part);
 #pragma GCC unroll 16
-    for (int r = 0; r < rows; ++r) {
-      const Words input = Words{} + load<uint32_t>(x + r * stride);
-      sum[r][0] = fused(sum[r][0], input, first, T{});
-      sum[r][1] = fused(sum[r][1], input, second, T{});
+      for (int r = 0; r < rows; ++r) {
+        const Words input = Words{} + load<uint32_t>(x + r * stride + 4 * part);
+        sum[r][0] = fused(sum[r][0], input, first, kElement);
+        sum[r][1] = fused(sum[r][1], input, second, kElement);
+      }
     }
   }
 #pragma GCC unroll 16
@@ -90,34 +121,53 @@ template <typename T>
 class Product {
  public:
   explicit Product(const LinearLayer& layer)
-      : layer_(layer), x_((const char*)layer.x), stride_(layer.stride * sizeof(T)), out_((T*)layer.out),
-        rows_(layer.rows), words_(words_of(layer)), panels_(panels_of(layer)),
+      : layer_(layer), out_((T*)layer.out), rows_(layer.rows), words_(words_of(layer)), panels_(panels_of(layer)),
         tiles_((layer.rows + kMostRows - 1) / kMostRows),
-        group_(std::clamp<int64_t>(kGroupBytes / (kMostRows * 4 * std::min(words_, kDepth)), 1, kMostTiles)) {}
+        group_(std::clamp<int64_t>(kGroupBytes / (kMostRows * kWord * std::min(words_, kDepth)), 1, kMostTiles)) {}
 
   int64_t size() const { return rows_ * panels_ * kSpan * words_; }
 
   // One of `parts` that are equal.
-  void run(int64_t part, int64_t parts) const {
+  void run(int64_t part, int64_t parts) {
     const int64_t all = tiles_ * panels_;
     stretch(all * part / parts, all * (part + 1) / parts);
   }
 
  private:
-  void stretch(int64_t item, int64_t end) const {
-    while (item < end) {
+  void stretch(const int64_t begin, const int64_t end) {
+    for (int64_t item = begin; item < end;) {
       const int64_t group = item / (group_ * panels_), within = item - group * group_ * panels_;
       const int64_t size = std::min(group_, tiles_ - group * group_), panel = within / size, tile = within % size;
       const int64_t count = std::min(size - tile, end - item);
+      if (item == begin || within == 0) find_inputs(group * group_, size);
       against(panel, group * group_ + tile, count);
       item += count;
+    }
+  }
+
+  // Has x_ and stride_ say where tiles find the inputs of a group.
+  void find_inputs(int64_t first, int64_t size) {
+    x_ = (const char*)layer_.x, stride_ = layer_.stride * sizeof(T);
+    if constexpr (kWord != 4) {
+      static thread_local std::vector<float> widened;
+      const int64_t row = row_of(first), rows = row_of(first + size) - row, inputs = 2 * words_;
+      widened.resize(rows * inputs);
+      for (int64_t r = 0; r < rows; ++r) {
+        const T* from = (const T*)(x_ + (row + r) * stride_);
+        float* to = widened.data() + r * inputs;
+        int64_t k = 0;
+        for (; k + kLanes <= layer_.inputs; k += kLanes) write(to + k, read(from + k));
+        for (; k < inputs; ++k) to[k] = k < layer_.inputs ? read_some(from + k, 1)[0] : 0.f;
+      }
+      stride_ = inputs * sizeof(float), x_ = (const char*)widened.data() - row * stride_;
     }
   }
 
   // Tiles against one panel, a part of the depth after the other.
   void against(int64_t panel, int64_t first, int64_t count) const {
     Floats sums[kMostTiles * kMostRows * 2];
-    const int64_t whole = layer_.inputs * sizeof(T) / 4, parts = std::max<int64_t>(1, (whole + kDepth - 1) / kDepth);
+    const int64_t whole = kWord == 4 ? layer_.inputs * sizeof(T) / 4 : words_;
+    const int64_t parts = std::max<int64_t>(1, (whole + kDepth - 1) / kDepth);
     for (int64_t part = 0; part < parts; ++part) {
       const int64_t from = whole * part / parts, to = whole * (part + 1) / parts;
       for (int64_t i = 0; i < count; ++i) {
@@ -140,10 +190,10 @@ class Product {
     const int64_t pace = (4 * kSpan + count - 1) / count;
     // Several tiles share the prefetching of what comes after this part. A lone one prefetches what it will read soon.
     const char* ahead = (const char*)at + (count == 1 ? kAhead : (to - from) * (4 * kSpan + i * pace));
-    tile_of<T>(rows, Rows{})(x_ + row * stride_ + 4 * from, stride_, at, to - from, ahead, pace, sums);
+    tile_of<T>(rows, Rows{})(x_ + row * stride_ + kWord * from, stride_, at, to - from, ahead, pace, sums);
   }
 
-  // The last of an odd number of inputs in bf16, as words of which the other half is zero.
+  // The last of an odd number of inputs in bf16 that are not widened, as words of which the other half is zero.
   void multiply_last(int64_t panel, int64_t row, int64_t rows, Floats* sums) const {
     uint32_t last[kMostRows] = {};
     for (int64_t r = 0; r < rows; ++r) std::memcpy(last + r, x_ + (row + r) * stride_ + 4 * (words_ - 1), sizeof(T));
@@ -176,9 +226,10 @@ class Product {
   }
 
   using Rows = std::make_integer_sequence<int, kMostRows>;
+  static constexpr int64_t kWord = 4 * Inputs<T>::kParts;  // bytes of inputs for a word of a weight
   const LinearLayer& layer_;
-  const char* x_;
-  const int64_t stride_;  // bytes
+  const char* x_ = nullptr;
+  int64_t stride_ = 0;  // bytes
   T* out_;
   const int64_t rows_, words_, panels_, tiles_, group_;
 };

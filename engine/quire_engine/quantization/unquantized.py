@@ -28,8 +28,8 @@ torch 2.13, with weights that no cache holds; ``python -m tests.bench.linear`` m
     ===============  =========  =========  =========  =========  =========
 
 With AVX2 alone (AMD Zen) the same shapes in fp32 gave 0.93 to 1.67 for oneDNN and 0.88 to 3.1 for ``F.linear``, where
-less than 1 was one row and a square weight. In bf16, for which torch has no instructions there, ``F.linear`` took 1.7
-to 2.2 times as long with one row, and 3.9 to 5.5 times with more.
+less than 1 was one row and a square weight. In bf16, for which torch has no instructions there, ``F.linear`` took 1.6
+to 2 times as long with one row, and 7.5 to 9.7 times with more.
 """
 
 from collections.abc import Callable

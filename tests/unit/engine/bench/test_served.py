@@ -294,7 +294,7 @@ def test_sigterm_ends_the_servers_that_were_started(tmp_path: Path) -> None:
             return len([each for each in started if each.is_running() and os.getpgid(each.pid) == each.pid]) == 3
 
         try:
-            eventually(has_servers, 60)
+            eventually(has_servers, 180)
             running.terminate()
             assert running.wait(60) == 128 + signal.SIGTERM
         finally:
