@@ -390,7 +390,10 @@ def deep(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return small_model("llama3", tmp_path_factory.mktemp("deep"), num_hidden_layers=3)
 
 
-@pytest.fixture(scope="module", params=KINDS)
+@pytest.fixture(
+    scope="module",
+    params=[pytest.param(kind, marks=[pytest.mark.soak] if kind == "three stages" else []) for kind in KINDS],
+)
 def kind(request: pytest.FixtureRequest) -> str:
     return request.param
 

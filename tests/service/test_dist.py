@@ -59,6 +59,7 @@ def test_the_sums_hold_and_name_every_file(dist):
     assert len([name for name in named if name.endswith(".whl")]) == 4
 
 
+@pytest.mark.soak
 def test_a_commit_gives_the_same_bytes_each_time(dist, tmp_path):
     again = make_dist(tmp_path / "again", "--only", "proto,router,cli")
     for path in again.iterdir():

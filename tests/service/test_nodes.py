@@ -48,7 +48,7 @@ def begin(engine: Engine, link: EngineSession, max_tokens: int) -> None:
     assert engine.popen.poll() is None
 
 
-@pytest.mark.parametrize("told", ["engine", "node"])
+@pytest.mark.parametrize("told", [pytest.param("engine", marks=pytest.mark.soak), "node"])
 def test_whichever_machine_is_told_to_stop_requests_are_finished_and_both_end(pair: Pair, told: str) -> None:
     assert fetch(pair.node.metrics_port, "/ready")[0] == 200
     with EngineSession(pair.engine, "work") as link:

@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
+from time import sleep
 from typing import Any
 
 import pytest
@@ -24,7 +25,7 @@ from tests.support.processes import Engine
 from tests.support.redis_server import redis_server
 
 QUESTION = [{"role": "user", "content": "Tell me a story about a hedgehog."}]
-BATCH = 50
+BATCH = 30
 GENERATED = settings(deadline=None, database=None, phases=[Phase.generate], max_examples=2)
 # So that a small model, which would rather tell a story, comes to the end of a text.
 ENDINGS = {str(token_id): 25 for mark in '"]}' for token_id in encode(mark)}
@@ -118,13 +119,23 @@ def test_a_grammar_that_dies_in_mid_stream_ends_its_request_alone(stack: Stack) 
 # Shortages
 
 
+def settled_descriptors(pid: int) -> set[int]:
+    """The numbers that a process has open, once none has come or gone for a while."""
+    seen: list[set[int]] = []
+    while len(seen) < 10 or seen[-10:] != [seen[-1]] * 10:
+        assert len(seen) < 1000, "its descriptors come and go"
+        seen.append({int(entry.name) for entry in Path(f"/proc/{pid}/fd").iterdir()})
+        sleep(0.05)
+    return seen[-1]
+
+
 @contextmanager
 def no_descriptors(*engines: Engine) -> Iterator[None]:
     """These engines can open nothing: neither a file nor a pipe. What they have open stays so."""
     kept = {engine.popen.pid: resource.prlimit(engine.popen.pid, resource.RLIMIT_NOFILE) for engine in engines}
     try:
         for pid, (_, hard) in kept.items():
-            taken = {int(entry.name) for entry in Path(f"/proc/{pid}/fd").iterdir()}
+            taken = settled_descriptors(pid)
             free = next(number for number in range(hard) if number not in taken)
             resource.prlimit(pid, resource.RLIMIT_NOFILE, (free, hard))
         yield
