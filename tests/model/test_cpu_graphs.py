@@ -13,6 +13,7 @@ from quire_proto.sampling import SamplingParams
 from tests.model.engine import Run, load, run
 from tests.model.models import OWN, SmallModels
 from tests.support.kernels import cpu_path
+from tests.support.variants import one_in
 
 pytestmark = pytest.mark.skipif(library() is None, reason="the kernels cannot be compiled here")
 # Outputs of all lengths, so that batches of all sizes come, and come again.
@@ -28,12 +29,13 @@ def captured(executor: TorchExecutor) -> set[int]:
     return set() if held is None else {size for size, _ in held._graphs}
 
 
-@pytest.mark.parametrize("pools", [(200, 0), (24, 100)], ids=["room", "swap"])
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-@pytest.mark.parametrize("model_name", OWN)
-def test_graphs_change_nothing(small_models: SmallModels, model_name: str, dtype: str, pools: tuple[int, int]) -> None:
+POOLS = {"room": (200, 0), "swap": (24, 100)}
+
+
+@pytest.mark.parametrize(("model_name", "dtype", "pools"), list(one_in(2, OWN, ("float32", "bfloat16"), list(POOLS))))
+def test_graphs_change_nothing(small_models: SmallModels, model_name: str, dtype: str, pools: str) -> None:
     folder, prompts = small_models.folder(model_name), small_models.prompts
-    with_graphs, eager = (load(folder, *pools, dtype, enforce_eager=each) for each in (False, True))
+    with_graphs, eager = (load(folder, *POOLS[pools], dtype, enforce_eager=each) for each in (False, True))
     expected = outputs(eager, prompts)
     for _ in range(2):  # captured, then replayed from the first step on
         made = outputs(with_graphs, prompts)

@@ -22,6 +22,7 @@ from tests.model.test_schedules import PRESSURES, SCHEDULES, UNLIMITED
 from tests.support.executors import load_executor
 from tests.support.kernels import PATHS, cpu_path
 from tests.support.rank_threads import ranks_are_threads
+from tests.support.variants import one_in
 
 BITWISE = (("mixtral", "bfloat16"), ("qwen3", "float32"))
 SAMPLED = SamplingParams(temperature=0.8, top_p=0.95, seed=3, max_tokens=48, ignore_eos=True, logprobs=2)
@@ -47,8 +48,7 @@ def alone(folder: Path, prompts: tuple[tuple[int, ...], ...], dtype: str) -> lis
 
 
 @needs_kernel
-@pytest.mark.parametrize(("pressure", "caching"), SCHEDULES)
-@pytest.mark.parametrize(("model_name", "dtype"), BITWISE)
+@pytest.mark.parametrize(("model_name", "dtype", "pressure", "caching"), list(one_in(2, BITWISE, SCHEDULES)))
 def test_tokens_and_logprobs_are_the_same_bits_however_the_work_is_cut(
     small_models: SmallModels, model_name: str, pressure: str, caching: str, dtype: str
 ) -> None:

@@ -35,6 +35,7 @@ from tests.support.kernels import cpu_path
 from tests.support.offload import OFFLOAD, EagerDevice, Wait, offloaded_layers, offloads_on_the_cpu
 from tests.support.queued_operations import QueuedOperations
 from tests.support.rank_threads import ranks_are_threads
+from tests.support.variants import one_in
 
 LAYERS, POOL = 8, 4 << 20
 CPU = torch.device("cpu")
@@ -121,19 +122,18 @@ def expected(models: SmallModels, folder: Path) -> list[list[int]]:
     return greedy_oracle(folder, models.prompts[4 : 4 + PROMPTS], OUTPUT_TOKENS)
 
 
-@needs_kernels
-@pytest.mark.parametrize("number", [3, 4, 7])
-@pytest.mark.parametrize(
-    ("name", "dtype", "quantization"),
-    [
-        ("llama3", "float32", None),
-        ("qwen3", "bfloat16", None),
-        ("llama2", "float32", "int8"),
-        ("qwen2", "float32", "int4"),
-        ("mixtral", "float32", None),
-        ("qwen3-moe", "float32", "int8"),
-    ],
+KINDS = (
+    ("llama3", "float32", None),
+    ("qwen3", "bfloat16", None),
+    ("llama2", "float32", "int8"),
+    ("qwen2", "float32", "int4"),
+    ("mixtral", "float32", None),
+    ("qwen3-moe", "float32", "int8"),
 )
+
+
+@needs_kernels
+@pytest.mark.parametrize(("name", "dtype", "quantization", "number"), list(one_in(3, KINDS, (3, 4, 7))))
 def test_tokens_are_those_of_the_model_without(
     small_models: SmallModels, tmp_path: Path, name: str, dtype: str, quantization: str | None, number: int
 ) -> None:

@@ -24,6 +24,7 @@ from tests.model.test_demo import CONVERSATIONS, DEMO, prompts_of
 from tests.model.test_schedules import PRESSURES, SCHEDULES, UNLIMITED
 from tests.support.executors import load_executor
 from tests.support.kernels import PATHS, cpu_path
+from tests.support.variants import one_in
 
 BITWISE = (("mixtral", "bfloat16", "int8"), ("qwen3", "float32", "int8"), ("mixtral", "bfloat16", "int4"))
 PARAMS = SamplingParams(temperature=0, max_tokens=48, ignore_eos=True, logprobs=2)
@@ -54,8 +55,9 @@ def alone(
 
 
 @needs_kernel
-@pytest.mark.parametrize(("pressure", "caching"), SCHEDULES)
-@pytest.mark.parametrize(("model_name", "dtype", "quantization"), BITWISE)
+@pytest.mark.parametrize(
+    ("model_name", "dtype", "quantization", "pressure", "caching"), list(one_in(3, BITWISE, SCHEDULES))
+)
 def test_tokens_and_logprobs_are_the_same_bits_however_the_work_is_cut(
     small_models: SmallModels, model_name: str, pressure: str, caching: str, dtype: str, quantization: Quantization
 ) -> None:

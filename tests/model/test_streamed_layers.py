@@ -34,6 +34,7 @@ from tests.model.engine import Run, load, run
 from tests.model.models import SmallModels
 from tests.model.streamed import GIB, gib_of, needs_kernels, streamed_layers
 from tests.support.kernels import cpu_path
+from tests.support.variants import one_in
 
 LAYERS, HIDDEN, INNER = 10, 128, 512
 LAYER_BYTES = 4 * (2 * HIDDEN * HIDDEN + HIDDEN * HIDDEN + 3 * HIDDEN * INNER)  # two of four heads have keys
@@ -118,12 +119,11 @@ def test_what_is_in_memory_is_all_that_may_be(count: int, size: int, held: float
         assert max(gaps) - min(gaps) <= 1
 
 
+KINDS = (("float32", None, 1), ("bfloat16", None, 0.5), ("float32", "int8", 0.27), ("float32", "int4", 0.17))
+
+
 @needs_kernels
-@pytest.mark.parametrize("held", [3, 6, 8])
-@pytest.mark.parametrize(
-    ("dtype", "quantization", "part"),
-    [("float32", None, 1), ("bfloat16", None, 0.5), ("float32", "int8", 0.27), ("float32", "int4", 0.17)],
-)
+@pytest.mark.parametrize(("dtype", "quantization", "part", "held"), list(one_in(3, KINDS, (3, 6, 8))))
 def test_tokens_are_those_of_the_model_in_memory(
     small_models: SmallModels,
     deep: Path,
