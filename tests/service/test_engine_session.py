@@ -117,9 +117,9 @@ def test_a_repeated_submit_changes_nothing(engine: Engine) -> None:
     with EngineSession(engine, "twice") as link:
         link.snapshot()
         for _ in range(2):
-            link.submit("same", PROMPT, max_tokens=400)
+            link.submit("same", PROMPT, max_tokens=1200)
         tokens, last = link.collect("same")
-        assert len(tokens) == 400
+        assert len(tokens) == 1200
         assert last.finish_reason == types_pb2.FINISH_REASON_LENGTH
         link.submit("next", PROMPT, max_tokens=3)
         while not (outputs := link.batch().outputs):

@@ -119,8 +119,8 @@ def test_sleep_waits_for_what_runs_and_what_comes_meanwhile_is_answered_too(
 ) -> None:
     engine = engines[0]
     with routing(tmp_path, [engine]) as router, ThreadPoolExecutor() as threads:
-        expected, short = complete(router, 400), complete(router)
-        running = threads.submit(complete, router, 400)
+        expected, short = complete(router, 1200), complete(router)
+        running = threads.submit(complete, router, 1200)  # more than a second
         eventually(lambda: engine.metric("quire_engine_running_sequences", model="quire-demo") > 0)
         with pytest.raises(grpc.RpcError) as refused:
             put_to_sleep(engine)
