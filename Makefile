@@ -69,7 +69,7 @@ ifdef ARGS
 	$(BIN)/python -m pytest $(ARGS)
 else
 	$(BIN)/python -m pytest $(ALONE)
-	$(BIN)/python -m pytest -n 5 --dist loadfile --no-loadscope-reorder $(AGAIN) --ignore $(ALONE) $(TESTS)
+	$(BIN)/python -m pytest -n 4 --dist loadfile --no-loadscope-reorder $(AGAIN) --ignore $(ALONE) $(TESTS)
 endif
 
 # What tests need, in parts that may be made at once, beside those of lint. The first two do not wait for pip, which
