@@ -56,7 +56,7 @@ up: $(READY)
 	  $(if $(or $(NAME),$(if $(MODEL),,demo)),--served-model-name "$(or $(NAME),quire-demo)") $(ARGS)
 
 # The chaos run comes first and alone: whoever has no processor for seconds looks dead to the others. Of the other tests
-# some compute in processes beside them and some wait, so five workers have two cores busy, if both kinds run at the same
+# some compute in processes beside them and some wait, so four workers have two cores busy, if both kinds run at the same
 # time (tests/conftest.py). With ARGS just those tests run, one after the other. A test that fails gets a second chance,
 # since real processes on a busy machine may be late, and the summary names those that needed it: they are to be mended.
 # It comes when routers trust a Redis again that was late (4 s). The chaos run gets none.
