@@ -11,6 +11,9 @@ def one_in(number: int, *axes: Sequence[Any]) -> Iterator[Any]:
     """All combinations of values, for ``parametrize``; a value that is a tuple stands for several arguments. One of
     ``number`` runs always, in which every value of every axis occurs, and the rest in `make soak`.
     """
+    for axis in axes:
+        others = sum(len(other) - 1 for other in axes if other is not axis)
+        assert others >= number - 1, "some values of this axis would never run"
     for places in product(*(range(len(axis)) for axis in axes)):
         values = [axis[place] for axis, place in zip(axes, places, strict=True)]
         flat = [each for value in values for each in (value if isinstance(value, tuple) else (value,))]

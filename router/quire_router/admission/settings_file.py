@@ -25,6 +25,7 @@ class SettingsFileError(ValueError):
 
 
 FileVersions = dict[Path, tuple[int, int, int] | None]
+"""Of each file its inode, the time of its last change in nanoseconds and its size in bytes; None where none is."""
 
 
 class SettingsFile(Protocol):

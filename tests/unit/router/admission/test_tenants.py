@@ -305,15 +305,15 @@ async def test_a_file_that_was_replaced_is_read_again_once(tmp_path):
 
 async def test_what_is_replaced_after_it_was_read_and_before_it_is_watched_is_read_again(tmp_path):
     path = write(tmp_path, {"tenants": [entry(key_files=["k"])]}, "tenants.json")
-    key = tmp_path / "k"
-    key.write_text(OTHER)
-    of_key, of_file = read_tenants(path), read_tenants(path)
+    (tmp_path / "k").write_text(OTHER)
+    read = read_tenants(path)
     (tmp_path / "next").write_text(THIRD)
-    os.replace(tmp_path / "next", key)
-    of_key = await FileWatch(path, of_key, read_tenants, metrics.TENANTS_FILE_CURRENT).look()
+    os.replace(tmp_path / "next", tmp_path / "k")
+    of_key = await FileWatch(path, read, read_tenants, metrics.TENANTS_FILE_CURRENT).look()
+
     write(tmp_path, {"tenants": [entry(keys=[THIRD])]}, "next")
     os.replace(tmp_path / "next", path)
-    of_file = await FileWatch(path, of_file, read_tenants, metrics.TENANTS_FILE_CURRENT).look()
+    of_file = await FileWatch(path, of_key, read_tenants, metrics.TENANTS_FILE_CURRENT).look()
 
     assert of_key.keys["a"] == (ApiKey.of(KEY), ApiKey.of(THIRD))
     assert of_file.keys["a"] == (ApiKey.of(THIRD),)
