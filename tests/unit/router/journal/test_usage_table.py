@@ -29,9 +29,9 @@ def request_of(name: str = "r", **fields: Any) -> GenerationRequest:
 
 
 async def usage_of(journal: Journal) -> Rows:
-    """Tenant, model, requests and tokens of each row."""
+    """Tenant, model, requests and tokens of each row. Some tests set the clock on, maybe into the next hour."""
     await journal.settle_usage()
-    return [(row.tenant, row.model, *row.counts) for row in await journal.usage(time() - 7200, time() + 1)]
+    return [(row.tenant, row.model, *row.counts) for row in await journal.usage(time() - 7200, time() + 7200)]
 
 
 @pytest.fixture(params=["file", "memory"])
