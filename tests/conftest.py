@@ -18,8 +18,9 @@ if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
     signal.signal(signal.SIGINT, signal.default_int_handler)
 
 # A busy machine may take as long as it likes. Most properties that break do so in the first few examples.
-# A run that decides whether a change lands does not depend on luck: there, examples are the same each time.
-settings.register_profile("quire", max_examples=40, deadline=None, derandomize=bool(os.environ.get("CI")))
+# A run that decides whether a change lands does not depend on luck: there, examples are the same each time, and fewer.
+CI = bool(os.environ.get("CI"))
+settings.register_profile("quire", max_examples=25 if CI else 40, deadline=None, derandomize=CI)
 settings.load_profile("quire")
 
 

@@ -16,7 +16,7 @@ from tests.browser.conftest import DEMO, PHONE, Browser, Stack, needs_chromium, 
 pytestmark = needs_chromium
 KEY = "a-key-of-enough-characters"
 STORY = "Tell me a story"
-LONG = "[a-z ]{3000}"
+LONG = "[a-z ]{2000}"
 HOSTILE = (
     """<img src=x onerror=alert(1)> **bold** and `a < b`
 
@@ -153,14 +153,13 @@ def test_an_answer_whose_tokens_were_not_kept_goes_on_as_text_after_a_reload(sta
 def fill_storage(browser: Browser, *, spare: int) -> None:
     """Leaves so many characters of the tab's ``sessionStorage``."""
     script = """
-        let text = "";
-        for (let more = 1 << 24; more >= 1; more >>= 1) {
+        sessionStorage.setItem("spare", "x".repeat(arguments[0]));
+        for (let more = 1 << 23; more >= 1; more >>= 1) {
           try {
-            sessionStorage.setItem("other", text + "x".repeat(more));
-            text += "x".repeat(more);
+            sessionStorage.setItem(`other ${more} ${Math.random()}`, "x".repeat(more));
           } catch {}
         }
-        sessionStorage.setItem("other", text.slice(arguments[0]));
+        sessionStorage.removeItem("spare");
     """
     browser.driver.execute_script(script, spare)
 

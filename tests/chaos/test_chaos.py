@@ -47,7 +47,7 @@ async def test_two_requests_with_one_key_at_two_routers_run_once(stack: Stack) -
 @pytest.mark.timeout(900)
 @pytest.mark.flaky(reruns=0)  # what is lost once is lost
 async def test_every_stream_is_the_undisturbed_one_whatever_dies(stack: Stack) -> None:
-    plan = Plan(Manners(cut=0.005, silence=3.0), seed=1, pause=4.5, rest=0.2, pairs=1.0, concurrency=12)
+    plan = Plan(Manners(cut=0.005, silence=3.0), seed=1, pause=3.5, rest=0.2, pairs=1.0, concurrency=8)
     report = await chaos(stack, requests(STREAMS, seed=1), named(SHORT), plan)
     assert report.clean, str(report)
     assert report.counts["streams"] >= STREAMS

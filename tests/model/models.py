@@ -39,7 +39,7 @@ from transformers import (
 
 VOCAB_SIZE = 256
 NUM_PROMPTS = 20
-OUTPUT_TOKENS = 64
+OUTPUT_TOKENS = 40
 CONFIGS: dict[str, tuple[type[PreTrainedConfig], dict[str, Any]]] = {
     "llama2": (LlamaConfig, {"num_key_value_heads": 4}),
     "llama3": (

@@ -14,6 +14,7 @@ from transformers import GenerationConfig
 
 from tests.model.engine import Run, load, run
 from tests.model.models import SmallModels, oracle_model
+from tests.support.variants import one_in
 
 # Several tokens that end an output, so that beams of random models do end at different lengths.
 STOPS = (2, 17, 90, 200)
@@ -85,9 +86,9 @@ def test_beams_are_transformers_own(small_models: SmallModels, penalty: float, e
     check(run(executor_of(folder, "no pressure"), prompts, params), folder, prompts, params)
 
 
-@pytest.mark.parametrize("caching", ["host", "device", "none"])
-@pytest.mark.parametrize("chunk", [19, 64])
-@pytest.mark.parametrize("pressure", PRESSURES)
+@pytest.mark.parametrize(
+    ("pressure", "chunk", "caching"), list(one_in(2, list(PRESSURES), (19, 64), ("host", "device", "none")))
+)
 def test_beams_survive_pressure(small_models: SmallModels, pressure: str, chunk: int, caching: str) -> None:
     folder = small_models.folder("qwen3")
     prompts = [prompt for prompt in small_models.prompts if len(prompt) > 16][:PROMPTS]

@@ -16,9 +16,10 @@ from quire_proto.sampling import SamplingParams, choice_seed
 from tests.model.engine import load, run
 from tests.model.models import OUTPUT_TOKENS, SmallModels, tight
 from tests.support.paged_executor import VOCAB_SIZE, PagedExecutor
+from tests.support.variants import one_in
 
 OTHER_MODELS = ("mixtral", "gemma3", "mistral")
-PRESSURES = {"no pressure": (300, 0), "recompute": (24, 0), "swap": (24, 200)}
+PRESSURES = {"no pressure": (300, 0), "recompute": (18, 0), "swap": (18, 200)}
 SCHEDULES = [(pressure, caching) for pressure in PRESSURES for caching in ("device", "none")] + [("swap", "host")]
 
 
@@ -42,8 +43,7 @@ def alone(small_models: SmallModels) -> list[list[list[int]]]:
     ]
 
 
-@pytest.mark.parametrize("chunk", [7, 1 << 20])
-@pytest.mark.parametrize(("pressure", "caching"), SCHEDULES)
+@pytest.mark.parametrize(("pressure", "caching", "chunk"), list(one_in(2, SCHEDULES, (7, 1 << 20))))
 def test_each_choice_is_what_it_would_be_alone(
     small_models: SmallModels, alone: list[list[list[int]]], pressure: str, chunk: int, caching: str
 ) -> None:

@@ -29,7 +29,7 @@ def captured(executor: TorchExecutor) -> set[int]:
     return set() if held is None else {size for size, _ in held._graphs}
 
 
-POOLS = {"room": (200, 0), "swap": (24, 100)}
+POOLS = {"room": (200, 0), "swap": (18, 100)}
 
 
 @pytest.mark.parametrize(("model_name", "dtype", "pools"), list(one_in(2, OWN, ("float32", "bfloat16"), list(POOLS))))

@@ -167,7 +167,10 @@ def test_an_adapter_that_one_rank_alone_cannot_read_ends_its_own_requests_alone(
         assert sorted(output.token_ids) == [0, 1], "and once it can be read it is used"
 
 
-@pytest.mark.parametrize(("max_loras", "max_cpu_loras"), [(1, 1), (1, 3), (2, 2), (2, 4)])
+@pytest.mark.parametrize(
+    ("max_loras", "max_cpu_loras"),
+    [(1, 1), pytest.param(1, 3, marks=pytest.mark.soak), pytest.param(2, 2, marks=pytest.mark.soak), (2, 4)],
+)
 def test_adapters_take_turns_in_fewer_slots_and_less_memory(
     small_models: SmallModels, adapters: Adapters, max_loras: int, max_cpu_loras: int
 ) -> None:

@@ -11,7 +11,7 @@ from quire_engine.worker import memory as worker_memory
 from quire_engine.worker.memory import CpuMemory
 
 from tests.model.engine import run
-from tests.model.models import SmallModels
+from tests.model.models import OUTPUT_TOKENS, SmallModels
 from tests.support.executors import load_executor
 from tests.support.fake_container import container
 
@@ -132,7 +132,7 @@ def test_blocks_that_were_used_for_measuring_hold_nothing_that_is_found_again(
     from quire_proto.sampling import SamplingParams
 
     executor = load_executor(folder, dtype="float32", kv_cache_memory=MIB, swap_bytes=MIB)
-    params = SamplingParams(temperature=0, max_tokens=64, ignore_eos=True)
+    params = SamplingParams(temperature=0, max_tokens=OUTPUT_TOKENS, ignore_eos=True)
     made = run(executor, small_models.prompts[:4], [params] * 4)
     assert made.outputs == small_models.outputs("llama3", range(4))
 

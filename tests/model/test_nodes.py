@@ -141,7 +141,7 @@ def test_another_model_or_another_setting_is_refused(small_models: SmallModels, 
         assert [str(error) for error in refused] == ["Node 1 has not joined within 60 seconds."]
 
 
-@pytest.fixture(params=["killed", "stopped", "its rank killed"])
+@pytest.fixture(params=[pytest.param("killed", marks=pytest.mark.soak), "stopped", "its rank killed"])
 def ending(request: pytest.FixtureRequest) -> str:
     return str(request.param)
 

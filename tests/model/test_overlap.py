@@ -236,7 +236,7 @@ def test_on_a_gpu_steps_overlap_unless_the_host_waits_for_each_layer(
 
 
 UNLIMITED = 1 << 20
-PRESSURES = {"no pressure": (200, 0), "recompute": (24, 0), "swap": (24, 200)}
+PRESSURES = {"no pressure": (200, 0), "recompute": (18, 0), "swap": (18, 200)}
 
 
 @pytest.mark.parametrize(("pressure", "chunk"), [("no pressure", UNLIMITED), ("recompute", 64), ("swap", 7)])

@@ -266,7 +266,7 @@ def watched(deep: Path) -> Iterator[Watched]:
         yield watched
 
 
-@pytest.mark.parametrize("rank", [1, 2])
+@pytest.mark.parametrize("rank", [1, pytest.param(2, marks=pytest.mark.soak)])
 def test_a_stopped_stage_is_waited_for_and_one_killed_meanwhile_is_reported(watched: Watched, rank: int) -> None:
     watched.check_stopped_and_killed(rank)
 

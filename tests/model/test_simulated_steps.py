@@ -392,7 +392,7 @@ def deep(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(
     scope="module",
-    params=[pytest.param(kind, marks=[pytest.mark.soak] if kind == "three stages" else []) for kind in KINDS],
+    params=[pytest.param(kind, marks=[pytest.mark.soak] if kind.endswith("stages") else []) for kind in KINDS],
 )
 def kind(request: pytest.FixtureRequest) -> str:
     return request.param

@@ -24,6 +24,7 @@ from tests.model.models import SmallModels
 from tests.support.grammars import MODEL, encode, grammar_of
 from tests.support.guessing import Reminder
 from tests.support.rank_threads import ranks_are_threads
+from tests.support.variants import one_in
 
 TOKENS = 40
 SCHEMA = '{"type": "array", "items": {"enum": ["fox", "owl"]}, "minItems": 2, "maxItems": 6}'
@@ -88,8 +89,7 @@ def reminded(drawn: Run, seed: int, executor: TorchExecutor) -> Guesses:
     return install
 
 
-@pytest.mark.parametrize("prefix_caching", [True, False])
-@pytest.mark.parametrize("pools", POOLS)
+@pytest.mark.parametrize(("pools", "prefix_caching"), list(one_in(2, list(POOLS), (True, False))))
 def test_drafts_change_nothing(pools: str, prefix_caching: bool) -> None:
     executor = executor_of(pools)
     expected = outputs(executor, prefix_caching=prefix_caching)

@@ -30,6 +30,7 @@ from tests.model.streamed import WITH_ADAPTERS, gib_of, needs_kernels, sequences
 from tests.support.executors import load_executor
 from tests.support.processes import eventually
 from tests.support.rank_threads import ranks_are_threads
+from tests.support.variants import one_in
 
 pytestmark = needs_kernels
 LAYERS, POOL = 8, 4 << 20
@@ -74,8 +75,7 @@ def expected(models: SmallModels, folder: Path) -> list[list[int]]:
     return greedy_oracle(folder, models.prompts[4 : 4 + PROMPTS], OUTPUT_TOKENS)
 
 
-@pytest.mark.parametrize("quantization", [None, "int8", "int4"])
-@pytest.mark.parametrize("name", ["mixtral", "qwen3-moe"])
+@pytest.mark.parametrize(("name", "quantization"), list(one_in(2, ("mixtral", "qwen3-moe"), (None, "int8", "int4"))))
 def test_experts_are_read_with_their_layer(
     small_models: SmallModels, tmp_path: Path, files: list[WeightFile], name: str, quantization: str | None
 ) -> None:
@@ -162,8 +162,10 @@ def test_tokens_go_to_the_ranks_of_their_experts_while_layers_are_read(
     assert len(files) == 2
 
 
-@pytest.mark.parametrize(("tensor", "stages", "held", "number"), [(2, 1, 4, 6), (1, 2, 3, 3), (2, 2, 3, 3)])
-@pytest.mark.parametrize("name", ["llama2", "mixtral"])
+@pytest.mark.parametrize(
+    ("name", "tensor", "stages", "held", "number"),
+    list(one_in(2, ("llama2", "mixtral"), ((2, 1, 4, 6), (1, 2, 3, 3), (2, 2, 3, 3)))),
+)
 def test_each_rank_reads_its_own_layers(
     small_models: SmallModels,
     tmp_path: Path,

@@ -199,7 +199,7 @@ main()
 """
 
 
-@pytest.mark.parametrize("failing", [0, 1])
+@pytest.mark.parametrize("failing", [1, pytest.param(0, marks=pytest.mark.soak)])
 def test_a_rank_that_alone_cannot_capture_ends_the_start_instead_of_leaving_the_others_waiting(
     capturing: Callable[[Any], None], small_models: SmallModels, monkeypatch: pytest.MonkeyPatch, failing: int
 ) -> None:

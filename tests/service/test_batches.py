@@ -49,7 +49,7 @@ class Machine:
         self.router.wait_ready()
 
 
-@pytest.fixture(params=["redis", "file"])
+@pytest.fixture(params=["redis", pytest.param("file", marks=pytest.mark.soak)])
 def machine(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Machine]:
     folder, ports = tmp_path_factory.mktemp("batches"), (free_port(), free_port(), free_port())
     with ExitStack() as ending:

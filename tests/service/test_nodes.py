@@ -12,6 +12,7 @@ import pytest
 from tests.service.conftest import DEMO, FLOAT32, SMALL_POOLS
 from tests.support.certificates import Authority
 from tests.support.engine_session import EngineSession
+from tests.support.forked_engines import ForkedEngine
 from tests.support.nodes import MASTER, NODE_NAME, Node, tls_flags
 from tests.support.ports import free_port
 from tests.support.processes import Engine, fetch
@@ -32,7 +33,7 @@ def pair(tmp_path: Path) -> Iterator[Pair]:
     """On loopback addresses no certificates are needed, so that the gRPC port is plain."""
     where = (*SMALL_POOLS, *FLOAT32, *SPLIT, "--master-port", str(free_port()))
     node = Node(tmp_path, "--model", str(DEMO), "--served-model-name", "quire-demo", "--headless", *where)
-    engine = Engine(DEMO, tmp_path, *where)
+    engine = ForkedEngine(DEMO, tmp_path, *where)
     engine.wait_ready()
     yield Pair(engine, node)
     for process in (engine, node):
@@ -82,7 +83,7 @@ def test_a_node_without_the_certificate_does_not_join_and_learns_why(tmp_path: P
     right = tls_flags(ours.issue(NODE_NAME), ours)
     wrong = tls_flags(theirs.issue(NODE_NAME, files="foreign"), theirs)
     where = (*SMALL_POOLS, *FLOAT32, *SPLIT, "--master-port", str(free_port()))
-    engine = Engine(DEMO, tmp_path, *where, *right)
+    engine = ForkedEngine(DEMO, tmp_path, *where, *right)
     while "waiting for node 1 to join" not in engine.text:
         assert engine.popen.poll() is None, engine.text
         time.sleep(0.1)

@@ -13,13 +13,14 @@ import pytest
 
 from tests.service.conftest import DEMO, FLOAT32, SMALL_POOLS
 from tests.support.engine_session import EngineSession
-from tests.support.processes import Engine, eventually
+from tests.support.forked_engines import ForkedEngine
+from tests.support.processes import eventually
 
 SECONDS_TO_END = 5.0
 PROMPT = list(range(100, 140))
 
 
-class Pair(Engine):
+class Pair(ForkedEngine):
     """An engine on the demo model whose second rank can be found."""
 
     def __init__(self, folder: Path, divided: str) -> None:
@@ -31,7 +32,7 @@ class Pair(Engine):
         return child
 
 
-@pytest.fixture(params=["--tensor-parallel-size", "--pipeline-parallel-size"])
+@pytest.fixture(params=["--tensor-parallel-size", pytest.param("--pipeline-parallel-size", marks=pytest.mark.soak)])
 def pair(tmp_path: Path, request: pytest.FixtureRequest) -> Iterator[Pair]:
     pair = Pair(tmp_path, request.param).wait_ready()
     other = pair.other

@@ -7,8 +7,9 @@ import pytest
 from openai import OpenAI
 
 from tests.service.conftest import DEMO, MODEL, SMALL_POOLS
+from tests.support.forked_engines import ForkedEngine
 from tests.support.otlp import Collector, ReceivedSpan, collector
-from tests.support.processes import Engine, Router, eventually
+from tests.support.processes import Router, eventually
 
 CALLER = "00-0af7651916cd43dd8448eb211c80319c-b7ad6b7169203331-01"
 
@@ -31,7 +32,7 @@ def traced(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Traced]:
             "OTEL_EXPORTER_OTLP_INSECURE": "true",
             "OTEL_BSP_SCHEDULE_DELAY": "100",
         }
-        engine = Engine(DEMO, folder, *SMALL_POOLS, "--trace-step-interval", "2", **variables)
+        engine = ForkedEngine(DEMO, folder, *SMALL_POOLS, "--trace-step-interval", "2", **variables)
         router = Router(DEMO, [engine.address], folder, **variables)
         try:
             engine.wait_ready()

@@ -1,11 +1,13 @@
 """Machines of one engine: several addresses of this one, and certificates by which they know each other."""
 
 import sys
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from quire_proto.tls import CertKeyFiles
 
 from tests.support.certificates import Authority
+from tests.support.forked_engines import Forked
 from tests.support.ports import free_port
 from tests.support.processes import Process
 
@@ -25,3 +27,7 @@ class Node(Process):
         command = [sys.executable, "-m", "quire_engine.cli", *flags, "--node-rank", str(rank), "--node-addr", address]
         command += ["--metrics-port", str(self.metrics_port)]
         super().__init__(command, folder / f"node-{self.metrics_port}.log")
+
+    def _start(self, command: Sequence[str], environment: Mapping[str, str], stdout: int | None) -> Forked:  # type: ignore[override]
+        assert stdout is None
+        return Forked(command, self.log, environment)

@@ -2,6 +2,7 @@
 
 import asyncio
 import json
+import ssl
 from collections.abc import AsyncGenerator, AsyncIterator, Callable, Iterator, Sequence
 from contextlib import aclosing, asynccontextmanager
 from dataclasses import dataclass, field, replace
@@ -12,7 +13,6 @@ import openai
 from quire_proto.errors import QuireError
 from quire_proto.pooling import Task
 from quire_proto.sampling import FinishReason, StopToken, TokenLogprobs
-from quire_proto.text.chat_template import ChatTemplate
 from quire_proto.text.tokenizer import ModelTokenizer
 from quire_router.admission.tenants_file import TenantsFile
 from quire_router.api.auth import Authenticator, TokenVerifier
@@ -43,11 +43,13 @@ from quire_router.engines.settings import ServedLoRA
 from quire_router.journal.base import RecordedDelta, RequestRecord, encode_error
 
 from tests.support.model_folders import CHAT_TEMPLATE, byte_level
+from tests.support.tool_models import tokenizer_with
 
 MODEL = "tiny"
 MAX_MODEL_LEN = 64
 VOCAB_SIZE = byte_level().get_vocab_size()
 TOKENIZER = ModelTokenizer(byte_level(), None)
+_NO_TLS = ssl.create_default_context()  # one for all clients, each of which would read the system's certificates
 Script = Sequence[str | Delta | FinishReason | Exception | asyncio.Event]
 ANSWER: Script = ("Hel", "lo ", "", "wörld", FinishReason.STOP)
 
@@ -356,7 +358,10 @@ class Stage:
 
     def openai(self, key: str = "none") -> openai.AsyncOpenAI:
         """A client that is closed with the stage: one that is left to the collector logs an error into a later test."""
-        self._clients.append(openai.AsyncOpenAI(base_url=f"{self.url}/v1", api_key=key, max_retries=0))
+        http = openai.DefaultAsyncHttpxClient(verify=_NO_TLS)
+        self._clients.append(
+            openai.AsyncOpenAI(base_url=f"{self.url}/v1", api_key=key, max_retries=0, http_client=http)
+        )
         return self._clients[-1]
 
     async def close_clients(self) -> None:
@@ -395,7 +400,7 @@ async def open_stage(
     ``keepalive``, and those over gRPC an empty message after ``rpc_keepalive``. ``runner`` may take the place of the
     scripted one, and ``settings`` are the service's.
     """
-    tokenizers = dict.fromkeys(models, ModelTokenizer(byte_level(), ChatTemplate(template, {}, "the test")))
+    tokenizers = dict.fromkeys(models, tokenizer_with(template))
     fleet, scripted = ScriptedPool(), ScriptedRunner(script)
     service = ApiService(
         tokenizers,

@@ -4,6 +4,7 @@ models of every family write them.
 
 import json
 import re
+from functools import cache
 from typing import Any
 
 from quire_proto.text.chat_template import ChatTemplate
@@ -115,7 +116,13 @@ def _gemma(value: Any, quote: str) -> str:
 
 def tokenizer_with(template: str, tokenizer: Tokenizer | None = None) -> ModelTokenizer:
     """The tokenizer of such a model, which has this template."""
-    return ModelTokenizer(tokenizer or byte_level(), ChatTemplate(template, {}, "the test"))
+    return ModelTokenizer(tokenizer or byte_level(), compiled(template))
+
+
+@cache
+def compiled(template: str) -> ChatTemplate:
+    """A template that many tests use, most of whose time it would take to compile it."""
+    return ChatTemplate(template, {}, "the test")
 
 
 def tool(name: str = "get", **more: object) -> dict[str, object]:

@@ -7,14 +7,16 @@ model is converted that was made for another one.
 
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from quire_proto.pooling import Task
 
 from quire_engine.checkpoint.config import architecture_of, config_path, is_positive_int, read_json, read_json_value
-from quire_engine.config import ExecutorConfig
 from quire_engine.core.pooling import PoolerConfig, PoolingType
 from quire_engine.errors import ModelError
+
+if TYPE_CHECKING:  # which takes a quarter of a second, more than all else that a model's fetcher imports
+    from quire_engine.config import ExecutorConfig
 
 MODULES_FILE, LENGTH_FILE = "modules.json", "sentence_bert_config.json"
 _GENERATES = ("ForCausalLM", "LMHeadModel", "ForConditionalGeneration", "ModelWithLMHead", "Decoder")
@@ -43,7 +45,7 @@ class SentenceModules:
     score_tokens: tuple[int, ...] = ()
 
 
-def read_pooler_config(folder: Path, raw: dict[str, Any], settings: ExecutorConfig) -> PoolerConfig | None:
+def read_pooler_config(folder: Path, raw: dict[str, Any], settings: "ExecutorConfig") -> PoolerConfig | None:
     """How the model of ``folder``, whose ``config.json`` says ``raw``, pools prompts; None if it continues them. Raises
     ``ModelError`` for settings that the model is not made for, and for modules that cannot be run.
     """
@@ -127,7 +129,7 @@ def num_labels(path: Path, raw: dict[str, Any], modules: SentenceModules | None 
     return int(count)
 
 
-def _task(path: Path, architecture: str, modules: SentenceModules | None, settings: ExecutorConfig) -> Task:
+def _task(path: Path, architecture: str, modules: SentenceModules | None, settings: "ExecutorConfig") -> Task:
     """What the engine does with prompts, by its settings and by what the model was made for."""
     generates, runner, convert = architecture.endswith(_GENERATES), settings.runner, settings.convert
     if runner == "auto":

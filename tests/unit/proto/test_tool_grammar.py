@@ -4,8 +4,9 @@ import json
 from pathlib import Path
 from random import Random
 
-import jsonschema
+import numpy as np
 import pytest
+from jsonschema import Draft202012Validator
 from quire_engine.structured_output.compiler import ModelGrammars
 from quire_proto.structured_output import MAX_TEXT, Structured, StructuredKind, choice
 from quire_proto.text import tool_grammar
@@ -48,6 +49,7 @@ SCHEMAS = {
     },
     "now": {"properties": {}, "additionalProperties": False},
 }
+VALIDATORS = {name: Draft202012Validator(schema) for name, schema in SCHEMAS.items()}
 TOOLS = [ToolSpec(name, schema) for name, schema in SCHEMAS.items()]
 TYPES = {name: parameter_types(schema) for name, schema in SCHEMAS.items()}
 THINK_MARKS = ("<think>", "</think>")
@@ -83,10 +85,11 @@ def walk(model, grammar, random, most=400):
     """A text that the grammar lets through, drawn token by token; its end as soon as it may."""
     tokenizer, end, _ = model
     matcher, token_ids = grammar.new_matcher(), []
-    mask = memoryview(bytearray(VOCABULARY // 8))
+    mask = bytearray(VOCABULARY // 8)
+    bits = np.frombuffer(mask, np.uint8)
     for _ in range(most):
-        matcher.fill_bitmask(mask)
-        allowed = [each for each in range(VOCABULARY) if mask[each // 8] >> (each % 8) & 1]
+        matcher.fill_bitmask(memoryview(mask))
+        allowed = np.flatnonzero(np.unpackbits(bits, bitorder="little")).tolist()
         if end in allowed and (len(allowed) == 1 or random.random() < 0.5):
             return tokenizer.decode(token_ids, skip_special_tokens=False)
         going_on = [each for each in allowed if each != end]
@@ -136,7 +139,7 @@ def test_forced_calls_are_calls_by_their_schemas(model, tool_format, parallel):
             continue
         calls = read_calls(tool_format, text)
         for name, arguments in calls:
-            jsonschema.validate(json.loads(arguments), SCHEMAS[name])
+            VALIDATORS[name].validate(json.loads(arguments))
         counts.add(len(calls))
     assert counts == {1} if not parallel else counts
 
@@ -326,12 +329,12 @@ def test_an_answer_with_a_schema_is_calls_or_json_of_that_schema(model, tool_for
         assert kinds in ({ToolCallStart, ToolCallArguments}, {Content}), text
         if kinds == {Content}:
             content = "".join(piece.text for piece in pieces if isinstance(piece, Content))
-            jsonschema.validate(json.loads(content), REPLY)
+            Draft202012Validator(REPLY).validate(json.loads(content))
         else:
             names = [piece.name for piece in pieces if isinstance(piece, ToolCallStart)]
             arguments = [piece.text for piece in pieces if isinstance(piece, ToolCallArguments)]
             for name, each in zip(names, arguments, strict=True):
-                jsonschema.validate(json.loads(each), SCHEMAS[name])
+                VALIDATORS[name].validate(json.loads(each))
     assert seen == {ToolCallStart, ToolCallArguments, Content}
 
 

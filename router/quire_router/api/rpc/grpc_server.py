@@ -2,6 +2,7 @@
 
 import asyncio
 from dataclasses import dataclass
+from functools import cache
 
 import grpc
 from google.protobuf import descriptor_pb2, descriptor_pool, text_format
@@ -145,9 +146,10 @@ def _add_reflection(server: grpc.aio.Server) -> None:
     _describe_reflection_v1()
 
 
+@cache
 def _describe_reflection_v1() -> None:
     """Adds the description of ``grpc.reflection.v1``, of which grpcio-reflection has no module, to the descriptor pool:
-    that of ``v1alpha`` under the other name.
+    that of ``v1alpha`` under the other name. Once is enough for a process.
     """
     file = descriptor_pb2.FileDescriptorProto()
     reflection_pb2.DESCRIPTOR.CopyToProto(file)

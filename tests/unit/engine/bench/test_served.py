@@ -74,7 +74,8 @@ def lines_of(path: Path) -> list[dict[str, Any]]:
     return [json.loads(line) for line in path.read_text().splitlines()]
 
 
-@pytest.mark.parametrize("in_turn", [True, pytest.param(False, marks=pytest.mark.soak)])
+@pytest.mark.soak
+@pytest.mark.parametrize("in_turn", [True, False])
 def test_servers_take_turns_and_get_the_same_requests_which_are_new_in_each_run(tmp_path: Path, in_turn: bool) -> None:
     journal: list[str] = []
     starts = {name: scripted(tmp_path / name) for name in ("quire", "vllm")}

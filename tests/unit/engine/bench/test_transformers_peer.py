@@ -74,6 +74,7 @@ def test_requests_one_by_one_and_continuous_batches_have_no_padding(model: Path,
     assert run(model, batching, 1000) == [0.0, 0.0]
 
 
+@pytest.mark.soak
 def test_a_static_batch_pays_for_its_longest(model: Path) -> None:
     assert run(model, "static", 40) == [pytest.approx(padding_of_batches(size)) for size in (2, 1)]
 

@@ -135,7 +135,7 @@ class OverlapStateMachine(EngineStateMachine):
 
 
 OverlapStateMachine.TestCase.settings = settings(
-    max_examples=60, stateful_step_count=40, deadline=None, suppress_health_check=list(HealthCheck)
+    max_examples=30, stateful_step_count=40, deadline=None, suppress_health_check=list(HealthCheck)
 )
 TestOverlappingEngine = OverlapStateMachine.TestCase
 
@@ -156,7 +156,7 @@ class PipelineStateMachine(OverlapStateMachine):
         assert drawing.isdisjoint(chunk.sequence_id for chunk in scheduler_output.chunks), "a token is drawn twice"
 
 
-PipelineStateMachine.TestCase.settings = settings(OverlapStateMachine.TestCase.settings, max_examples=50)
+PipelineStateMachine.TestCase.settings = settings(OverlapStateMachine.TestCase.settings, max_examples=25)
 TestPipelinedEngine = PipelineStateMachine.TestCase
 
 
@@ -179,7 +179,7 @@ def short_stages(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @given(seed=st.integers(0, 2**32), pace=st.sampled_from([*PACES]), num_stages=st.integers(1, 4))
-@settings(max_examples=75, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=40, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 def test_overlapping_steps_changes_no_output(seed: int, pace: str, num_stages: int) -> None:
     compare(seed, pace, num_stages)
 

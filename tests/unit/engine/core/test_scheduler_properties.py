@@ -6,7 +6,7 @@ from hypothesis import HealthCheck, settings
 from tests.support.engine_state_machine import EngineStateMachine
 
 EngineStateMachine.TestCase.settings = settings(
-    max_examples=60, stateful_step_count=40, deadline=None, suppress_health_check=list(HealthCheck)
+    max_examples=30, stateful_step_count=40, deadline=None, suppress_health_check=list(HealthCheck)
 )
 TestEngine = EngineStateMachine.TestCase
 

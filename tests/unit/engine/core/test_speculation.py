@@ -51,7 +51,7 @@ class SpeculatingStateMachine(EngineStateMachine):
 
 
 SpeculatingStateMachine.TestCase.settings = settings(
-    max_examples=40, stateful_step_count=40, deadline=None, suppress_health_check=list(HealthCheck)
+    max_examples=20, stateful_step_count=40, deadline=None, suppress_health_check=list(HealthCheck)
 )
 TestSpeculatingEngine = SpeculatingStateMachine.TestCase
 

@@ -62,7 +62,7 @@ on_glibc = pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="not the
 
 
 @on_glibc
-@pytest.mark.parametrize("thread", ["first", "another"])
+@pytest.mark.parametrize("thread", [pytest.param("first", marks=pytest.mark.soak), "another"])
 def test_freed_blocks_serve_the_next_and_are_still_part_of_the_peak(thread: str) -> None:
     again, peak, settled, later = measured(True, thread, SMALL)
     assert again * PAGE < MIB
