@@ -1,6 +1,7 @@
 """The small models of ``models``, each written once a run and only if a test asks for it."""
 
 import os
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -8,6 +9,7 @@ from quire_engine.kernels.bindings import library
 from quire_engine.layers import streamed
 
 from tests.model.models import NAMES, SmallModels
+from tests.support.forked_ranks import ranks_are_forked
 
 
 @pytest.fixture(scope="session")
@@ -17,6 +19,13 @@ def small_models(tmp_path_factory: pytest.TempPathFactory) -> SmallModels:
     folder = (folder.parent if "PYTEST_XDIST_WORKER" in os.environ else folder) / "small-models"
     folder.mkdir(exist_ok=True)
     return SmallModels(folder)
+
+
+@pytest.fixture(scope="session", autouse=True)
+def forked_ranks() -> Iterator[None]:
+    with pytest.MonkeyPatch.context() as patch:
+        ranks_are_forked(patch)
+        yield
 
 
 @pytest.fixture(params=NAMES)

@@ -18,6 +18,7 @@ from quire_proto.sampling import SamplingParams
 from tests.model.driver import GREEDY
 from tests.model.engine import Run, run
 from tests.model.models import SmallModels
+from tests.support.forked_ranks import running_ranks
 from tests.support.processes import eventually
 
 OUTPUT_TOKENS = 12
@@ -67,7 +68,7 @@ class Watched:
     def __init__(self, load: Callable[..., TorchExecutor]) -> None:
         self.told: list[str] = []
         self.executor = load(on_lost=self.told.append)
-        self.others = sorted(children(), key=lambda child: int(child.cmdline()[-3]))
+        self.others = running_ranks()
 
     def run(self) -> dict[int, int]:
         return self.executor.execute_model(SchedulerOutput(0, [chunk([5, 6, 7], [1])])).token_ids
@@ -120,10 +121,6 @@ class Watched:
         thread.join(SECONDS_TO_BE_TOLD)
         assert [type(error) for error in raised] == [RankError]
         return told
-
-
-def children() -> list[psutil.Process]:
-    return [child for child in psutil.Process().children() if "executor.rank_main" in " ".join(child.cmdline())]
 
 
 def assert_gone(process: psutil.Process) -> None:

@@ -33,12 +33,12 @@ from tests.model.ranks import (
     assert_gone,
     assert_near,
     assert_only_its_own_request_fails,
-    children,
     chunk,
     expected,
     generate,
 )
 from tests.support.executors import load_executor
+from tests.support.forked_ranks import running_ranks
 from tests.support.rank_threads import ranks_are_threads
 from tests.support.sampling_inputs import ModuloGrammar
 
@@ -282,7 +282,7 @@ def test_offline_a_pipeline_makes_the_texts_of_one_process_and_ends_with_it() ->
     pools = {"kv_cache_memory": 32 << 20, "swap_space": 0.0, "dtype": "float32"}
     prompts = ["Once upon a time", "The sea", "A dog"]
     with LLM(DEMO, pipeline_parallel_size=2, **pools) as llm, LLM(DEMO, **pools) as alone:
-        (other,) = children()
+        (other,) = running_ranks()
         texts = [
             [each.outputs[0].text for each in one.generate(prompts, params, use_tqdm=False)] for one in (llm, alone)
         ]
@@ -291,9 +291,9 @@ def test_offline_a_pipeline_makes_the_texts_of_one_process_and_ends_with_it() ->
         assert_gone(other)
         with pytest.raises(RankError, match="was killed by SIGTERM"):
             llm.generate(prompts, params, use_tqdm=False)
-    assert children() == []
+    assert running_ranks() == []
 
 
 def test_nothing_of_a_pipeline_is_left_when_its_executor_is_garbage(deep: Path) -> None:
     load(deep, 2)
-    assert children() == []
+    assert running_ranks() == []

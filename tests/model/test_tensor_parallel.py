@@ -37,13 +37,13 @@ from tests.model.ranks import (
     assert_gone,
     assert_near,
     assert_only_its_own_request_fails,
-    children,
     expected,
     generate,
     in_background,
 )
 from tests.support import fake_graphs
 from tests.support.executors import load_executor
+from tests.support.forked_ranks import running_ranks
 from tests.support.rank_threads import ranks_are_threads
 
 DEMO = Path(__file__).parents[2] / "demo" / "model"
@@ -188,7 +188,6 @@ from tests.model.ranks import (
     assert_gone,
     assert_near,
     assert_only_its_own_request_fails,
-    children,
     expected,
     generate,
     in_background,
@@ -300,16 +299,16 @@ def test_offline_an_idle_rank_that_dies_fails_the_next_call_and_nothing_is_left(
     params = LlmParams(temperature=0, max_tokens=8)
     pools = {"kv_cache_memory": 32 << 20, "swap_space": 0.0, "dtype": "float32"}
     with LLM(DEMO, tensor_parallel_size=2, **pools) as llm, LLM(DEMO, **pools) as alone:
-        (other,) = children()
+        (other,) = running_ranks()
         texts = [one.generate("Once upon a time", params, use_tqdm=False)[0].outputs[0].text for one in (llm, alone)]
         assert texts[0] == texts[1]
         other.terminate()
         assert_gone(other)
         with pytest.raises(RankError, match="was killed by SIGTERM"):
             llm.generate("Once upon a time", params, use_tqdm=False)
-    assert children() == []
+    assert running_ranks() == []
 
 
 def test_a_garbage_collected_executor_leaves_no_process(small_models: SmallModels) -> None:
     load(small_models.folder("llama3"), 2)
-    assert children() == []
+    assert running_ranks() == []

@@ -7,11 +7,12 @@ import os
 import signal
 import subprocess
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from importlib import import_module
-from multiprocessing import forkserver
+from multiprocessing import connection, forkserver
 from pathlib import Path
+from threading import Lock
 
 from tests.support.net_namespace import enter
 from tests.support.processes import Engine, Router
@@ -28,6 +29,7 @@ _CONTEXT.set_forkserver_preload(
     [
         "quire_engine.cli",
         "quire_engine.executor.torch_executor",
+        "quire_engine.executor.rank_worker",
         "transformers.models.llama.configuration_llama",
         "transformers.modeling_rope_utils",
         "quire_router.app",
@@ -46,28 +48,28 @@ def warm_up(*, wait: bool = False) -> None:
 
 
 class Forked:
-    """What tests use of ``subprocess.Popen``, of a process that runs ``command``, which is ``python -m MODULE ...``. It
-    ends with the tests.
-    """
+    """What tests use of ``subprocess.Popen``, of a process that calls ``target``. It ends with the tests."""
 
-    def __init__(self, command: Sequence[str], log: Path, environment: Mapping[str, str]) -> None:
-        self._process = _CONTEXT.Process(target=_run, args=(command[2:], log, environment), daemon=True)
+    def __init__(self, target: Callable[..., None], *args: object) -> None:
+        self._process = _CONTEXT.Process(target=target, args=args, daemon=True)
+        self._reading = Lock()  # the status can be read once
         self._process.start()
         assert self._process.pid is not None
         self.pid = self._process.pid
 
     @property
     def returncode(self) -> int | None:
-        return self._process.exitcode
+        return self.poll()
 
     def poll(self) -> int | None:
-        return self._process.exitcode
+        with self._reading:
+            return self._process.exitcode
 
     def wait(self, timeout: float | None = None) -> int:
-        self._process.join(timeout)
-        if self._process.exitcode is None:
+        connection.wait([self._process.sentinel], timeout)
+        if (status := self.poll()) is None:
             raise subprocess.TimeoutExpired("a forked process", timeout or 0)
-        return self._process.exitcode
+        return status
 
     def send_signal(self, number: int) -> None:
         if self.poll() is None:
@@ -86,7 +88,7 @@ class ForkedEngine(Engine):
 
     def _start(self, command: Sequence[str], environment: Mapping[str, str], stdout: int | None) -> Forked:  # type: ignore[override]
         assert stdout is None
-        return Forked(command, self.log, environment)
+        return Forked(run, command, self.log, environment)
 
 
 class ForkedRouter(Router):
@@ -94,10 +96,11 @@ class ForkedRouter(Router):
 
     def _start(self, command: Sequence[str], environment: Mapping[str, str], stdout: int | None) -> Forked:  # type: ignore[override]
         assert stdout is None
-        return Forked(command, self.log, environment)
+        return Forked(run, command, self.log, environment)
 
 
-def _run(arguments: Sequence[str], log: Path, environment: Mapping[str, str]) -> None:
+def run(command: Sequence[str], log: Path, environment: Mapping[str, str]) -> None:
+    """Becomes what ``command`` would be, which is ``python -m MODULE ...``."""
     os.setsid()
     with log.open("ab") as output:
         os.dup2(output.fileno(), sys.stdout.fileno())
@@ -109,5 +112,5 @@ def _run(arguments: Sequence[str], log: Path, environment: Mapping[str, str]) ->
         os.nice(_LAST)
         with suppress(OSError):  # where Linux weighs sessions, a process' own niceness counts only within its session
             _AUTOGROUP.write_text(str(_LAST))
-    sys.argv = list(arguments)
-    import_module(arguments[0]).main()
+    sys.argv = list(command[2:])
+    import_module(command[2]).main()

@@ -7,7 +7,7 @@ from pathlib import Path
 from quire_proto.tls import CertKeyFiles
 
 from tests.support.certificates import Authority
-from tests.support.forked_engines import Forked
+from tests.support.forked_engines import Forked, run
 from tests.support.ports import free_port
 from tests.support.processes import Process
 
@@ -30,4 +30,4 @@ class Node(Process):
 
     def _start(self, command: Sequence[str], environment: Mapping[str, str], stdout: int | None) -> Forked:  # type: ignore[override]
         assert stdout is None
-        return Forked(command, self.log, environment)
+        return Forked(run, command, self.log, environment)

@@ -1,0 +1,51 @@
+"""Ranks whose processes are forked off one that has imported all that they need."""
+
+import os
+import socket
+import sys
+from collections.abc import Mapping
+
+import psutil
+import pytest
+from quire_engine.executor import rank_main, rank_processes
+from quire_engine.executor.rank_processes import RankProcess
+
+from tests.support.forked_engines import Forked
+
+_COMMAND = rank_processes.COMMAND
+_started: dict[int, int] = {}  # ranks by the numbers of their processes
+
+
+class ForkedRank(RankProcess):
+    """One that runs what the product's does, unless a test has given it a command of its own."""
+
+    def __init__(self, rank: int) -> None:
+        if rank_processes.COMMAND is not _COMMAND:
+            super().__init__(rank)
+            return
+        self.rank = rank
+        self.link, child_end = socket.socketpair()
+        with child_end:
+            self._popen = Forked(_run, rank, child_end, dict(os.environ))  # type: ignore[assignment]
+        _started[self.pid] = rank
+
+
+def _run(rank: int, link: socket.socket, environment: Mapping[str, str]) -> None:
+    os.setpgid(0, 0)
+    os.environ.update(environment)
+    sys.argv = ["rank", str(rank), str(link.detach()), str(os.getppid())]
+    rank_main.main()
+
+
+def running_ranks() -> list[psutil.Process]:
+    """Those that run, forked or not, by rank."""
+    found = {pid: rank for pid, rank in _started.items() if psutil.pid_exists(pid)}
+    for child in psutil.Process().children():
+        if "executor.rank_main" in " ".join(command := child.cmdline()):
+            found[child.pid] = int(command[-3])
+    return [psutil.Process(pid) for pid in sorted(found, key=found.__getitem__)]
+
+
+def ranks_are_forked(patch: pytest.MonkeyPatch) -> None:
+    """Executors that are made while ``patch`` holds have such ranks."""
+    patch.setattr(rank_processes, "RankProcess", ForkedRank)
