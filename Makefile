@@ -55,21 +55,21 @@ up: $(READY)
 	@exec $(BIN)/python -m quire_cli.main serve "$(or $(MODEL),demo/model)" --engines "$(or $(ENGINES),2)" \
 	  $(if $(or $(NAME),$(if $(MODEL),,demo)),--served-model-name "$(or $(NAME),quire-demo)") $(ARGS)
 
-# The chaos run comes first and alone: whoever has no processor for seconds looks dead to the others. Of the other tests
+# The chaos run comes first, and alone as autoscaling does: whoever has no processor for seconds looks dead. Of the others
 # some compute in processes beside them and some wait, so five workers have two cores busy, if both kinds run at the same
 # time (tests/conftest.py). With ARGS just those tests run, one after the other. A test that fails gets a second chance,
 # since real processes on a busy machine may be late, and the summary names those that needed it: they are to be mended.
 # It comes when routers trust a Redis again that was late (4 s). The chaos run gets none.
 AGAIN := --reruns 1 --reruns-delay 5 -rR
-ALONE := tests/chaos/test_chaos.py
+ALONE := tests/chaos/test_chaos.py tests/service/test_autoscaling.py
 TESTS := $(addprefix tests/,chaos service model browser clients gpu cluster unit sim kube)
 
 test: programs kernels
 ifdef ARGS
 	$(BIN)/python -m pytest $(ARGS)
 else
-	$(BIN)/python -m pytest $(ALONE)
-	$(BIN)/python -m pytest -n 5 --dist loadfile --no-loadscope-reorder $(AGAIN) --ignore $(ALONE) $(TESTS)
+	$(BIN)/python -m pytest $(AGAIN) $(ALONE)
+	$(BIN)/python -m pytest -n 5 --dist loadfile --no-loadscope-reorder $(AGAIN) $(addprefix --ignore ,$(ALONE)) $(TESTS)
 endif
 
 # What tests need, in parts that may be made at once, beside those of lint. The first two do not wait for pip, which

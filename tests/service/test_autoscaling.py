@@ -121,9 +121,13 @@ class Stage:
 
 
 async def comes(read: Callable[[], Any], wanted: object) -> None:
-    async with asyncio.timeout(30):
-        while await read() != wanted:  # noqa: ASYNC110 - there is no event
-            await asyncio.sleep(0.05)
+    seen: object = None
+    try:
+        async with asyncio.timeout(90):
+            while (seen := await read()) != wanted:  # noqa: ASYNC110 - there is no event
+                await asyncio.sleep(0.05)
+    except TimeoutError:
+        pytest.fail(f"{wanted} was wanted, and {seen} seen last")
 
 
 @pytest.fixture(scope="module")

@@ -132,6 +132,7 @@ def test_an_engine_that_is_stopped_is_lost_within_seconds(group: Group) -> None:
     assert gone.wait(20) == 1, gone.text
 
 
+@pytest.mark.soak
 def test_all_engines_finish_their_requests_when_one_is_terminated(group: Group) -> None:
     undisturbed = group.client.completions.create(**LONG, **IGNORE_EOS).choices[0].text
     stream = texts(group.client.completions.create(**LONG, **IGNORE_EOS, stream=True))

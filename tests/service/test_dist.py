@@ -20,6 +20,7 @@ from tests.service.conftest import DEMO, ROOT, SMALL_POOLS
 from tests.support.processes import Process, eventually
 
 pytestmark = [
+    pytest.mark.soak,
     pytest.mark.skipif(shutil.which("c++") is None, reason="the wheel's kernels are compiled, which needs a compiler"),
     pytest.mark.skipif(not (ROOT / ".git").exists(), reason="what is built is a commit, and this is no clone"),
 ]

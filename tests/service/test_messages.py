@@ -128,6 +128,7 @@ def test_a_stop_sequence_ends_the_message_and_is_named(routers: Routers) -> None
     assert routers.message(max_tokens=3)["stop_reason"] == "max_tokens"
 
 
+@pytest.mark.soak
 def test_an_answer_ends_where_the_models_context_does(routers: Routers) -> None:
     limit = routers.post("/tokenize", {"model": MODEL, "prompt": "x"}).json()["max_model_len"]
     prompt = routers.chat()["usage"]["prompt_tokens"]

@@ -156,9 +156,10 @@ def test_an_answer_goes_on_when_all_of_it_is_killed_and_started_again(tmp_path: 
 
 @pytest.mark.parametrize(
     "number",
-    [pytest.param(signal.SIGINT, marks=pytest.mark.soak), signal.SIGHUP],
+    [signal.SIGINT, signal.SIGHUP],
     ids=["ctrl-c", "closed terminal"],
 )
+@pytest.mark.soak
 def test_no_process_is_left_when_the_output_is_closed(tmp_path: Path, number: int) -> None:
     """As with ``quire serve … | head``: every line that is printed fails."""
     tree = Tree(tmp_path / "tree.log", "--engine-log-level=info", stdout=subprocess.PIPE)
@@ -228,6 +229,7 @@ def test_a_model_of_the_hub_is_downloaded_and_served_by_its_name(
             tree.kill()
 
 
+@pytest.mark.soak
 def test_a_gguf_file_of_the_hub_is_served_with_the_tokenizer_in_it(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

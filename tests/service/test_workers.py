@@ -163,6 +163,7 @@ def test_the_metrics_port_serves_nothing_else(router: Router) -> None:
     assert fetch(router.metrics_port, "/v1/models")[0] == 404
 
 
+@pytest.mark.soak
 def test_the_ports_of_workers_are_in_use_for_others(router: Router, tmp_path: Path) -> None:
     others = {"--http-port": router.http_port, "--grpc-port": router.grpc_port, "--metrics-port": router.metrics_port}
     for taken, port in others.items():

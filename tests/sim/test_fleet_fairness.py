@@ -45,6 +45,7 @@ def test_a_tenant_that_sends_ten_times_as_much_raises_the_others_p95_waits_by_le
     assert waits.flooded.rejects == 0
 
 
+@pytest.mark.soak
 def test_the_order_of_turns_alone_does_not_keep_that_promise(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(FairQueue, "is_ahead", lambda *_: False)
     waits = waits_at(0.7)

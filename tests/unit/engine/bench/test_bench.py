@@ -418,6 +418,7 @@ def test_a_peer_that_does_not_end_is_ended_with_its_children(scripts: Scripts) -
     assert state.stdout.strip()[:1] in ("", "Z")
 
 
+@pytest.mark.soak
 def test_the_command_runs_beside_transformers_and_writes_its_figures(tmp_path: Path) -> None:
     figures = tmp_path / "figures.json"
     short = ("--num-prompts", "2", "--input-len", "4..8", "--output-len", "3", "--latency-input-len", "4")

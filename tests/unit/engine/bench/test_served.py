@@ -283,6 +283,7 @@ def test_the_command_serves_a_tiny_model_through_router_and_engine(tmp_path: Pat
     assert len(table.format_table([result]).splitlines()) == 2 + 2 + len(SAMPLINGS) * len(FIGURES)
 
 
+@pytest.mark.soak
 def test_sigterm_ends_the_servers_that_were_started(tmp_path: Path) -> None:
     command = [sys.executable, "-m", "quire_engine.cli", "bench", "--shape", json.dumps(TINY)]
     environment = {**os.environ, "XDG_CACHE_HOME": str(cache_with_kernels(tmp_path))}
