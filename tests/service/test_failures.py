@@ -139,7 +139,7 @@ def test_without_any_engine_the_end_is_a_typed_error(fleet: Fleet) -> None:
 
 def test_engines_that_freeze_while_idle_are_not_counted_until_they_resume(fleet: Fleet) -> None:
     """Their kernels still take and acknowledge what is sent to them, so that no connection breaks by itself."""
-    assert fleet.router.metric("quire_engines_ready") == 2
+    eventually(lambda: fleet.router.metric("quire_engines_ready") == 2)
     for engine in fleet.engines:
         engine.signal(signal.SIGSTOP)
     try:
