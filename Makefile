@@ -25,7 +25,7 @@ help:
 	@echo "make up [MODEL=/path/to/folder] [NAME=name] [ENGINES=2] [ARGS='--port 80']   quire serve, from this checkout"
 	@echo "make test [ARGS=tests/unit/house/test_make.py]      every test, real processes included; or those that ARGS names"
 	@echo "make cluster-test                             every row of docs/cluster.md on your cluster (tests/cluster/README.md; an hour)"
-	@echo "make soak                                     100,000 simulated requests, aborted at every moment; ten kills of one answer (some minutes)"
+	@echo "make soak                                     100,000 simulated requests, aborted at every moment; ten kills of one answer, wheels (some minutes)"
 	@echo "make chaos [ARGS='--rounds 10']               routers, engines and Redis die under streams, again and again (some minutes)"
 	@echo "make lint                                     style, types, stale stubs"
 	@echo "make bench [ARGS='--rounds 3']                speed, offline and served, beside installed peers', and more; then one table"

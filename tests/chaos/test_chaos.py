@@ -17,7 +17,10 @@ from tests.chaos.run import Plan, chaos
 from tests.chaos.stack import KEYS, Form, Stack, running_stack
 from tests.chaos.workload import requests
 
-pytestmark = pytest.mark.asyncio(loop_scope="module")
+pytestmark = [
+    pytest.mark.asyncio(loop_scope="module"),
+    pytest.mark.flaky(reruns=0),  # what is lost once is lost
+]
 
 SHORT = (
     "kill_engine", "kill_router", "cut_connections", "drain_engine", "drain_router", "kill_redis", "empty_redis",
@@ -45,7 +48,6 @@ async def test_two_requests_with_one_key_at_two_routers_run_once(stack: Stack) -
 
 
 @pytest.mark.timeout(900)
-@pytest.mark.flaky(reruns=0)  # what is lost once is lost
 async def test_every_stream_is_the_undisturbed_one_whatever_dies(stack: Stack) -> None:
     plan = Plan(Manners(cut=0.005, silence=3.0), seed=1, pause=3.5, rest=0.2, pairs=1.0, concurrency=8)
     report = await chaos(stack, requests(STREAMS, seed=1), named(SHORT), plan)

@@ -15,7 +15,7 @@ from pathlib import Path
 from threading import Lock
 
 from tests.support.net_namespace import enter
-from tests.support.processes import Engine, Router
+from tests.support.processes import Engine, Process, Router
 
 NET_NAMESPACE = "QUIRE_TEST_NET_NAMESPACE"
 """The variable of the environment that names the network namespace of a process."""
@@ -83,24 +83,23 @@ class Forked:
         self.send_signal(signal.SIGKILL)
 
 
-class ForkedEngine(Engine):
+class ForkedProcess(Process):
+    """A program whose command is ``python -m MODULE ...``."""
+
+    def _start(self, command: Sequence[str], environment: Mapping[str, str], stdout: int | None) -> Forked:  # type: ignore[override]
+        assert stdout is None
+        return Forked(_run, command, self.log, environment)
+
+
+class ForkedEngine(ForkedProcess, Engine):
     """A ``quire-engine``, the model of which is one of the Llama family. Ranks but the first are processes as ever."""
 
-    def _start(self, command: Sequence[str], environment: Mapping[str, str], stdout: int | None) -> Forked:  # type: ignore[override]
-        assert stdout is None
-        return Forked(run, command, self.log, environment)
 
-
-class ForkedRouter(Router):
+class ForkedRouter(ForkedProcess, Router):
     """A ``quire-router`` of one process, where nothing depends on the memory or the libraries of that."""
 
-    def _start(self, command: Sequence[str], environment: Mapping[str, str], stdout: int | None) -> Forked:  # type: ignore[override]
-        assert stdout is None
-        return Forked(run, command, self.log, environment)
 
-
-def run(command: Sequence[str], log: Path, environment: Mapping[str, str]) -> None:
-    """Becomes what ``command`` would be, which is ``python -m MODULE ...``."""
+def _run(command: Sequence[str], log: Path, environment: Mapping[str, str]) -> None:
     os.setsid()
     with log.open("ab") as output:
         os.dup2(output.fileno(), sys.stdout.fileno())

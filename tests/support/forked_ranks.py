@@ -13,7 +13,7 @@ from quire_engine.executor.rank_processes import RankProcess
 from tests.support.forked_engines import Forked
 
 _COMMAND = rank_processes.COMMAND
-_started: dict[int, int] = {}  # ranks by the numbers of their processes
+_started: list[tuple[int, Forked]] = []  # each rank's process
 
 
 class ForkedRank(RankProcess):
@@ -26,8 +26,9 @@ class ForkedRank(RankProcess):
         self.rank = rank
         self.link, child_end = socket.socketpair()
         with child_end:
-            self._popen = Forked(_run, rank, child_end, dict(os.environ))  # type: ignore[assignment]
-        _started[self.pid] = rank
+            forked = Forked(_run, rank, child_end, dict(os.environ))
+        self._popen = forked  # type: ignore[assignment]
+        _started.append((rank, forked))
 
 
 def _run(rank: int, link: socket.socket, environment: Mapping[str, str]) -> None:
@@ -39,7 +40,7 @@ def _run(rank: int, link: socket.socket, environment: Mapping[str, str]) -> None
 
 def running_ranks() -> list[psutil.Process]:
     """Those that run, forked or not, by rank."""
-    found = {pid: rank for pid, rank in _started.items() if psutil.pid_exists(pid)}
+    found = {forked.pid: rank for rank, forked in _started if forked.poll() is None}
     for child in psutil.Process().children():
         if "executor.rank_main" in " ".join(command := child.cmdline()):
             found[child.pid] = int(command[-3])

@@ -1,15 +1,13 @@
 """Machines of one engine: several addresses of this one, and certificates by which they know each other."""
 
 import sys
-from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from quire_proto.tls import CertKeyFiles
 
 from tests.support.certificates import Authority
-from tests.support.forked_engines import Forked, run
+from tests.support.forked_engines import ForkedProcess
 from tests.support.ports import free_port
-from tests.support.processes import Process
 
 MASTER, OTHER = "127.0.0.2", "127.0.0.3"
 NODE_NAME = "quire-node.test"
@@ -19,7 +17,7 @@ def tls_flags(files: CertKeyFiles, authority: Authority) -> list[str]:
     return ["--tls-cert", str(files.certificate), "--tls-key", str(files.key), "--tls-client-ca", str(authority.ca)]
 
 
-class Node(Process):
+class Node(ForkedProcess):
     """Node ``rank`` of an engine, of those that run ranks alone."""
 
     def __init__(self, folder: Path, *flags: str, rank: int = 1, address: str = OTHER) -> None:
@@ -27,7 +25,3 @@ class Node(Process):
         command = [sys.executable, "-m", "quire_engine.cli", *flags, "--node-rank", str(rank), "--node-addr", address]
         command += ["--metrics-port", str(self.metrics_port)]
         super().__init__(command, folder / f"node-{self.metrics_port}.log")
-
-    def _start(self, command: Sequence[str], environment: Mapping[str, str], stdout: int | None) -> Forked:  # type: ignore[override]
-        assert stdout is None
-        return Forked(run, command, self.log, environment)

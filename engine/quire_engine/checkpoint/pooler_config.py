@@ -15,7 +15,7 @@ from quire_engine.checkpoint.config import architecture_of, config_path, is_posi
 from quire_engine.core.pooling import PoolerConfig, PoolingType
 from quire_engine.errors import ModelError
 
-if TYPE_CHECKING:  # which takes a quarter of a second, more than all else that a model's fetcher imports
+if TYPE_CHECKING:  # it takes a quarter of a second, and a model's fetcher needs but a name of here
     from quire_engine.config import ExecutorConfig
 
 MODULES_FILE, LENGTH_FILE = "modules.json", "sentence_bert_config.json"
