@@ -28,6 +28,7 @@ from tests.support.journals import Heard, append_tokens
 
 NAMES = ["a", "b", "c"]
 names = st.sampled_from(NAMES)
+choices = st.integers(0, 11)  # which of those that there are (see pick)
 numbers = count()
 
 
@@ -126,24 +127,24 @@ class Restarts(RuleBasedStateMachine):
             )
             self.holdings[name].append(Holding(self.router, self.router.open(generation), []))
 
-    @rule(data=st.data(), name=names, length=st.integers(1, 3))
-    def append(self, data: st.DataObject, name: str, length: int) -> None:
-        holding = self.pick(data, name)
+    @rule(choice=choices, name=names, length=st.integers(1, 3))
+    def append(self, choice: int, name: str, length: int) -> None:
+        holding = self.pick(choice, name)
         if holding is not None:
             token_ids = [next(self.tokens) for _ in range(length)]
             append_tokens(holding.router.journal, holding.lease, len(holding.tokens), token_ids)
             holding.added += token_ids
 
-    @rule(data=st.data(), name=names)
-    def finish(self, data: st.DataObject, name: str) -> None:
-        holding = self.pick(data, name)
-        if holding is not None and data.draw(st.booleans()):
+    @rule(choice=choices, name=names, really=st.booleans())
+    def finish(self, choice: int, name: str, really: bool) -> None:
+        holding = self.pick(choice, name)
+        if holding is not None and really:
             holding.router.journal.finish(holding.lease, FinishReason.STOP, "", Usage(1, len(holding.tokens)))
             holding.ended = FinishReason.STOP
 
-    @rule(data=st.data(), name=names)
-    def release(self, data: st.DataObject, name: str) -> None:
-        holding = self.pick(data, name)
+    @rule(choice=choices, name=names)
+    def release(self, choice: int, name: str) -> None:
+        holding = self.pick(choice, name)
         if holding is not None:
             holding.router.journal.release(holding.lease, Usage(1, len(holding.tokens)))
             holding.released = True
@@ -191,12 +192,12 @@ class Restarts(RuleBasedStateMachine):
         self.router = Router(self.file)
 
     @precondition(lambda self: bool(self.dead))
-    @rule(data=st.data())
-    def wake(self, data: st.DataObject) -> None:
+    @rule(choice=choices)
+    def wake(self, choice: int) -> None:
         """A dead one goes on, as if locks did not work here."""
         self.flush()  # so that no thread of the living one is writing meanwhile
         before = [self.stored(name) for name in NAMES]
-        data.draw(st.sampled_from(self.dead)).wake()
+        self.dead[choice % len(self.dead)].wake()
         assert [self.stored(name) for name in NAMES] == before
 
     @rule(name=names)
@@ -204,9 +205,9 @@ class Restarts(RuleBasedStateMachine):
         self.onlookers.append(Onlooker(name, self.router.journal.follow(name)))
 
     @precondition(lambda self: bool(self.onlookers))
-    @rule(data=st.data())
-    def poll(self, data: st.DataObject) -> None:
-        reader = data.draw(st.sampled_from(self.onlookers))
+    @rule(choice=choices)
+    def poll(self, choice: int) -> None:
+        reader = self.onlookers[choice % len(self.onlookers)]
         self.flush()
         update = self.router.run(reader.follower.poll())
         stored = self.stored(reader.name)
@@ -251,10 +252,12 @@ class Restarts(RuleBasedStateMachine):
                 router.runner.close()
             self.database.close()
 
-    def pick(self, data: st.DataObject, name: str) -> Holding | None:
-        """A lease that its router believes in, also of a dead one."""
+    def pick(self, choice: int, name: str) -> Holding | None:
+        """A lease that its router believes in, also of a dead one. What is drawn does not depend on how many there are,
+        which may be another number at the second time: routers do write at their own pace.
+        """
         held = [each for each in self.holdings[name] if each.ended is None and not each.released]
-        return data.draw(st.sampled_from(held)) if held else None
+        return held[choice % len(held)] if held else None
 
     def stored(self, name: str) -> Stored | None:
         row = self.database.execute(

@@ -41,6 +41,7 @@ from tests.support.redis_server import RedisServer, redis_server
 ROUTERS = 2
 SETTINGS = JournalSettings(lease=9, settle=0, pause=0.001)  # leases expire when the test says so
 routers = st.integers(0, ROUTERS - 1)
+choices = st.integers(0, 11)  # which of those that there are (see pick)
 numbers = count()
 
 
@@ -138,36 +139,36 @@ class Ledger(RuleBasedStateMachine):
 
     # What routers do
 
-    @initialize(data=st.data())
-    def begin(self, data: st.DataObject) -> None:
+    @initialize(cached=st.lists(st.integers(0, 2), min_size=ROUTERS, max_size=ROUTERS))
+    def begin(self, cached: list[int]) -> None:
         """Most of what can happen, happens to requests that have begun."""
         for router in range(ROUTERS):
-            self.open(router, 2, None if router else 0, data)
-            self.append(data, 2)
+            self.open(router, 2, None if router else 0, cached[router])
+            self.append(router, 2)
             self.flush(router)
 
-    @rule(router=routers, prompt=st.integers(1, 3), retention=st.sampled_from([None, 0]), data=st.data())
-    def open(self, router: int, prompt: int, retention: float | None, data: st.DataObject) -> None:
+    @rule(router=routers, prompt=st.integers(1, 3), retention=st.sampled_from([None, 0]), cached=st.integers(0, 3))
+    def open(self, router: int, prompt: int, retention: float | None, cached: int) -> None:
         name = f"r{len(self.requests)}"
         generation = GenerationRequest(
             name, "m", array("i", range(prompt)), SamplingParams(), tenant=f"of-{name}", retention=retention
         )
-        request = Request(generation, data.draw(st.integers(0, prompt)))
+        request = Request(generation, min(cached, prompt))
         request.holdings.append(Holding(self.routers[router], self.routers[router].open(generation)))
         self.requests.append(request)
 
     @precondition(lambda self: bool(self.requests))
-    @rule(data=st.data(), tokens=st.integers(1, 3))
-    def append(self, data: st.DataObject, tokens: int) -> None:
-        if (held := self.pick(data)) is not None:
+    @rule(choice=choices, tokens=st.integers(1, 3))
+    def append(self, choice: int, tokens: int) -> None:
+        if (held := self.pick(choice)) is not None:
             _, holding = held
             append_tokens(holding.router.journal, holding.lease, holding.tokens, [7] * tokens)
             holding.tokens += tokens
 
     @precondition(lambda self: bool(self.requests))
-    @rule(data=st.data(), unused=st.booleans(), flushes=st.booleans())
-    def finish(self, data: st.DataObject, unused: bool, flushes: bool) -> None:
-        if (held := self.pick(data)) is not None:
+    @rule(choice=choices, unused=st.booleans(), flushes=st.booleans())
+    def finish(self, choice: int, unused: bool, flushes: bool) -> None:
+        if (held := self.pick(choice)) is not None:
             request, holding = held
             usage = NO_USAGE if unused and not holding.tokens else request.usage(holding)
             holding.router.journal.finish(holding.lease, FinishReason.STOP, "", usage)
@@ -176,9 +177,9 @@ class Ledger(RuleBasedStateMachine):
                 holding.router.run(holding.router.journal.flush())
 
     @precondition(lambda self: bool(self.requests))
-    @rule(data=st.data(), flushes=st.booleans())
-    def release(self, data: st.DataObject, flushes: bool) -> None:
-        if (held := self.pick(data)) is not None:
+    @rule(choice=choices, flushes=st.booleans())
+    def release(self, choice: int, flushes: bool) -> None:
+        if (held := self.pick(choice)) is not None:
             request, holding = held
             holding.router.journal.release(holding.lease, request.usage(holding) if holding.tokens else NO_USAGE)
             holding.live = False
@@ -186,9 +187,9 @@ class Ledger(RuleBasedStateMachine):
                 holding.router.run(holding.router.journal.flush())
 
     @precondition(lambda self: bool(self.requests))
-    @rule(data=st.data(), router=routers)
-    def claim(self, data: st.DataObject, router: int) -> None:
-        request, chosen = data.draw(st.sampled_from(self.requests)), self.routers[router]
+    @rule(choice=choices, router=routers)
+    def claim(self, choice: int, router: int) -> None:
+        request, chosen = self.requests[choice % len(self.requests)], self.routers[router]
         self.flush(router)
         claimed = chosen.run(chosen.journal.claim(request.name))
         if claimed is not None:
@@ -196,9 +197,9 @@ class Ledger(RuleBasedStateMachine):
             request.holdings.append(Holding(chosen, lease, len(record.choices[0].token_ids)))
 
     @precondition(lambda self: bool(self.requests))
-    @rule(data=st.data(), router=routers, deletes=st.booleans())
-    def cancel(self, data: st.DataObject, router: int, deletes: bool) -> None:
-        request, journal = data.draw(st.sampled_from(self.requests)), self.routers[router].journal
+    @rule(choice=choices, router=routers, deletes=st.booleans())
+    def cancel(self, choice: int, router: int, deletes: bool) -> None:
+        request, journal = self.requests[choice % len(self.requests)], self.routers[router].journal
         self.routers[router].run(journal.delete(request.name) if deletes else journal.cancel(request.name))
 
     @rule(router=routers)
@@ -229,17 +230,17 @@ class Ledger(RuleBasedStateMachine):
         self.routers[router] = Router(self.server.url)
 
     @precondition(lambda self: bool(self.requests))
-    @rule(data=st.data())
-    def expire_lease(self, data: st.DataObject) -> None:
-        record, _ = keys(data.draw(st.sampled_from(self.requests)).name)
+    @rule(choice=choices)
+    def expire_lease(self, choice: int) -> None:
+        record, _ = keys(self.requests[choice % len(self.requests)].name)
         if self.database.hexists(record, "lease_expires"):
             self.database.hset(record, "lease_expires", 1)
 
-    @precondition(lambda self: bool(self.ended))
-    @rule(data=st.data())
-    def expire_record(self, data: st.DataObject) -> None:
+    @rule(choice=choices)
+    def expire_record(self, choice: int) -> None:
         """One that has ended: its retention is over."""
-        self.database.delete(*keys(data.draw(st.sampled_from(sorted(self.ended)))))
+        if self.ended:
+            self.database.delete(*keys(sorted(self.ended)[choice % len(self.ended)]))
 
     # What always holds
 
@@ -311,10 +312,12 @@ class Ledger(RuleBasedStateMachine):
 
     # Helpers
 
-    def pick(self, data: st.DataObject) -> tuple[Request, Holding] | None:
-        """A lease that its router believes in, also of a router that does not run."""
+    def pick(self, choice: int) -> tuple[Request, Holding] | None:
+        """A lease that its router believes in, also of a router that does not run. What is drawn does not depend on how
+        many there are, which may be another number at the second time: routers do write at their own pace.
+        """
         held = [(request, each) for request in self.requests for each in request.holdings if each.live]
-        return data.draw(st.sampled_from(held)) if held else None
+        return held[choice % len(held)] if held else None
 
     def rows(self) -> dict[str, UsageRow]:
         """The ledger by tenant, of which each request has its own; over all hours, as one may end during the test."""
