@@ -317,7 +317,7 @@ async def test_an_engine_that_was_silent_gets_nothing_new_before_it_is_heard_tho
 
 async def test_an_engine_that_owes_nothing_and_does_not_answer_gets_nothing_new_until_it_does() -> None:
     changes: list[None] = []
-    settings = ConnectionSettings(silence=0.05, stall=3600)
+    settings = ConnectionSettings(silence=3, stall=3600)  # a third of it is how long it may take to answer
     async with linked(settings, on_change=lambda: changes.append(None)) as (engine, link):
         await link.probe()
         assert link.ready
@@ -331,7 +331,7 @@ async def test_an_engine_that_owes_nothing_and_does_not_answer_gets_nothing_new_
 
 
 async def test_an_engine_that_speaks_while_it_is_asked_is_alive() -> None:
-    async with linked(ConnectionSettings(silence=0.6, stall=3600)) as (engine, link):
+    async with linked(ConnectionSettings(silence=3, stall=3600)) as (engine, link):
         engine.freeze()
         probe = asyncio.create_task(link.probe())
         await asyncio.sleep(0)

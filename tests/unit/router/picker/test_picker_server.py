@@ -27,6 +27,7 @@ from quire_proto.text.tokenizer import ModelTokenizer
 from quire_router.api import service
 from quire_router.app import Components
 from quire_router.config import Settings
+from quire_router.engines.load import EngineLoad
 from quire_router.picker import picker
 from quire_router.picker.server import (
     LIVENESS,
@@ -213,7 +214,11 @@ class TestPicking:
             ("/v1/responses", {"input": STORY}),
         ],
     )
-    async def test_the_prompt_is_found_in_each_api(self, path: str, body: dict[str, Any]) -> None:
+    async def test_the_prompt_is_found_in_each_api(
+        self, monkeypatch: pytest.MonkeyPatch, path: str, body: dict[str, Any]
+    ) -> None:
+        # A prompt counts as computed after so long: not before this test has looked.
+        monkeypatch.setattr(EngineLoad, "seconds_of_prompts", 600.0)
         engines = [ForwardedEngine(), ForwardedEngine()]
         async with fleet(*engines) as each:
             endpoints = []
