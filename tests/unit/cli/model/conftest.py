@@ -14,6 +14,8 @@ import pytest
 from safetensors.numpy import save
 
 from tests.support.hub_server import HubServer, hub_server
+from tests.unit.cli.model import finders
+from tests.unit.cli.model.finders import Finders
 
 CONFIG = {
     "architectures": ["LlamaForCausalLM"],
@@ -25,19 +27,6 @@ CONFIG = {
     "vocab_size": 100,
     "torch_dtype": "bfloat16",
 }
-FIND = """
-import json, sys
-from quire_cli.model.check import MemoryNeed
-from quire_cli.model.find import find_model
-from quire_cli.model.name import ModelNotFoundError
-need = MemoryNeed(**json.loads(sys.argv[2])) if len(sys.argv) > 2 else None
-try:
-    found = find_model(sys.argv[1], need)
-except ModelNotFoundError as error:
-    sys.exit(f"refused: {error}")
-assert "torch" not in sys.modules and "transformers" not in sys.modules
-print(json.dumps([str(found.path), found.name, found.revision]))
-"""
 FOREIGN = ("HF_", "HUGGINGFACE_", "AWS_")  # variables of the machine's own user
 
 
@@ -61,17 +50,22 @@ def model_files(weights: bytes = WEIGHT_FILE, **config: object) -> dict[str, byt
 class User:
     hub: HubServer
     home: Path
+    finders: Finders
     variables: dict[str, str] = field(default_factory=dict)
+
+    @property
+    def environment(self) -> dict[str, str]:
+        own = {key: value for key, value in os.environ.items() if not key.startswith(FOREIGN)}
+        hub = {"HF_ENDPOINT": self.hub.url, "HF_HOME": str(self.home), "HF_HUB_DISABLE_TELEMETRY": "1"}
+        return own | hub | self.variables
 
     @contextmanager
     def start(self, name: str, **need: object) -> Iterator[subprocess.Popen[str]]:
         """A process that finds a model; it is killed if it has not ended at the end of the block."""
-        environment = {key: value for key, value in os.environ.items() if not key.startswith(FOREIGN)}
-        environment |= {"HF_ENDPOINT": self.hub.url, "HF_HOME": str(self.home), "HF_HUB_DISABLE_TELEMETRY": "1"}
-        command = [sys.executable, "-c", FIND, name, *([json.dumps(need)] if need else [])]
+        command = [sys.executable, finders.__file__, name, json.dumps(need)]
         pipe = subprocess.PIPE
         process = subprocess.Popen(
-            command, env=environment | self.variables, stdout=pipe, stderr=pipe, text=True, cwd=self.home.parent
+            command, env=self.environment, stdout=pipe, stderr=pipe, text=True, cwd=self.home.parent
         )
         with process:
             try:
@@ -81,26 +75,30 @@ class User:
 
     def find(self, name: str, **need: object) -> tuple[Path, str, str]:
         """The folder, name and revision that are found."""
-        with self.start(name, **need) as process:
-            out, error = process.communicate(timeout=60)
-        assert process.returncode == 0, error
+        status, out, error = self.finders.run(name, need, self.environment, self.home.parent)
+        assert status == 0, error
         path, served, revision = json.loads(out)
         return Path(path), served, revision
 
     def refused(self, name: str, **need: object) -> str:
         """The one sentence of a refusal."""
-        with self.start(name, **need) as process:
-            _, error = process.communicate(timeout=60)
+        status, _, error = self.finders.run(name, need, self.environment, self.home.parent)
         lines = [line for line in error.splitlines() if line.startswith("refused: ")]
-        assert process.returncode == 1, error
+        assert status == 1, error
         assert len(lines) == 1, error
         return lines[0].removeprefix("refused: ")
 
 
+@pytest.fixture(scope="module")
+def running_finders() -> Iterator[Finders]:
+    with finders.finders() as running:
+        yield running
+
+
 @pytest.fixture
-def user(tmp_path: Path) -> Iterator[User]:
+def user(tmp_path: Path, running_finders: Finders) -> Iterator[User]:
     with hub_server() as hub:
-        yield User(hub, tmp_path / "home")
+        yield User(hub, tmp_path / "home", running_finders)
 
 
 @pytest.fixture

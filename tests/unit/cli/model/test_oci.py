@@ -53,7 +53,7 @@ def program(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture
 def oci(user: User, program: Path) -> Iterator[OciUser]:
     with registry_server(program) as registry:
-        yield OciUser(user.hub, user.home, {"HOME": str(user.home)}, registry)
+        yield OciUser(user.hub, user.home, user.finders, {"HOME": str(user.home)}, registry)
 
 
 @pytest.mark.parametrize(
@@ -217,5 +217,8 @@ def test_a_file_cannot_leave_its_folder(oci: OciUser) -> None:
 
 
 def test_the_library_is_asked_for_where_it_is_missing(user: User, tmp_path: Path) -> None:
-    (tmp_path / "oras.py").write_text("raise ImportError")  # started in this folder
-    assert user.refused("oci://host/x:1") == "oci://host/x:1 needs oras: pip install 'quire-llm[oci]'."
+    (tmp_path / "oras.py").write_text("raise ImportError")
+    user.variables["PYTHONPATH"] = str(tmp_path)
+    with user.start("oci://host/x:1") as process:
+        _, error = process.communicate(timeout=60)
+    assert error == "refused: oci://host/x:1 needs oras: pip install 'quire-llm[oci]'.\n"

@@ -41,7 +41,7 @@ def s3(user: User) -> Iterator[S3User]:
             "AWS_SECRET_ACCESS_KEY": "secret",
             "AWS_METADATA_ENDPOINT": f"{server.url}/nobody",  # never that of the machine which runs the tests
         }
-        yield S3User(user.hub, user.home, variables, server)
+        yield S3User(user.hub, user.home, user.finders, variables, server)
 
 
 def test_a_prefix_is_downloaded_once_without_what_is_not_read(s3: S3User) -> None:
@@ -207,4 +207,7 @@ def test_an_endpoint_that_is_none_is_told(s3: S3User, url: str) -> None:
 
 def test_the_library_is_asked_for_where_it_is_missing(s3: S3User, tmp_path: Path) -> None:
     (tmp_path / "obstore.py").write_text("raise ImportError")
-    assert s3.refused(NAME) == f"{NAME} needs obstore: pip install 'quire-llm[s3]'."  # started in this folder
+    s3.variables["PYTHONPATH"] = str(tmp_path)
+    with s3.start(NAME) as process:
+        _, error = process.communicate(timeout=60)
+    assert error == f"refused: {NAME} needs obstore: pip install 'quire-llm[s3]'.\n"
