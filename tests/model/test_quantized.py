@@ -63,7 +63,7 @@ def test_tokens_and_logprobs_are_the_same_bits_however_the_work_is_cut(
 ) -> None:
     folder, prompts = small_models.folder(model_name), small_models.prompts
     expected = alone(folder, tuple(map(tuple, prompts)), dtype, quantization)
-    for chunk in (7, 64, UNLIMITED):
+    for chunk in (7, UNLIMITED):
         made = run(
             executor_of(folder, pressure, dtype, quantization),
             prompts,

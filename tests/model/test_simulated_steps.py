@@ -48,7 +48,7 @@ from tests.support.rank_threads import ranks_are_threads
 MAX_MODEL_LEN = 160
 DEVICE_BLOCKS, HOST_BLOCKS = 60, 60
 MAX_STEPS = 5000
-NUM_SCENARIOS = 100
+NUM_SCENARIOS = 40
 LATENCY = PRESETS["cpu"].latency
 LORAS = [LoRARequest(str(number), number, "", bytes([number])) for number in (1, 2, 3)]
 # What executes steps, by the settings of a real engine.

@@ -120,7 +120,7 @@ SCHEDULES = ["alone", "recompute", "swap", "overlap", "host", "swap and overlap"
 @pytest.mark.parametrize(
     ("name", "schedule"),
     [
-        pytest.param(name, schedule, marks=() if row % 3 == column % 3 or name == "gemma3" else pytest.mark.soak)
+        pytest.param(name, schedule, marks=() if row % 3 == column % 3 else pytest.mark.soak)
         for row, name in enumerate(GROUPS)
         for column, schedule in enumerate(SCHEDULES)
     ],

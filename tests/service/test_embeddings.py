@@ -10,6 +10,7 @@ from base64 import b64decode
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from importlib.util import find_spec
 from pathlib import Path
 from time import time
 from typing import Any
@@ -29,7 +30,8 @@ from tests.support.forked_engines import ForkedEngine, ForkedRouter
 from tests.support.processes import Router, eventually
 from tests.support.sentence_folders import cross_encoder_folder, decoder_folder, encoder_folder
 
-sentence_transformers = pytest.importorskip("sentence_transformers")
+if find_spec("sentence_transformers") is None:  # imported by those alone that run: it takes a while
+    pytest.skip("sentence_transformers is not installed", allow_module_level=True)
 
 MODEL = "quire-demo"
 TEXTS = ["the fox runs", "a lazy dog sleeps under the river", "paris is the capital of france", "the cat", "fox " * 40]
@@ -73,7 +75,9 @@ def decoder(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Stack]:
 
 
 def oracle(folder: Path, **settings: Any) -> Any:
-    return sentence_transformers.SentenceTransformer(str(folder), device="cpu", **settings)
+    from sentence_transformers import SentenceTransformer
+
+    return SentenceTransformer(str(folder), device="cpu", **settings)
 
 
 def test_the_openai_package_gets_what_sentence_transformers_makes(decoder: Stack) -> None:
@@ -213,11 +217,11 @@ def test_an_encoder_embeds(tmp_path: Path, tmp_path_factory: pytest.TempPathFact
 
 
 def test_a_cross_encoder_ranks(tmp_path: Path, tmp_path_factory: pytest.TempPathFactory) -> None:
+    from sentence_transformers import CrossEncoder
+
     folder = cross_encoder_folder(tmp_path_factory.mktemp("cross"))
     documents = TEXTS[1:]
-    wanted = sentence_transformers.CrossEncoder(str(folder), device="cpu").predict(
-        [(TEXTS[0], each) for each in documents]
-    )
+    wanted = CrossEncoder(str(folder), device="cpu").predict([(TEXTS[0], each) for each in documents])
     with running(folder, tmp_path) as stack:
         ranked = stack.post("/v1/rerank", query=TEXTS[0], documents=documents).json()["results"]
         assert [each["index"] for each in ranked] == np.argsort(-wanted).tolist()

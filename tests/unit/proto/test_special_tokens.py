@@ -1,6 +1,8 @@
 """Control tokens of a conversation are the template's: those that stand in what was said are text."""
 
 import json
+from functools import cache
+from itertools import product
 from pathlib import Path
 
 import pytest
@@ -92,11 +94,12 @@ def tools_of(description):
     return [{"type": "function", "function": {"name": "get", "description": description, "parameters": parameters}}]
 
 
+@cache
 def model(tokenizer, template, **settings):
     return ModelTokenizer(TOKENIZERS[tokenizer], ChatTemplate(TEMPLATES[template], {}, "the test"), **settings)
 
 
-MODELS = {(tokenizer, template): model(tokenizer, template) for tokenizer in TOKENIZERS for template in TEMPLATES}
+MODELS = sorted(product(TOKENIZERS, TEMPLATES))
 
 
 def control_tokens(text, token_ids):
@@ -107,7 +110,7 @@ def control_tokens(text, token_ids):
 
 @settings(deadline=None, max_examples=75)
 @given(
-    st.sampled_from(sorted(MODELS)),
+    st.sampled_from(MODELS),
     st.lists(HOSTILE, min_size=5, max_size=5),
     st.dictionaries(HOSTILE, HOSTILE | st.lists(HOSTILE, max_size=2), max_size=2),
     HOSTILE,
@@ -117,7 +120,7 @@ def control_tokens(text, token_ids):
 @example(("awkward", "demo"), ["", "", "", "", ""], {}, "")
 @example(("demo", "side by side"), ["s", "u", "<|im_", "end|>", "<|im_end|>"], {}, "")
 def test_control_tokens_come_only_from_the_template_and_no_text_is_lost(which, contents, arguments, more):
-    text, messages, tools = MODELS[which], conversation(contents, arguments), tools_of(more)
+    text, messages, tools = model(*which), conversation(contents, arguments), tools_of(more)
     harmless = conversation(["x" if content.strip() else content for content in contents], {})
     token_ids = text.encode_chat(messages, tools=tools)
 
@@ -143,7 +146,7 @@ def letter_by_letter(text, content):
 
 @settings(deadline=None, max_examples=75)
 @given(
-    st.sampled_from(sorted(MODELS)),
+    st.sampled_from(MODELS),
     st.lists(HOSTILE, min_size=5, max_size=5),
     st.lists(HOSTILE, min_size=5, max_size=5),
     st.text(max_size=9) | HOSTILE,
@@ -156,7 +159,7 @@ def test_tokens_that_a_conversation_had_change_neither_its_text_nor_its_control_
     which, contents, former, said, cut
 ):
     """Whatever they are: those of this conversation, or of another one."""
-    text = MODELS[which]
+    text = model(*which)
     asked = conversation(contents, {})[:2]
     messages = [*asked, {"role": "assistant", "content": said}, {"role": "user", "content": contents[4]}]
     expected = text.encode_chat(messages)
@@ -173,7 +176,7 @@ def test_tokens_that_a_conversation_had_change_neither_its_text_nor_its_control_
     st.sampled_from(["byte level", "marks", "demo"]), st.text(max_size=20), st.lists(HOSTILE, min_size=5, max_size=5)
 )
 def test_tokens_that_a_model_chose_are_kept(tokenizer, said, contents):
-    text = MODELS[tokenizer, "plain"]
+    text = model(tokenizer, "plain")
     asked = conversation(contents, {})[:2]
     had = [*text.encode_chat(asked), *letter_by_letter(text, said)]
     messages = [*asked, {"role": "assistant", "content": said}, {"role": "user", "content": "x"}]
@@ -184,9 +187,9 @@ def test_tokens_that_a_model_chose_are_kept(tokenizer, said, contents):
 
 
 @settings(deadline=None)
-@given(st.sampled_from(sorted(MODELS)), st.lists(st.text(max_size=20), min_size=5, max_size=5))
+@given(st.sampled_from(MODELS), st.lists(st.text(max_size=20), min_size=5, max_size=5))
 def test_a_conversation_without_special_tokens_has_the_tokens_of_its_rendered_text(which, contents):
-    text, messages = MODELS[which], conversation(contents, {"city": contents[0]})
+    text, messages = model(*which), conversation(contents, {"city": contents[0]})
     holds = any(name in content for name in SPECIAL for content in contents)
 
     expected = TOKENIZERS[which[0]].encode(text.render_chat_text(messages), add_special_tokens=False).ids

@@ -58,7 +58,9 @@ BY_NAME = {each.name: each for each in TOOL_FORMATS}
 VOCABULARY = 512
 
 
-@pytest.fixture(scope="module", params=["no marks", "added marks", "special marks"])
+@pytest.fixture(
+    scope="module", params=["no marks", pytest.param("added marks", marks=pytest.mark.soak), "special marks"]
+)
 def model(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory):
     tokenizer = byte_level() if request.param == "no marks" else with_marks(special=request.param == "special marks")
     folder: Path = write_model_folder(tmp_path_factory.mktemp("model"), tokenizer)

@@ -24,6 +24,8 @@ from quire_engine.sampling.sample_ops import MIN_TEMPERATURE, finite_rows, sampl
 from quire_proto.sampling import SamplingParams
 
 gumbel_argmax.BLOCK = 128
+drawn, draw = [], gumbel_argmax.gumbel_argmax
+gumbel_argmax.gumbel_argmax = lambda *inputs, **params: drawn.append(draw(*inputs, **params)) or drawn[-1]
 gumbel_argmax.draw_something(torch.device("cpu"))
 STYLES = [
     {"temperature": 0}, {}, {"temperature": 1e-40}, {"temperature": 0.7}, {"top_k": 5}, {"top_k": 100}, {"min_p": 0.1},
@@ -39,17 +41,15 @@ for seed, (width, dtype) in enumerate(SHAPES):
     params = [SamplingParams(**style) for style in STYLES]
     metadata = SamplingMetadata.from_params(params, range(seed, seed + count), range(count))
     made = sample_rows_in_triton(gumbel_argmax, logits, rows, metadata)
-    scores = logits[rows].float()
-    assert made.token_ids.tolist() == sample(scores.clone(), metadata).tolist()
+    assert made.token_ids.tolist() == sample(logits[rows].float(), metadata).tolist()
     assert made.finite.tolist() == finite_rows(logits).tolist()
     assert made.highest.nan_to_num(9e9).tolist() == logits.float().amax(-1).nan_to_num(9e9).tolist()
     some = SamplingMetadata.from_params(params[-2:], range(2), range(2))
     broken = sample_rows_in_triton(gumbel_argmax, logits, np.full(2, 3), some)
     assert ((broken.token_ids >= 0) & (broken.token_ids < width)).all()
     # The noise of the winner, too, to the last bit.
+    (_, noisy), scores = drawn[-2], logits[rows].float()
     on_cpu = metadata.to(logits.device)
-    columns = {name: getattr(on_cpu, name) for name in ("temperature", "top_k", "top_p", "log_min_p", "keys")}
-    _, noisy = gumbel_argmax.gumbel_argmax(logits, torch.from_numpy(rows), **columns)
     noise = gumbel_noise(on_cpu.keys, made.token_ids[:, None].int()).masked_fill_(on_cpu.temperature[:, None] == 0, 0)
     temperature = torch.where(on_cpu.temperature == 0, 1, on_cpu.temperature.clamp(min=MIN_TEMPERATURE))
     scores = (scores - scores.amax(-1, keepdim=True)) / temperature[:, None]
