@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 from openai import OpenAI
 
+from tests.support.certificates import one_authority
 from tests.support.forked_engines import ForkedEngine, ForkedRouter
 from tests.support.processes import Router
 from tests.support.redis_server import RedisServer, redis_server
@@ -28,6 +29,13 @@ class Stack:
     @property
     def openai(self) -> OpenAI:
         return OpenAI(base_url=f"{self.router.url}/v1", api_key="none", max_retries=0, timeout=60)
+
+
+@pytest.fixture(scope="module", autouse=True)
+def authorities(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("SSL_CERT_FILE", str(one_authority(tmp_path_factory.mktemp("authorities"))))
+        yield
 
 
 @pytest.fixture(scope="session")

@@ -39,6 +39,11 @@ def dist(tmp_path_factory) -> Path:
     return make_dist(tmp_path_factory.mktemp("dist"), "--levels", LEVEL)
 
 
+@pytest.fixture(scope="module", autouse=True)
+def authorities() -> None:
+    """Here pip asks servers of others."""
+
+
 @pytest.fixture(scope="module")
 def installed(dist, tmp_path_factory) -> Path:
     """The ``bin`` of an environment with nothing but the wheels. What they need comes from this test's environment."""

@@ -3,10 +3,21 @@
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
 
+import certifi
 import trustme
 from quire_proto.tls import CertKeyFiles
 
 ENGINE_NAME, ROUTER_NAME = "quire-engine.test", "quire-router.test"
+
+
+def one_authority(folder: Path) -> Path:
+    """A file with one of the authorities that everybody trusts, for ``SSL_CERT_FILE``: no test speaks with anybody whom
+    they have certified, and each client would read all of them, which takes longer than most answers.
+    """
+    first, end, _ = Path(certifi.where()).read_text().partition("-----END CERTIFICATE-----")
+    file = folder / "authorities.pem"
+    file.write_text(f"{first}{end}\n")
+    return file
 
 
 class Authority:

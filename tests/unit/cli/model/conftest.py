@@ -13,6 +13,7 @@ import numpy as np
 import pytest
 from safetensors.numpy import save
 
+from tests.support.certificates import one_authority
 from tests.support.hub_server import HubServer, hub_server
 from tests.unit.cli.model import finders
 from tests.unit.cli.model.finders import Finders
@@ -57,7 +58,8 @@ class User:
     def environment(self) -> dict[str, str]:
         own = {key: value for key, value in os.environ.items() if not key.startswith(FOREIGN)}
         hub = {"HF_ENDPOINT": self.hub.url, "HF_HOME": str(self.home), "HF_HUB_DISABLE_TELEMETRY": "1"}
-        return own | hub | self.variables
+        trusted = {"SSL_CERT_FILE": str(one_authority(self.home.parent))}
+        return own | hub | trusted | self.variables
 
     @contextmanager
     def start(self, name: str, **need: object) -> Iterator[subprocess.Popen[str]]:
