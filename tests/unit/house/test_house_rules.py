@@ -7,7 +7,7 @@ import subprocess
 import sys
 import tomllib
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from functools import cache, partial
 from importlib import metadata
 from itertools import chain
@@ -44,6 +44,11 @@ def modules() -> Iterator[Path]:
 @cache
 def tree_of(path: Path) -> ast.Module:
     return ast.parse(path.read_text())
+
+
+@cache
+def nodes_of(path: Path) -> Sequence[ast.AST]:
+    return tuple(ast.walk(tree_of(path)))
 
 
 def imported(script: str) -> set[str]:
@@ -96,7 +101,7 @@ def test_every_import_is_declared_and_every_dependency_used(distribution: str) -
     declared, extras = requirements(distribution)
     used: set[str] = set()
     for path in own_modules(distribution):
-        used |= imported_distributions(ast.walk(tree_of(path)), distribution)
+        used |= imported_distributions(nodes_of(path), distribution)
     own = {"quire-proto"} if distribution == "proto" else set()
     assert used - own - extras == declared
 
@@ -131,7 +136,7 @@ def test_triton_functions_are_imported_by_name_where_they_are_used() -> None:
 
 def test_nothing_but_the_simulator_imports_the_simulator_or_the_engine() -> None:
     for path in own_modules("router"):
-        names = set(imported_modules(ast.walk(tree_of(path))))
+        names = set(imported_modules(nodes_of(path)))
         engine = any(name.partition(".")[0] == "quire_engine" for name in names)
         simulator = {name for name in names if name.startswith("quire_router.simulation")}
         if is_behind_a_door(path):
@@ -200,13 +205,13 @@ def test_documents_hold_no_placeholders() -> None:
 
 
 def test_nothing_unpickles_evaluates_or_trusts_remote_code() -> None:
-    found = [f"{path.relative_to(ROOT)}:{line}" for path in modules() for line in dangers(tree_of(path))]
+    found = [f"{path.relative_to(ROOT)}:{line}" for path in modules() for line in dangers(nodes_of(path))]
     assert not found
 
 
-def dangers(tree: ast.Module) -> Iterator[int]:
+def dangers(nodes: Iterable[ast.AST]) -> Iterator[int]:
     """The lines of what unpickles, evaluates or trusts remote code."""
-    for node in ast.walk(tree):
+    for node in nodes:
         if isinstance(node, ast.Import | ast.ImportFrom):
             if {name.partition(".")[0] for name in imported_modules([node])} & FORBIDDEN_IMPORTS:
                 yield node.lineno
@@ -228,7 +233,7 @@ def dangers(tree: ast.Module) -> Iterator[int]:
     ],
 )
 def test_what_unpickles_evaluates_or_trusts_remote_code_would_be_found(source: str) -> None:
-    assert [*dangers(ast.parse(source))] == [1]
+    assert [*dangers(ast.walk(ast.parse(source)))] == [1]
 
 
 SHORT_TASKS = {
@@ -302,7 +307,7 @@ def test_the_errors_that_clients_of_the_router_see_are_constructed_in_one_file(n
 
 
 def called_names(path: Path) -> set[str]:
-    calls = (node.func for node in ast.walk(tree_of(path)) if isinstance(node, ast.Call))
+    calls = (node.func for node in nodes_of(path) if isinstance(node, ast.Call))
     return {each.id for each in calls if isinstance(each, ast.Name)}
 
 
@@ -318,10 +323,7 @@ def test_no_module_has_the_name_of_another(distribution: str) -> None:
 @pytest.mark.parametrize("distribution", DISTRIBUTIONS)
 def test_no_class_has_the_name_of_another(distribution: str) -> None:
     names = Counter(
-        node.name
-        for path in sources(distribution)
-        for node in ast.walk(tree_of(path))
-        if isinstance(node, ast.ClassDef)
+        node.name for path in sources(distribution) for node in nodes_of(path) if isinstance(node, ast.ClassDef)
     )
     assert not {name for name, count in names.items() if count > 1}
 
