@@ -5,7 +5,6 @@ ever.
 Most ranks here are threads, so that none has to start; those that are killed are processes. Sums go through sockets.
 """
 
-import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import closing
 from functools import partial
@@ -22,7 +21,6 @@ from quire_engine.config import EngineArgs, ExecutorConfig
 from quire_engine.core.step import SchedulerOutput
 from quire_engine.distributed import shared_memory
 from quire_engine.distributed.communicator import PendingSum
-from quire_engine.executor import rank_processes
 from quire_engine.executor.multiproc import NO_OVERLAP
 from quire_engine.executor.rank_processes import RankError
 from quire_engine.executor.torch_executor import TorchExecutor
@@ -43,6 +41,7 @@ from tests.model.ranks import SCHEDULES, Watched, assert_near, chunk, expected, 
 from tests.model.streamed import gib_of, needs_kernels, streamed_layers
 from tests.model.test_lora import Adapters
 from tests.model.test_streamed_models import layer_bytes
+from tests.support import forked_ranks
 from tests.support.executors import load_executor
 from tests.support.rank_threads import ranks_are_threads
 
@@ -407,20 +406,14 @@ class FailsOnRows:
         return self._start(mlp, states)
 
 
-FAILING_RANK = """
-from quire_engine.executor.rank_main import main
-from quire_engine.layers.mlp import GatedMLP
-from tests.model.test_dual_batch_overlap import FailsOnRows
-GatedMLP.start = FailsOnRows(2)
-main()
-"""
+def fail_on_rows(rows: int) -> None:
+    GatedMLP.start = FailsOnRows(rows)  # type: ignore[assignment]
 
 
 def test_ranks_that_fail_in_different_halves_end_the_engine(
     sockets: None, small_models: SmallModels, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(rank_processes, "COMMAND", (sys.executable, "-c", FAILING_RANK))
-    monkeypatch.setenv("PYTHONPATH", str(Path(__file__).parents[2]))
+    monkeypatch.setattr(forked_ranks, "prepare", partial(fail_on_rows, 2))
     with closing(Watched(partial(load, small_models.folder("llama3"), dbo_prefill_token_threshold=2))) as watched:
         monkeypatch.setattr(GatedMLP, "start", FailsOnRows(1))
         with pytest.raises(RankError, match="Rank 1 failed in another place than rank 0: RuntimeError: out of memory"):

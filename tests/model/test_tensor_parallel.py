@@ -4,7 +4,6 @@ its ranks part, or one is lost, that is said, and nothing of them is left.
 Most ranks here are threads, so that none has to start; those that are killed are processes.
 """
 
-import sys
 from collections.abc import Callable, Iterator
 from contextlib import closing
 from functools import partial
@@ -18,7 +17,7 @@ from quire_engine import SamplingParams as LlmParams
 from quire_engine.core.block_pool import BlockCopies, BlockCopy
 from quire_engine.core.step import SchedulerOutput
 from quire_engine.errors import ModelError
-from quire_engine.executor import multiproc, rank_processes, rank_worker
+from quire_engine.executor import multiproc, rank_worker
 from quire_engine.executor.rank_processes import RankError
 from quire_engine.executor.torch_executor import TorchExecutor
 from quire_engine.kernels.bindings import library
@@ -41,7 +40,7 @@ from tests.model.ranks import (
     generate,
     in_background,
 )
-from tests.support import fake_graphs
+from tests.support import fake_graphs, forked_ranks
 from tests.support.executors import load_executor
 from tests.support.forked_ranks import running_ranks
 from tests.support.rank_threads import ranks_are_threads
@@ -177,36 +176,14 @@ def test_ranks_none_of_which_can_capture_do_without_graphs(
     assert set(warnings) == {"no CUDA graphs: out of memory; short steps take longer to launch"}
 
 
-# The process of rank 1, which records with what is named.
-CAPTURING_RANK = """
-from quire_engine.executor.rank_main import main
-from tests.model.ranks import (
-    OUTPUT_TOKENS,
-    PROMPTS,
-    SCHEDULES,
-    Watched,
-    assert_gone,
-    assert_near,
-    assert_only_its_own_request_fails,
-    expected,
-    generate,
-    in_background,
-)
-from tests.support import fake_graphs
-fake_graphs.capture_on_the_cpu({capturer})
-main()
-"""
-
-
 @pytest.mark.parametrize("failing", [1, pytest.param(0, marks=pytest.mark.soak)])
 def test_a_rank_that_alone_cannot_capture_ends_the_start_instead_of_leaving_the_others_waiting(
     capturing: Callable[[Any], None], small_models: SmallModels, monkeypatch: pytest.MonkeyPatch, failing: int
 ) -> None:
-    own, other = ("refuse", "FakeCapturer()") if failing == 0 else ("FakeCapturer()", "refuse")
-    script = CAPTURING_RANK.format(capturer=f"fake_graphs.{other}")
-    monkeypatch.setattr(rank_processes, "COMMAND", (sys.executable, "-c", script))
-    monkeypatch.setenv("PYTHONPATH", str(Path(__file__).parents[2]))
-    capturing(fake_graphs.refuse if own == "refuse" else fake_graphs.FakeCapturer())
+    capturers = [fake_graphs.FakeCapturer(), fake_graphs.FakeCapturer()]
+    capturers[failing] = fake_graphs.refuse
+    monkeypatch.setattr(forked_ranks, "prepare", partial(fake_graphs.capture_on_the_cpu, capturers[1]))
+    capturing(capturers[0])
     thread, raised = in_background(lambda: load(small_models.folder("llama3"), 2).close())
     thread.join(60)
     assert not thread.is_alive(), "the ranks wait for each other"

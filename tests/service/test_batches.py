@@ -21,7 +21,7 @@ from tests.support.ports import free_port
 from tests.support.processes import Router, eventually
 from tests.support.redis_server import RedisServer, redis_server
 
-LINES = 200
+LINES = 100
 ASKED = range(0, LINES, 5)  # whose answers are compared with those to the same requests, sent directly
 OUTPUT_TOKENS = 40
 PATIENCE = 120.0  # seconds for what takes a few on a machine that has nothing else to do

@@ -92,7 +92,7 @@ def test_an_engine_that_freezes_changes_no_token_and_drops_what_others_go_on_wit
     finally:
         frozen.signal(signal.SIGCONT)
     assert "".join(seen) == undisturbed
-    assert fleet.router.metric("quire_attempts_lost_total", reason="engine_silent") == 1
+    assert fleet.router.metric("quire_attempts_lost_total", reason="engine_silent") >= 1
     eventually(lambda: fleet.router.metric("quire_engines_ready") == 2)
     eventually(lambda: not fleet.is_busy(frozen), message="it goes on with what was moved")
     assert frozen.metric("quire_engine_generation_tokens_total") < made + 1000, "it went on to the end"
@@ -114,7 +114,7 @@ def test_an_engine_whose_node_is_cut_off_changes_no_token(fleet: Fleet) -> None:
             network.cut_off()
             whole = ["".join([*begun, *stream]) for begun, stream in zip(seen, streams, strict=True)]
             assert whole == [undisturbed] * 2
-            assert router.metric("quire_attempts_lost_total", reason="engine_silent") == 1
+            assert router.metric("quire_attempts_lost_total", reason="engine_silent") >= 1
             network.heal()
             eventually(lambda: router.metric("quire_engines_ready") == 2, timeout=60)
         finally:

@@ -1,9 +1,13 @@
 """The openai package talks to a router as it does to OpenAI."""
 
+import signal
+from itertools import permutations
+
 import openai
 import pytest
 
 from tests.service.conftest import MODEL, Stack
+from tests.support.processes import eventually
 
 QUESTION = [{"role": "user", "content": "What is 3 plus 4?"}]
 
@@ -63,16 +67,20 @@ def test_errors_are_the_openai_packages_own(stack: Stack) -> None:
         stack.openai.completions.create(model=MODEL, prompt="x", max_tokens=5000)
 
 
-def test_both_engines_take_part(stack: Stack) -> None:
-    def generated() -> list[float]:
-        return [engine.metric("quire_engine_generation_tokens_total") for engine in stack.engines]
+def test_either_engine_answers_while_the_other_does_not(stack: Stack) -> None:
+    def both_are_ready() -> bool:
+        return stack.router.metric("quire_engines_ready") == 2
 
-    before = generated()
-    # More than one engine runs at once (64), as the router may take the other for so slow that it is worth less than a
-    # place in a large batch.
-    prompts = [f"{number} " * 10 for number in range(70)]
-    stack.openai.completions.create(model=MODEL, prompt=prompts, max_tokens=30, extra_body={"ignore_eos": True})
-    assert all(after > start for after, start in zip(generated(), before, strict=True))
+    for one, other in permutations(stack.engines):
+        eventually(both_are_ready)
+        before = one.metric("quire_engine_generation_tokens_total")
+        other.signal(signal.SIGSTOP)
+        try:
+            stack.openai.completions.create(model=MODEL, prompt="Once", max_tokens=4)
+        finally:
+            other.signal(signal.SIGCONT)
+        assert one.metric("quire_engine_generation_tokens_total") > before
+    eventually(both_are_ready)
 
 
 def test_a_repeated_prompt_is_found_in_the_prefix_cache(stack: Stack) -> None:

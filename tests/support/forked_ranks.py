@@ -3,7 +3,7 @@
 import os
 import socket
 import sys
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 
 import psutil
 import pytest
@@ -11,6 +11,9 @@ from quire_engine.executor import rank_main, rank_processes
 from quire_engine.executor.rank_processes import RankProcess
 
 from tests.support.forked_engines import Forked
+
+prepare: Callable[[], None] | None = None
+"""What each rank does first. A function by its name, or a part of one."""
 
 _COMMAND = rank_processes.COMMAND
 _started: list[tuple[int, Forked]] = []  # each rank's process
@@ -26,14 +29,16 @@ class ForkedRank(RankProcess):
         self.rank = rank
         self.link, child_end = socket.socketpair()
         with child_end:
-            forked = Forked(_run, rank, child_end, dict(os.environ))
+            forked = Forked(_run, rank, child_end, dict(os.environ), prepare)
         self._popen = forked  # type: ignore[assignment]
         _started.append((rank, forked))
 
 
-def _run(rank: int, link: socket.socket, environment: Mapping[str, str]) -> None:
+def _run(rank: int, link: socket.socket, environment: Mapping[str, str], prepare: Callable[[], None] | None) -> None:
     os.setpgid(0, 0)
     os.environ.update(environment)
+    if prepare is not None:
+        prepare()
     sys.argv = ["rank", str(rank), str(link.detach()), str(os.getppid())]
     rank_main.main()
 

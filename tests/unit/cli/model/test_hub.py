@@ -114,7 +114,9 @@ CODE = {"auto_map": {"AutoModelForCausalLM": "modeling.Own"}}
             HYBRID,
             "has layers of type 'mamba', and supported are full_attention, sliding_attention, chunked_attention, ",
         ),
-        (MAMBA, "org/wrong/config.json names MambaForCausalLM, which keeps a state"),  # only transformers knows
+        pytest.param(  # only transformers knows, which takes long to import
+            MAMBA, "org/wrong/config.json names MambaForCausalLM, which keeps a state", marks=pytest.mark.soak
+        ),
         (BITSANDBYTES, "The weights are quantised by 'bitsandbytes', and read are awq, gptq"),
         (CODE, "has auto_map, but code from a model folder is never run: take another model."),
         ({"hidden_size": None}, "org/wrong/config.json says that hidden_size is None"),

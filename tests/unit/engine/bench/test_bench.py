@@ -483,6 +483,7 @@ for arguments in json.loads(sys.argv[1]):
 """
 
 
+@pytest.mark.soak
 def test_an_unavailable_peer_and_a_prompt_that_is_too_long_are_refused_at_once(tmp_path: Path) -> None:
     shape = tmp_path / "config.json"
     shape.write_text(json.dumps(TINY))

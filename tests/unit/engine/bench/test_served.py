@@ -259,6 +259,7 @@ def test_a_file_that_is_no_result_is_refused(tmp_path: Path, monkeypatch: pytest
             table.main()
 
 
+@pytest.mark.soak
 def test_the_command_serves_a_tiny_model_through_router_and_engine(tmp_path: Path) -> None:
     figures = tmp_path / "figures.json"
     short = ("--num-prompts", "2", "--num-served-prompts", "4", "--input-len", "4..8", "--output-len", "3")

@@ -69,7 +69,8 @@ def padding_of_batches(size: int) -> float:
     return wasted / computed
 
 
-@pytest.mark.parametrize("batching", [pytest.param("serial", marks=pytest.mark.soak), "continuous"])
+@pytest.mark.soak
+@pytest.mark.parametrize("batching", ["serial", "continuous"])
 def test_requests_one_by_one_and_continuous_batches_have_no_padding(model: Path, batching: str) -> None:
     assert run(model, batching, 1000) == [0.0, 0.0]
 

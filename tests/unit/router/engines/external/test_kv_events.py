@@ -254,7 +254,7 @@ _REMOVED = st.fixed_dictionaries(
 )
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=80, deadline=None)
 @given(st.lists(_ANY | _STORED | _REMOVED | st.just({"type": "AllBlocksCleared"}), max_size=12), st.booleans())
 def test_no_event_raises_anything_else_and_all_stays_in_bounds(events: list[Any], salted: bool) -> None:
     caches = Caches(max_tokens=48, capacity=3)
@@ -269,7 +269,7 @@ def test_no_event_raises_anything_else_and_all_stays_in_bounds(events: list[Any]
             assert len(caches.entered) == len(caches.predicted) <= 3
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=80, deadline=None)
 @given(st.binary(max_size=80) | _ANY.map(msgspec.msgpack.encode))
 def test_no_payload_raises_anything_else(payload: bytes) -> None:
     with contextlib.suppress(BadEventError):
