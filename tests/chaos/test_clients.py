@@ -449,7 +449,7 @@ async def serving(calls: list[list[Reply]]) -> AsyncIterator[str]:
 
 async def called(calls: list[list[Reply]]) -> Answer:
     request = Request(RPC, "greedy", PATH, BODY)
-    async with serving(calls) as address, httpx.AsyncClient() as http:
+    async with serving(calls) as address, httpx.AsyncClient(timeout=60) as http:
         stack: Any = SimpleNamespace(fronts=[SimpleNamespace(grpc_address=address)], urls=[])
         return await CLIENTS[RPC](stack, http, "key", random.Random(1), MANNERS).run(request)
 

@@ -216,7 +216,9 @@ def test_a_shadow_is_compared_and_leaves_nothing(fleet: Fleet) -> None:
     assert text_of(fleet, "chat", **SHORT) == wanted
     eventually(lambda: fleet.shadows("equal") == 1)
     eventually(lambda: len({*store.keys("quire:*:record")} - before) == 1)
-    hours = httpx.get(f"{fleet.routers[0].url}/v1/usage", params={"start_time": int(time()) - 3600}).json()["data"]
+    hours = httpx.get(f"{fleet.routers[0].url}/v1/usage", params={"start_time": int(time()) - 3600}, timeout=60).json()[
+        "data"
+    ]
     rows = [row for each in hours for row in each["results"]]
     assert {row["model"]: row["num_model_requests"] for row in rows} == {"v1": 1, "chat": 1}
 

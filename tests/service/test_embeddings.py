@@ -139,7 +139,7 @@ def test_what_cannot_be_is_a_400_that_says_so(decoder: Stack, path: str, body: d
 
 def test_what_is_pooled_is_in_the_ledger(decoder: Stack) -> None:
     def counted() -> tuple[int, int, int]:
-        page = httpx.get(f"{decoder.router.url}/v1/usage", params={"start_time": int(time()) - 7200}).json()
+        page = httpx.get(f"{decoder.router.url}/v1/usage", params={"start_time": int(time()) - 7200}, timeout=60).json()
         results = [each for bucket in page["data"] for each in bucket["results"]]
         return tuple(sum(each[name] for each in results) for name in COLUMNS)  # type: ignore[return-value]
 
@@ -152,7 +152,7 @@ def test_what_is_pooled_is_in_the_ledger(decoder: Stack) -> None:
 
 
 def test_the_model_says_what_it_does(decoder: Stack) -> None:
-    assert httpx.get(f"{decoder.router.url}/v1/models").json()["data"][0]["supported_tasks"] == ["embed"]
+    assert httpx.get(f"{decoder.router.url}/v1/models", timeout=60).json()["data"][0]["supported_tasks"] == ["embed"]
 
 
 def test_an_embedding_model_scores_by_the_cosine(decoder: Stack) -> None:
@@ -228,7 +228,9 @@ def test_a_cross_encoder_ranks(tmp_path: Path, tmp_path_factory: pytest.TempPath
         assert np.abs(np.array([each["relevance_score"] for each in ranked]) - np.sort(wanted)[::-1]).max() < TOLERANCE
         with pytest.raises(openai.BadRequestError, match="makes no embeddings"):
             stack.openai.embeddings.create(model=MODEL, input="x")
-        assert httpx.get(f"{stack.router.url}/v1/models").json()["data"][0]["supported_tasks"] == ["classify"]
+        assert httpx.get(f"{stack.router.url}/v1/models", timeout=60).json()["data"][0]["supported_tasks"] == [
+            "classify"
+        ]
 
 
 def test_async_llm_embeds_as_llm_does_and_raises_what_a_prompt_fails_with(tmp_path: Path) -> None:

@@ -64,7 +64,7 @@ def test_a_request_whose_router_was_killed_is_counted_once_by_the_one_that_goes_
 def usage_of(stack: Stack) -> tuple[int, int, int]:
     """Requests, prompt tokens and output tokens of all, as the router says."""
     start = int(time()) - 2 * 86_400
-    page = httpx.get(f"{stack.router.url}/v1/usage", params={"start_time": start}).raise_for_status().json()
+    page = httpx.get(f"{stack.router.url}/v1/usage", params={"start_time": start}, timeout=60).raise_for_status().json()
     results = [result for bucket in page["data"] for result in bucket["results"]]
     names = ("num_model_requests", "input_tokens", "output_tokens")
     requests, prompt, output = (sum(result[name] for result in results) for name in names)

@@ -141,7 +141,7 @@ def test_background_requests_and_keys_outlive_the_router_and_its_engine(machine:
     machine.router.wait_ready()
 
     def request() -> dict[str, Any]:
-        return httpx.get(f"{machine.url}{started}").raise_for_status().json()
+        return httpx.get(f"{machine.url}{started}", timeout=60).raise_for_status().json()
 
     eventually(lambda: request()["status"] == "completed", timeout=60)
     assert request()["response"]["choices"][0]["text"] == expected
@@ -152,10 +152,10 @@ def test_background_requests_and_keys_outlive_the_router_and_its_engine(machine:
     other = machine.ask(**STREAMS["greedy"], headers=key)
     assert other.status_code == 409
     assert machine.engine.metric("quire_engine_generation_tokens_total") == before
-    assert httpx.delete(f"{machine.url}{started}").json()["deleted"]
+    assert httpx.delete(f"{machine.url}{started}", timeout=60).json()["deleted"]
     machine.restart(engine=False)
     machine.router.wait_ready()
-    assert httpx.get(f"{machine.url}{started}").status_code == 404
+    assert httpx.get(f"{machine.url}{started}", timeout=60).status_code == 404
 
 
 def test_a_second_router_on_the_file_is_refused_in_one_sentence(machine: Machine) -> None:
@@ -189,7 +189,11 @@ def test_what_a_stream_used_is_counted_once_although_its_router_was_killed_withi
     expected = (before[0] + 1, before[1] + usage["prompt_tokens"], before[2] + 60)
     eventually(lambda: usage_of(machine) == expected)
     start = int(time.time()) // 86_400 * 86_400
-    page = httpx.get(f"{machine.url}/v1/usage", params={"start_time": start - 86_400}).raise_for_status().json()
+    page = (
+        httpx.get(f"{machine.url}/v1/usage", params={"start_time": start - 86_400}, timeout=60)
+        .raise_for_status()
+        .json()
+    )
     days = [result for bucket in page["data"] for result in bucket["results"]]
     names = ("num_model_requests", "input_tokens", "output_tokens")
     assert tuple(sum(day[name] for day in days) for name in names) == expected

@@ -117,7 +117,7 @@ def test_a_worker_that_is_killed_is_started_again_and_the_other_serves_meanwhile
     served = router.metric("quire_requests_total", model=MODEL)
     victim, other = processes(router)
     victim.kill()
-    victim.wait(10)
+    victim.wait(60)
     assert [complete(router) for _ in range(4)] == [3] * 4
     probes = ("/started", "/ready", "/health", "/live")
     assert [fetch(router.metrics_port, path)[0] for path in probes] == [200] * 4
@@ -132,7 +132,7 @@ def test_files_of_metrics_are_not_more_with_each_worker_that_dies(router: Router
     before = sorted(path.name for path in folder.glob("*.db"))
     for victim in processes(router):
         victim.kill()
-        victim.wait(10)
+        victim.wait(60)
         eventually(lambda: both_serve(router), 60, "it was not started again")
     assert sorted(path.name for path in folder.glob("*.db")) == before
 
@@ -143,7 +143,7 @@ def test_a_worker_that_cannot_be_started_does_not_end_the_others(router: Router)
     supervisor.rlimit(psutil.RLIMIT_NOFILE, (3, limits[1]))
     try:
         victim.kill()
-        victim.wait(10)
+        victim.wait(60)
         eventually(lambda: "cannot be started" in router.text, 60, "it was started all the same")
         assert [complete(router) for _ in range(4)] == [3] * 4
     finally:
@@ -181,7 +181,7 @@ def test_workers_end_with_their_supervisor_however_it_ends(tmp_path: Path) -> No
     with workers(tmp_path) as router:
         left = processes(router)
         router.popen.kill()
-        router.popen.wait(10)
+        router.popen.wait(60)
         _, alive = psutil.wait_procs(left, timeout=20)
         assert not alive
 

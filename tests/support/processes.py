@@ -15,6 +15,7 @@ import psutil
 from tests.support.ports import free_port
 
 START_TIMEOUT = 180.0
+ANSWER_TIMEOUT = 15.0  # of a process that has little to say; those that are stopped give none
 MIB = 1 << 20
 
 
@@ -150,7 +151,7 @@ def wait_healthy(process: Process, port: int, path: str = "/health") -> None:
 def fetch(port: int, path: str) -> tuple[int, str]:
     """Status and body of a GET; status 0 when nobody answers."""
     try:
-        with urllib.request.urlopen(f"http://127.0.0.1:{port}{path}", timeout=5) as answer:
+        with urllib.request.urlopen(f"http://127.0.0.1:{port}{path}", timeout=ANSWER_TIMEOUT) as answer:
             return answer.status, answer.read().decode()
     except urllib.error.HTTPError as error:
         return error.code, error.read().decode()
@@ -168,7 +169,7 @@ def metric(port: int, name: str, **labels: str) -> float:
     return total
 
 
-def eventually(condition: object, timeout: float = 20.0, message: str = "it never became true") -> None:
+def eventually(condition: object, timeout: float = 60.0, message: str = "it never became true") -> None:
     """Polls a callable until it returns something true, at first often."""
     assert callable(condition)
     deadline, pause = time.monotonic() + timeout, 0.002

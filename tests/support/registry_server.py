@@ -42,7 +42,7 @@ class Registry(FileServer):
     def blob(self, content: bytes, repository: str = "team/small") -> str:
         """Pushes a blob; its digest."""
         digest = f"sha256:{hashlib.sha256(content).hexdigest()}"
-        begun = httpx.post(f"http://{self.behind}/v2/{repository}/blobs/uploads/")
+        begun = httpx.post(f"http://{self.behind}/v2/{repository}/blobs/uploads/", timeout=60)
         place = begun.headers["Location"]
         done = httpx.put(f"http://{self.behind}{urlsplit(place).path}", params={"digest": digest}, content=content)
         assert done.status_code == 201, done.text

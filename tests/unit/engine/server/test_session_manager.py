@@ -91,7 +91,7 @@ class Engine:
 
 async def received(session: Session, number: int, count: int) -> list[pb.StepBatch]:
     batches: list[pb.StepBatch] = []
-    async with asyncio.timeout(5):
+    async with asyncio.timeout(30):
         async for batch in session.stream(number):
             batches.append(batch)
             if len(batches) == count:
@@ -760,7 +760,7 @@ async def test_an_engine_that_drains_waits_for_grammars_too() -> None:
     assert not drained.done()
     await engine.compile()
     engine.step(1)
-    async with asyncio.timeout(5):
+    async with asyncio.timeout(30):
         await drained
 
 

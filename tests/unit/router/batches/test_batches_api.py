@@ -101,7 +101,7 @@ async def test_a_file_that_cannot_be_sent_whole_breaks_the_connection_and_holds_
             async for data in response.aiter_bytes():
                 got.extend(data)
 
-    async with batch_stage(store=Failing()) as stage, httpx.AsyncClient(base_url=stage.url) as client:
+    async with batch_stage(store=Failing()) as stage, httpx.AsyncClient(base_url=stage.url, timeout=60) as client:
         content = b"x" * 600_000
         file = await upload(stage.openai(), content)
         with pytest.raises(httpx.TransportError):

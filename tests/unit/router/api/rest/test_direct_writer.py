@@ -82,7 +82,7 @@ async def test_the_client_gets_the_same_bytes_with_and_without_direct_writes(dir
         await events.end(b"data: end\n\n")
         ways.append(is_open(events))
 
-    async with serving(answer, ids=ids) as port, httpx.AsyncClient() as client:
+    async with serving(answer, ids=ids) as port, httpx.AsyncClient(timeout=60) as client:
         body = (await client.get(f"http://127.0.0.1:{port}/")).content
     assert body == b"retry: 1000\n" * ids + b"".join(pieces) + b"data: end\n\n"
     assert ways == [False, *[True] * 199 * direct, False], "it opens with the first event, and closes with the last"
@@ -103,7 +103,7 @@ def test_several_events_of_one_loop_iteration_are_written_directly() -> None:
                     events.write_now(b"data: x\n\n")
             await events.end(b"data: end\n\n")
 
-        async with serving(answer) as port, httpx.AsyncClient() as client:
+        async with serving(answer) as port, httpx.AsyncClient(timeout=60) as client:
             body = (await client.get(f"http://127.0.0.1:{port}/")).content
         assert body.count(b"data: x\n\n") == opened.count(True)
         return opened
@@ -168,7 +168,7 @@ async def test_a_response_without_a_body_has_no_direct_writes() -> None:
         opened.append(is_open(events))
         await events.end(b"data: end\n\n")
 
-    async with serving(answer) as port, httpx.AsyncClient() as client:
+    async with serving(answer) as port, httpx.AsyncClient(timeout=60) as client:
         assert (await client.head(f"http://127.0.0.1:{port}/")).status_code == 200
     assert opened == [False]
 
@@ -183,7 +183,7 @@ async def test_direct_writes_resume_after_each_heartbeat() -> None:
         reopened.append(None)
         await events.end(b"data: end\n\n")
 
-    async with serving(answer, heartbeat=0.01) as port, httpx.AsyncClient() as client:
+    async with serving(answer, heartbeat=0.01) as port, httpx.AsyncClient(timeout=60) as client:
         body = (await client.get(f"http://127.0.0.1:{port}/")).content
     assert body.count(HEARTBEAT) > 1
     assert reopened, "it opens again after each"

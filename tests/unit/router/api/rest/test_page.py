@@ -13,7 +13,7 @@ HTML = {"accept": "text/html,application/xhtml+xml,*/*;q=0.8"}
 
 
 async def get(stage, path, **headers):
-    async with httpx.AsyncClient(base_url=stage.url) as http:
+    async with httpx.AsyncClient(base_url=stage.url, timeout=60) as http:
         return await http.get(path, headers=headers)
 
 

@@ -48,7 +48,10 @@ async def record(
     gate, (path, build) = asyncio.Event(), ROUTES[route]
     body = build(stream=True, **(WITH_IDS if ids else PLAIN))
     script = script_of(engine, gate, fails=fails)
-    async with open_stage(script, heartbeat=0.01, keepalive=keepalive) as stage, httpx.AsyncClient() as client:
+    async with (
+        open_stage(script, heartbeat=0.01, keepalive=keepalive) as stage,
+        httpx.AsyncClient(timeout=60) as client,
+    ):
         if engine == "steady" or not keepalive:
             asyncio.get_running_loop().call_later(0.1, gate.set)
         async with client.stream("POST", f"{stage.url}{path}", json=body, timeout=20) as response:
@@ -406,7 +409,7 @@ async def read_with_openai(stage: Stage, fields: dict[str, Any]) -> tuple[str, s
 async def test_a_stream_has_ids_only_where_they_are_asked_for() -> None:
     path, asked = "/v1/chat/completions", {"stream_options": {"include_event_ids": True}}
     not_asked = {"stream_options": {"include_event_ids": False}}
-    async with open_stage() as stage, httpx.AsyncClient(base_url=stage.url) as client:
+    async with open_stage() as stage, httpx.AsyncClient(base_url=stage.url, timeout=60) as client:
 
         async def ids_of(headers: dict[str, str], **fields: Any) -> list[str]:
             answer = await client.post(path, json=chat(stream=True, **fields), headers=headers)
@@ -424,7 +427,7 @@ async def test_a_stream_has_ids_only_where_they_are_asked_for() -> None:
 
 
 async def test_the_events_of_a_background_request_have_ids() -> None:
-    async with open_stage() as stage, httpx.AsyncClient(base_url=stage.url) as client:
+    async with open_stage() as stage, httpx.AsyncClient(base_url=stage.url, timeout=60) as client:
         begun = await client.post("/v1/completions", json=completion(background=True))
         events = await client.get(f"{begun.headers['location']}/events")
     assert events.text.startswith("retry: 1000\nid: ")
@@ -433,7 +436,7 @@ async def test_the_events_of_a_background_request_have_ids() -> None:
 @pytest.mark.parametrize("ids", [False, True], ids=["without ids", "with ids"])
 async def test_only_an_error_of_a_stream_with_ids_has_a_retry_field(ids: bool) -> None:
     error = QuireError(ErrorCode.UNAVAILABLE, "This router is shutting down.")
-    async with open_stage(["one", error]) as stage, httpx.AsyncClient(base_url=stage.url) as client:
+    async with open_stage(["one", error]) as stage, httpx.AsyncClient(base_url=stage.url, timeout=60) as client:
         answer = await client.post("/v1/completions", json=completion(stream=True, **(WITH_IDS if ids else {})))
     assert json_events(answer.content)[-1]["error"]["resumable"] is True
     assert answer.text.count("retry: ") == 2 * ids
@@ -457,7 +460,7 @@ async def test_a_new_request_with_a_last_event_id_is_refused_with_the_address_to
 ) -> None:
     path, build = ROUTES[route]
     headers = {"idempotency-key": key} if key else {}
-    async with open_stage() as stage, httpx.AsyncClient(base_url=stage.url) as client:
+    async with open_stage() as stage, httpx.AsyncClient(base_url=stage.url, timeout=60) as client:
         first = await client.post(path, json=build(stream=True), headers=headers)
         again = await client.post(path, json=build(stream=True), headers={**headers, "Last-Event-ID": "2"})
         empty = await client.post(path, json=build(stream=True), headers={**headers, "Last-Event-ID": ""})
@@ -478,7 +481,7 @@ async def test_comments_of_a_stream_without_ids_have_an_interval_of_their_own() 
     loop = asyncio.get_running_loop()
     async with (
         open_stage((gate, *ANSWER), heartbeat=0.02, keepalive=0.2) as stage,
-        httpx.AsyncClient(base_url=stage.url) as client,
+        httpx.AsyncClient(base_url=stage.url, timeout=60) as client,
     ):
         began = loop.time()
         async with client.stream("POST", "/v1/completions", json=completion(stream=True)) as response:
@@ -491,7 +494,10 @@ async def test_comments_of_a_stream_without_ids_have_an_interval_of_their_own() 
 
 async def test_a_stream_whose_comments_are_turned_off_begins_with_its_first_event() -> None:
     gate = asyncio.Event()
-    async with open_stage((gate, FAILURE), heartbeat=0.01, keepalive=0) as stage, httpx.AsyncClient() as client:
+    async with (
+        open_stage((gate, FAILURE), heartbeat=0.01, keepalive=0) as stage,
+        httpx.AsyncClient(timeout=60) as client,
+    ):
         asking = asyncio.create_task(client.post(f"{stage.url}/v1/completions", json=completion(stream=True)))
         await until(stage.runner.started.is_set)
         await asyncio.sleep(0.1)
