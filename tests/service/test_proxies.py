@@ -297,14 +297,22 @@ def test_a_body_above_its_limit_is_refused_by_the_router(proxy: Proxy) -> None:
     for version in proxy.versions:
         assert proxy.post("/v1/completions", padded(MAX_BODY), version).answer()[0] == 200
         for _ in range(4):
-            assert_refused(proxy.post("/v1/completions", padded(MAX_BODY + 1), version))
+            assert_refused(proxy, MAX_BODY + 1, version)
     with proxy.channel() as channel, pytest.raises(grpc.RpcError) as refused:
         next(InferenceStub(channel).Generate(pb.GenerateRequest(model=MODEL, text="x" * (MAX_BODY + 1))))
     assert refused.value.code() is grpc.StatusCode.RESOURCE_EXHAUSTED
 
 
-def assert_refused(post: Post) -> None:
-    status, body = post.answer()
+def assert_refused(proxy: Proxy, size: int, version: str) -> None:
+    for left in reversed(range(4)):
+        try:
+            status, body = proxy.post("/v1/completions", padded(size), version).answer()
+        except AssertionError:
+            # HAProxy may reset a connection whose client still sends, and which has not read the answer yet.
+            if not (left and isinstance(proxy, HAProxy)):
+                raise
+        else:
+            break
     assert status == 413
     error = json.loads(body)["error"]
     assert error["code"] == "body_too_large"
@@ -314,12 +322,11 @@ def assert_refused(post: Post) -> None:
 @each_proxy
 def test_a_body_far_above_the_limit_is_refused_by_the_router_or_by_an_nginx_with_default_limits(proxy: Proxy) -> None:
     for version in proxy.versions:
-        post = proxy.post("/v1/completions", padded(16 * MAX_BODY), version)
         if isinstance(proxy, Nginx) and proxy.ca is None:
-            status, page = post.answer()
+            status, page = proxy.post("/v1/completions", padded(16 * MAX_BODY), version).answer()
             assert (status, "413 Request Entity Too Large" in page) == (413, True)
         else:
-            assert_refused(post)
+            assert_refused(proxy, 16 * MAX_BODY, version)
 
 
 @documented
