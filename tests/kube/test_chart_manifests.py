@@ -15,7 +15,9 @@ def test_there_are_examples() -> None:
     assert len(EXAMPLES) >= 8
 
 
-@pytest.mark.parametrize("values", EXAMPLES)
+@pytest.mark.parametrize(
+    "values", [pytest.param(name, marks=pytest.mark.soak if number % 2 else ()) for number, name in enumerate(EXAMPLES)]
+)
 def test_the_oldest_and_the_newest_kubernetes_take_the_manifests(helm: Helm, example: Examples, values: str) -> None:
     for version in (OLDEST, NEWEST):
         release = example(values, version)

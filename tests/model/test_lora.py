@@ -95,7 +95,9 @@ def load(folder: Path, **settings: Any) -> TorchExecutor:
     return load_executor(folder, **{"dtype": "float32", **limits, **pools, **settings})
 
 
-@pytest.mark.parametrize("name", OWN)
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=pytest.mark.soak if number % 2 else ()) for number, name in enumerate(OWN)]
+)
 def test_adapters_in_one_batch_make_the_tokens_of_merged_weights(
     small_models: SmallModels, adapters: Adapters, name: str
 ) -> None:

@@ -211,16 +211,11 @@ def test_an_answer_ends_with_an_error_rather_than_with_the_tokens_of_other_weigh
 def test_a_shadow_is_compared_and_leaves_nothing(fleet: Fleet) -> None:
     fleet.set_targets(1, 0, "twin")
     wanted = text_of(fleet, "v1", **SHORT)
-    store = redis_client.Redis.from_url(fleet.redis.url)
-    before = set(store.keys("quire:*:record"))
     assert text_of(fleet, "chat", **SHORT) == wanted
     eventually(lambda: fleet.shadows("equal") == 1)
-    eventually(lambda: len({*store.keys("quire:*:record")} - before) == 1)
-    hours = httpx.get(f"{fleet.routers[0].url}/v1/usage", params={"start_time": int(time()) - 3600}, timeout=60).json()[
-        "data"
-    ]
-    rows = [row for each in hours for row in each["results"]]
-    assert {row["model"]: row["num_model_requests"] for row in rows} == {"v1": 1, "chat": 1}
+    eventually(lambda: requests_used(fleet) == {"v1": 1, "chat": 1})
+    records = redis_client.Redis.from_url(fleet.redis.url).keys("quire:*:record")
+    assert len(records) == 2, "the shadow left one"
 
     fleet.set_targets(1, 0, "v2")
     assert text_of(fleet, "chat", **SHORT) == wanted
@@ -228,3 +223,11 @@ def test_a_shadow_is_compared_and_leaves_nothing(fleet: Fleet) -> None:
     share = fleet.routers[0].metric("quire_shadow_equal_share_sum", target="v2")
     assert 0 <= share < 1
     eventually(lambda: fleet.engines[2].metric("quire_engine_running_sequences") == 0)
+
+
+def requests_used(fleet: Fleet) -> dict[str, int]:
+    """The requests of each model in the ledger."""
+    query = {"start_time": int(time()) - 7200}
+    page = httpx.get(f"{fleet.routers[0].url}/v1/usage", params=query, timeout=60).raise_for_status().json()
+    rows = [row for hour in page["data"] for row in hour["results"]]
+    return {model: sum(row["num_model_requests"] for row in rows if row["model"] == model) for model in ("v1", "chat")}

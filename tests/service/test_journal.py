@@ -10,7 +10,7 @@ import redis
 
 from tests.service.conftest import DEMO, MODEL, Stack
 from tests.support.forked_engines import ForkedRouter
-from tests.support.processes import eventually
+from tests.support.processes import at_rest, eventually
 
 
 def test_a_request_is_in_redis_with_all_that_resuming_it_needs(stack: Stack) -> None:
@@ -38,7 +38,7 @@ def test_a_request_is_in_redis_with_all_that_resuming_it_needs(stack: Stack) -> 
 def test_a_request_whose_router_was_killed_is_counted_once_by_the_one_that_goes_on(
     stack: Stack, tmp_path: Path
 ) -> None:
-    before = usage_of(stack)
+    before = at_rest(lambda: usage_of(stack))
     killed = ForkedRouter(DEMO, [engine.address for engine in stack.engines], tmp_path, "--redis-url", stack.redis.url)
     killed.wait_ready()
     lines: list[str] = []

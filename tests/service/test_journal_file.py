@@ -22,7 +22,7 @@ from quire_router.journal.sqlite.usage_table import read_usage_file
 from tests.service.conftest import DEMO, FLOAT32, MODEL, ROOT, SMALL_POOLS
 from tests.support.forked_engines import ForkedEngine, ForkedRouter
 from tests.support.ports import free_port
-from tests.support.processes import Router, eventually
+from tests.support.processes import Router, at_rest, eventually
 
 PROMPT = "Once upon a time"
 STREAMS = {
@@ -135,6 +135,7 @@ def test_background_requests_and_keys_outlive_the_router_and_its_engine(machine:
     machine.router.wait_ready()
     expected, key = machine.undisturbed("sampled"), {"Idempotency-Key": "once"}
     once = machine.ask(**STREAMS["sampled"], headers=key).json()
+    at_rest(lambda: usage_of(machine))  # its end is written a moment after it was sent
     started = machine.ask(**STREAMS["sampled"], background=True).raise_for_status().headers["location"]
     machine.restart(engine=True)
     machine.engine.wait_ready()
@@ -171,7 +172,7 @@ def test_what_a_stream_used_is_counted_once_although_its_router_was_killed_withi
 ) -> None:
     machine.engine.wait_ready()
     machine.router.wait_ready()
-    before = usage_of(machine)
+    before = at_rest(lambda: usage_of(machine))
     body = {"model": MODEL, "prompt": PROMPT, "max_tokens": 60, "ignore_eos": True, "temperature": 0, "stream": True}
     body["stream_options"] = {"include_event_ids": True, "include_usage": True}
     lines: list[str] = []

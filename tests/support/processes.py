@@ -7,8 +7,9 @@ import sys
 import time
 import urllib.error
 import urllib.request
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
+from typing import TypeVar
 
 import psutil
 
@@ -17,6 +18,7 @@ from tests.support.ports import free_port
 START_TIMEOUT = 180.0
 ANSWER_TIMEOUT = 15.0  # of a process that has little to say; those that are stopped give none
 MIB = 1 << 20
+Value = TypeVar("Value")
 
 
 class Process:
@@ -177,3 +179,13 @@ def eventually(condition: object, timeout: float = 60.0, message: str = "it neve
         assert time.monotonic() < deadline, message
         time.sleep(pause)
         pause = min(2 * pause, 0.05)
+
+
+def at_rest(read: Callable[[], Value], seconds: float = 1.0) -> Value:
+    """What ``read`` returns once that has not changed for so long: what is written after answers is there then."""
+    value, since = read(), time.monotonic()
+    while time.monotonic() < since + seconds:
+        time.sleep(0.1)
+        if (now := read()) != value:
+            value, since = now, time.monotonic()
+    return value

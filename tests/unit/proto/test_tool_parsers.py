@@ -85,7 +85,7 @@ FRAGMENTS = [
 ]
 TEXTS = st.lists(st.sampled_from(FRAGMENTS), max_size=16).map("".join)
 CUTS = st.lists(st.integers(0, 400), max_size=12)
-TRIES = settings(max_examples=30, deadline=None)
+TRIES = settings(max_examples=15, deadline=None)
 
 
 def texts_of(tool_format):
