@@ -79,11 +79,11 @@ def test_an_answer_goes_on_after_a_reload_in_its_middle(stack: Stack, browser: B
 def test_an_answer_can_be_stopped_and_the_conversation_goes_on(stack: Stack, browser: Browser) -> None:
     browser.open(stack.router.url)
     browser.set(format="regex")
-    browser.set(shape=LONG)
+    browser.set(shape=2 * LONG)  # as long as the context allows: it is to be stopped before its end
     browser.say(STORY)
     browser.wait(lambda: len(browser.text(".assistant .text")) > 20)
     browser.find("#stop").click()
-    assert 20 < len(browser.answer()) < 3000
+    assert 20 < len(browser.answer()) < 4000
     assert "Stopped." in browser.text(".end")
     browser.set(format="text", temperature=0, max_tokens=5)
     browser.say("And then?")
