@@ -15,17 +15,13 @@ from tests.support.forked_engines import Forked
 prepare: Callable[[], None] | None = None
 """What each rank does first. A function by its name, or a part of one."""
 
-_COMMAND = rank_processes.COMMAND
 _started: list[tuple[int, Forked]] = []  # each rank's process
 
 
 class ForkedRank(RankProcess):
-    """One that runs what the product's does, unless a test has given it a command of its own."""
+    """One that runs what the product's does, after ``prepare``."""
 
     def __init__(self, rank: int) -> None:
-        if rank_processes.COMMAND is not _COMMAND:
-            super().__init__(rank)
-            return
         self.rank = rank
         self.link, child_end = socket.socketpair()
         with child_end:
