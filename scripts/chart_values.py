@@ -15,6 +15,8 @@ from typing import Any
 
 from pydantic.alias_generators import to_camel
 from quire_engine.config import EngineConfig
+from quire_proto.units import unit_metavar
+from quire_router.config import Settings
 
 CHART = Path(__file__).resolve().parent.parent / "charts" / "quire"
 BEGIN, END = "<!-- values -->", "<!-- end of values -->"
@@ -170,25 +172,39 @@ def with_flags(schema: Schema) -> Schema:
     """
     engine = EngineConfig.model_json_schema()
     schema["definitions"]["model"]["properties"]["flags"]["properties"] = {
-        to_camel(name): {**_taken(setting), "description": setting["description"]}
+        to_camel(name): {
+            **_taken(setting, unit=unit_metavar(EngineConfig.model_fields[name])),
+            "description": setting["description"],
+        }
         for name, setting in engine["properties"].items()
         if name not in NOT_FLAGS
     }
     return schema
 
 
-def _taken(setting: Schema) -> Schema:
+def with_units(schema: Schema) -> Schema:
+    """``schema`` with the router's limits that have a unit as numbers or texts, such as 4MiB and 30s."""
+    limits = schema["properties"]["router"]["properties"]["limits"]["properties"]
+    for name, field in Settings.model_fields.items():
+        if unit_metavar(field) and (limit := limits.get(to_camel(name))):
+            limit["type"] = [*(kind for kind in limit["type"] if kind not in ("string", "null")), "string", "null"]
+    return schema
+
+
+def _taken(setting: Schema, *, unit: str | None) -> Schema:
     (kind,) = (kind for kind in setting.get("anyOf", [setting]) if kind.get("type") != "null")
     if "const" in kind or "enum" in kind:
         return {"enum": kind.get("enum") or [kind["const"]]}
-    return {name: kind[name] for name in _BOUNDS if name in kind}
+    taken = {name: kind[name] for name in _BOUNDS if name in kind}
+    # A bound of a schema holds for numbers alone, so the engine checks those that have a unit.
+    return {**taken, "type": [kind["type"], "string"]} if unit else taken
 
 
 def main(arguments: Sequence[str]) -> int:
     """The command's status."""
     values = read_values((CHART / "values.yaml").read_text(encoding="utf-8"))
     readme, schema = CHART / "README.md", CHART / "values.schema.json"
-    described = with_descriptions(with_flags(json.loads(schema.read_text(encoding="utf-8"))), values)
+    described = with_descriptions(with_units(with_flags(json.loads(schema.read_text(encoding="utf-8")))), values)
     wanted = {
         readme: with_table(readme.read_text(encoding="utf-8"), values),
         schema: json.dumps(described, indent=2, ensure_ascii=False) + "\n",

@@ -17,6 +17,7 @@ from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, model_valida
 from pydantic_settings import NoDecode, SettingsConfigDict
 from quire_proto.cli import CliSettings, ListenAddress
 from quire_proto.tls import CaFile, CertificateFile, KeyFile, ServerTls, check_cert_key, server_tls
+from quire_proto.units import Bytes, Gib, Seconds
 
 Policy = Literal["fcfs", "sjf", "priority"]
 PreemptionPolicy = Literal["auto", "swap", "recompute"]
@@ -74,14 +75,14 @@ MaxNumSeqs = Annotated[int, Field(ge=1, le=65536, description="Sequences that ru
 MaxWaiting = Annotated[int, Field(ge=1, description="Requests that may wait; more are refused.")]
 BlockSize = Annotated[int, Field(ge=1, le=2048, description="Tokens of one KV block.")]
 KVCacheMemory = Annotated[
-    int | None,
+    Bytes | None,
     Field(ge=1, description="Bytes of the device's KV pool, instead of what measuring finds room for."),
 ]
 MAX_GIB = 1 << 20
 SwapSpace = Annotated[
-    float, Field(ge=0, le=MAX_GIB, description="GiB that the host's KV pool may take; 0 turns swapping off.")
+    Gib, Field(ge=0, le=MAX_GIB, description="GiB that the host's KV pool may take; 0 turns swapping off.")
 ]
-KVDiskSpace = Annotated[float, Field(ge=0, le=MAX_GIB)]
+KVDiskSpace = Annotated[Gib, Field(ge=0, le=MAX_GIB)]
 
 
 class _Frozen(BaseModel):
@@ -151,14 +152,14 @@ class ExecutorConfig(_Frozen):
     quantization: Quantization | None = Field(
         default=None, description="What the weights of linear layers are held in instead, on the CPU."
     )
-    weights_memory_gb: float | None = Field(
+    weights_memory_gb: Gib | None = Field(
         default=None,
         gt=0,
         le=MAX_GIB,
         description="GiB of memory that the weights of the model's layers may take, on the CPU, of all ranks of a "
         "machine together: the layers beyond lie packed on disk, and are read ahead of their use in each step.",
     )
-    cpu_offload_gb: float = Field(
+    cpu_offload_gb: Gib = Field(
         default=0.0,
         ge=0,
         allow_inf_nan=False,
@@ -196,8 +197,7 @@ class ExecutorConfig(_Frozen):
     dbo_prefill_token_threshold: int = Field(
         default=512,
         ge=1,
-        description="Steps of more tokens are computed in two halves with --enable-dbo; on a GPU none of up to 512, "
-        "whatever is set.",
+        description="Steps of more tokens are computed in two halves with --enable-dbo; on a GPU at least 512.",
     )
     enable_lora: bool = Field(
         default=False, description="Serve LoRA adapters of the model, which requests name as their model."
@@ -269,7 +269,7 @@ class SchedulerArgs(_Frozen):
     )
     max_num_seqs: MaxNumSeqs = 64
     max_num_batched_tokens: int = Field(default=2048, ge=1, le=1 << 20, description="Tokens that one step computes.")
-    max_step_seconds: float | None = Field(
+    max_step_seconds: Seconds | None = Field(
         default=None,
         ge=0,
         allow_inf_nan=False,
@@ -494,7 +494,7 @@ class NodeArgs(_Frozen):
         description="Address of this machine for the other nodes, or engines of a group; by default the one that leads "
         "to --master-addr, or to --data-parallel-address.",
     )
-    dist_timeout: float = Field(
+    dist_timeout: Seconds = Field(
         default=600.0,
         gt=0,
         allow_inf_nan=False,
@@ -585,9 +585,6 @@ class EngineConfig(CliSettings, NodeArgs, EngineArgs):
         "--tls-cert": "FILE",
         "--tls-key": "FILE",
         "--tls-client-ca": "FILE",
-        "--kv-cache-memory": "BYTES",
-        "--swap-space": "GIB",
-        "--kv-disk-space": "GIB",
         "--kv-disk-path": "FOLDER",
     }
     foreign_flags: ClassVar[Mapping[str, str]] = {
@@ -638,7 +635,7 @@ class EngineConfig(CliSettings, NodeArgs, EngineArgs):
     host: ListenAddress = Field(default="127.0.0.1", description="Address to listen on.")
     port: int = Field(default=9000, ge=0, le=65535, description="gRPC port.")
     metrics_port: int = Field(default=9002, ge=0, le=65535, description="HTTP port of metrics and probes.")
-    session_grace: float = Field(
+    session_grace: Seconds = Field(
         default=10.0, ge=0, description="Seconds that the requests of a router go on after its stream broke."
     )
     shared_device: str | None = Field(
@@ -647,14 +644,14 @@ class EngineConfig(CliSettings, NodeArgs, EngineArgs):
         description="Name of the GPU, or other memory, that engines of the same name have in turns, while the others "
         "sleep; none: it is this engine's own.",
     )
-    shutdown_delay: float = Field(
+    shutdown_delay: Seconds = Field(
         default=0.0,
         ge=0,
         allow_inf_nan=False,
         description="Seconds in which new requests are still taken after SIGTERM, while /ready says no.",
     )
-    shutdown_timeout: float = Field(default=30.0, ge=0, description="Seconds for running requests to end on SIGTERM.")
-    stall_timeout: float = Field(
+    shutdown_timeout: Seconds = Field(default=30.0, ge=0, description="Seconds for running requests to end on SIGTERM.")
+    stall_timeout: Seconds = Field(
         default=60.0, gt=0, description="Seconds without a step, while work is pending, after which /live fails."
     )
     trace_step_interval: int = Field(

@@ -26,6 +26,7 @@ from pydantic_settings import (
 )
 
 from quire_proto import __version__
+from quire_proto.units import unit_metavar
 
 if TYPE_CHECKING:
     from argparse import _ArgumentGroup as ArgumentGroup
@@ -62,6 +63,12 @@ class CliSettings(BaseSettings):
     foreign_flags: ClassVar[Mapping[str, str]] = {}
 
     @classmethod
+    def all_metavars(cls) -> dict[str, str]:
+        """The placeholders of flags: those of units, and ``metavars``."""
+        units = {name: unit_metavar(field) for name, field in cls.model_fields.items()}
+        return {**{f"--{name.replace('_', '-')}": unit for name, unit in units.items() if unit}, **cls.metavars}
+
+    @classmethod
     def settings_customise_sources(
         cls,
         settings_cls: type[BaseSettings],
@@ -85,7 +92,7 @@ def read_settings(kind: type[Settings], arguments: Sequence[str]) -> Settings:
         source: CliSettingsSource[FlagParser] = CliSettingsSource(
             kind,
             add_argument_method=FlagParser.add_argument,
-            root_parser=FlagParser(_command(kind), kind.__doc__ or "", kind.metavars, kind.foreign_flags),
+            root_parser=FlagParser(_command(kind), kind.__doc__ or "", kind.all_metavars(), kind.foreign_flags),
         )
         return CliApp.run(kind, cli_args=list(arguments), cli_settings_source=source)
     except ValidationError as error:

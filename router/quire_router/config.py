@@ -28,6 +28,7 @@ from quire_proto.tls import (
     check_cert_key,
     server_tls,
 )
+from quire_proto.units import Bytes, Seconds
 
 from quire_router.admission.targets_file import MODEL_NAME
 from quire_router.admission.tenants import check_key
@@ -143,8 +144,9 @@ MAX_FALLBACKS = 3
 """Endpoints that the picker names behind the first: placement explains as many."""
 
 Port = Annotated[int, Field(ge=0, le=65535)]
-Seconds = Annotated[float, Field(gt=0, allow_inf_nan=False)]
+Period = Annotated[Seconds, Field(gt=0, allow_inf_nan=False)]
 Count = Annotated[int, Field(ge=1)]
+MaxBytes = Annotated[Bytes, Field(ge=1)]
 ServerName = Annotated[str, AfterValidator(_server_name)]
 Models = Annotated[
     list[Annotated[str, AfterValidator(_model)]], NoDecode, BeforeValidator(_split), AfterValidator(_distinct)
@@ -239,7 +241,7 @@ class Settings(CliSettings):
     engine_kv_events_replay_port: Annotated[int, Field(ge=1, le=65535)] | None = Field(
         default=None, description="Port on which servers of vLLM repeat KV events; none: what was missed stays unknown."
     )
-    engine_dns_period: Annotated[float, Field(gt=0, le=60)] = Field(
+    engine_dns_period: Annotated[Seconds, Field(gt=0, le=60)] = Field(
         default=1, description="Seconds at most between two lookups of a dns:// name."
     )
     engine_tls_ca: CaFile | None = Field(
@@ -322,7 +324,7 @@ class Settings(CliSettings):
     journal_file: Path | None = Field(
         default=None, description="SQLite file where one router keeps request state, instead of Redis; none: memory."
     )
-    journal_max_bytes: Annotated[int, Field(ge=2**20, le=2**43)] = Field(
+    journal_max_bytes: Annotated[Bytes, Field(ge=2**20, le=2**43)] = Field(
         default=2**32, description="Largest --journal-file, for which the oldest records go before their time."
     )
     redis_username: Annotated[str, Field(pattern=r"^\S+$")] | None = Field(
@@ -359,9 +361,9 @@ class Settings(CliSettings):
     allow_special_tokens_in_content: bool = Field(
         default=False, description="Read special tokens in messages as control tokens; otherwise they are text."
     )
-    hold_timeout: Seconds = Field(default=10, description="Seconds that requests wait while no engine is ready.")
-    max_queue_seconds: Seconds = Field(default=60, description="Seconds that requests wait for an engine with room.")
-    sleep_after: Seconds | None = Field(
+    hold_timeout: Period = Field(default=10, description="Seconds that requests wait while no engine is ready.")
+    max_queue_seconds: Period = Field(default=60, description="Seconds that requests wait for an engine with room.")
+    sleep_after: Period | None = Field(
         default=None, description="Seconds without a request after which engines go to sleep; none: never."
     )
     min_awake: Annotated[int, Field(ge=0)] = Field(
@@ -373,9 +375,9 @@ class Settings(CliSettings):
         "woken up for more; none: only when requests find no room.",
     )
     max_queued_requests: Count = Field(default=512, description="Requests that wait for one model before 429.")
-    max_queued_bytes: Count = Field(default=256 * 2**20, description="Bytes of what waits for one model before 429.")
+    max_queued_bytes: MaxBytes = Field(default=256 * 2**20, description="Bytes of what waits for one model before 429.")
     placement_policy: PolicyName = Field(default="cost", description="How an engine is chosen for a request.")
-    max_affinity_wait: Annotated[float, Field(ge=0)] = Field(
+    max_affinity_wait: Annotated[Seconds, Field(ge=0)] = Field(
         default=20, description="Seconds that a request may wait longer for the sake of what is cached."
     )
     debug_route: bool = Field(default=False, description="Say in x-quire-route where a request runs, and why.")
@@ -384,8 +386,8 @@ class Settings(CliSettings):
     allow_lora_updates: bool = Field(
         default=False, description="Load and unload adapters at all engines by /v1/load_lora_adapter; see docs/lora.md."
     )
-    max_body_bytes: Count = Field(default=4 * 2**20, description="Largest request body.")
-    max_inflight_body_bytes: Count = Field(
+    max_body_bytes: MaxBytes = Field(default=4 * 2**20, description="Largest request body.")
+    max_inflight_body_bytes: MaxBytes = Field(
         default=128 * 2**20, description="Bytes of request bodies that are read and checked at once before 429."
     )
     max_concurrent_requests: Count = Field(default=4096, description="Requests in progress before 429.")
@@ -394,39 +396,39 @@ class Settings(CliSettings):
         default=0.5,
         description="Share of a full port's connections with which an address evicts its own idle ones first.",
     )
-    request_timeout: Seconds = Field(default=600, description="Seconds that one request may take.")
-    slow_client_timeout: Seconds = Field(default=30, description="Seconds a client may leave its stream unread.")
-    sse_keepalive_seconds: Annotated[float, Field(ge=0, allow_inf_nan=False)] = Field(
+    request_timeout: Period = Field(default=600, description="Seconds that one request may take.")
+    slow_client_timeout: Period = Field(default=30, description="Seconds a client may leave its stream unread.")
+    sse_keepalive_seconds: Annotated[Seconds, Field(ge=0, allow_inf_nan=False)] = Field(
         default=15, description="Seconds of silence after which a stream has a comment; 0: never."
     )
-    grpc_keepalive_seconds: Annotated[float, Field(ge=0, allow_inf_nan=False)] = Field(
+    grpc_keepalive_seconds: Annotated[Seconds, Field(ge=0, allow_inf_nan=False)] = Field(
         default=15, description="Seconds of silence after which a stream over gRPC has an empty message; 0: never."
     )
-    shutdown_delay: Annotated[float, Field(ge=0, allow_inf_nan=False)] = Field(
+    shutdown_delay: Annotated[Seconds, Field(ge=0, allow_inf_nan=False)] = Field(
         default=0, description="Seconds in which new requests are still taken after SIGTERM, while /ready says no."
     )
-    shutdown_timeout: Seconds = Field(default=25, description="Seconds that running requests get when stopping.")
-    retention: Seconds = Field(default=3600, description="Seconds that finished requests are stored.")
-    responses_retention: Seconds = Field(
+    shutdown_timeout: Period = Field(default=25, description="Seconds that running requests get when stopping.")
+    retention: Period = Field(default=3600, description="Seconds that finished requests are stored.")
+    responses_retention: Period = Field(
         default=21_600,
         description="Seconds that finished responses of the Responses API, and conversations after their last change, "
         "are stored.",
     )
-    max_tenant_response_bytes: Count = Field(
+    max_tenant_response_bytes: MaxBytes = Field(
         default=2 * 2**30, description="Bytes of all stored responses of a tenant, without their answers."
     )
     max_tenant_conversations: Count = Field(default=10_000, description="Conversations of a tenant.")
-    max_tenant_conversation_bytes: Count = Field(
+    max_tenant_conversation_bytes: MaxBytes = Field(
         default=256 * 2**20, description="Bytes of all conversations of a tenant."
     )
-    usage_retention: Seconds = Field(
+    usage_retention: Period = Field(
         default=400 * 86_400, description="Seconds that what tenants used in an hour is stored."
     )
-    max_file_bytes: Count = Field(default=100 * 2**20, description="Largest file for a batch.")
-    max_tenant_file_bytes: Count = Field(
+    max_file_bytes: MaxBytes = Field(default=100 * 2**20, description="Largest file for a batch.")
+    max_tenant_file_bytes: MaxBytes = Field(
         default=2**30, description="Bytes of all files of a tenant, and of the answers of one batch."
     )
-    file_retention: Annotated[float, Field(ge=3600, allow_inf_nan=False)] = Field(
+    file_retention: Annotated[Seconds, Field(ge=3600, allow_inf_nan=False)] = Field(
         default=604_800, description="Seconds that files and batches are stored."
     )
     log_level: Literal["debug", "info", "warning", "error"] = Field(default="info", description="Least level logged.")

@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import yaml
 from quire_engine.config import EngineConfig
+from quire_proto.units import unit_metavar
 from quire_router.config import Settings
 
 from scripts.chart_values import NOT_FLAGS
@@ -47,7 +48,9 @@ def test_every_setting_of_the_engine_is_a_flag_or_has_a_value_or_is_the_charts()
 
 @pytest.mark.parametrize("flag", FLAGS)
 def test_a_flag_takes_what_the_engine_takes(flag: str) -> None:
-    assert _bounds(FLAGS[flag]) == _bounds(ENGINE["properties"][snake(flag)])
+    wanted, field = _bounds(ENGINE["properties"][snake(flag)]), EngineConfig.model_fields[snake(flag)]
+    with_unit = {"type": [wanted["type"], "string"]} if unit_metavar(field) else {}
+    assert _bounds(FLAGS[flag]) == wanted | with_unit
     assert FLAGS[flag]["description"] == EngineConfig.model_fields[snake(flag)].description
 
 
@@ -87,6 +90,13 @@ def _names(values: dict[str, Any]) -> Iterator[str]:
 def test_the_charts_router_values_are_settings_of_the_router(section: str) -> None:
     names = {{"policy": "placement_policy"}.get(name, snake(name)) for name in DEFAULTS["router"][section]}
     assert names - set(Settings.model_fields) == set()
+
+
+def test_limits_with_a_unit_are_numbers_or_texts() -> None:
+    limits = SCHEMA["properties"]["router"]["properties"]["limits"]["properties"]
+    texts = {snake(name) for name, limit in limits.items() if "string" in limit["type"]}
+    with_unit = {name for name, field in Settings.model_fields.items() if unit_metavar(field)}
+    assert texts == with_unit & set(map(snake, limits)) != set()
 
 
 def test_policies_are_those_of_the_router() -> None:

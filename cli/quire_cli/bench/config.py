@@ -12,6 +12,7 @@ from typing import Annotated, Any, ClassVar, Literal
 from pydantic import BeforeValidator, Field, SecretStr, field_validator, model_validator
 from pydantic_settings import NoDecode, SettingsConfigDict
 from quire_proto.cli import CliSettings, join_host_port
+from quire_proto.units import Seconds
 
 QUEUE_METRICS = ("client_queue_time", "ttft_including_client_queue", "e2el_including_client_queue")
 METRICS = ("ttft", "tpot", "itl", "e2el", *QUEUE_METRICS)
@@ -111,10 +112,10 @@ class ServeBenchConfig(CliSettings):
     header: Pairs = Field(default={}, description="Further headers of each request.")
     extra_body: Object = Field(default={}, description="Further fields of each request's body, as a JSON object.")
     insecure: bool = Field(default=False, description="Take any certificate of an HTTPS server.")
-    request_timeout: float = Field(
+    request_timeout: Seconds = Field(
         default=3600.0, ge=0, description="Seconds after which a request has failed; 0 for none."
     )
-    ready_check_timeout_sec: float = Field(
+    ready_check_timeout_sec: Seconds = Field(
         default=0.0, ge=0, description="Seconds to wait for the server to answer at all before anything is sent."
     )
 

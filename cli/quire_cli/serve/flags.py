@@ -192,7 +192,7 @@ def _options(kind: type[CliSettings], name: str) -> dict[str, Any]:
     text = (field.description or "").replace("%", "%%") + _default(name, field)
     if _is_bool(field):
         return {"action": BooleanOptionalAction, "default": SUPPRESS, "help": text}
-    metavar = kind.metavars.get(flag_of(name)) or _metavar(field.annotation)
+    metavar = kind.all_metavars().get(flag_of(name)) or _metavar(field.annotation)
     return {"action": "append", "default": SUPPRESS, "metavar": metavar, "help": text}
 
 

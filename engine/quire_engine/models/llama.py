@@ -171,14 +171,19 @@ def stage_layers(config: DecoderConfig, num_stages: int) -> list[range]:
 
 
 def _split_above(weights: WeightLoader) -> int:
-    """The tokens that a step may have which is not computed in two halves. On a GPU, steps that may be captured as
-    CUDA graphs are whole.
+    """Returns the most tokens of a step that is not computed in two halves. On a GPU, steps that may be captured as
+    CUDA graphs are whole. Raises ``ModelError`` for a threshold that would divide them.
     """
     config = weights.options.config
     if not config.enable_dbo or weights.communicator.size == 1:
         return sys.maxsize
     threshold = config.dbo_prefill_token_threshold
-    return max(threshold, MAX_GRAPH_BATCH_SIZE) if weights.device.type == "cuda" else threshold
+    if weights.device.type == "cuda" and threshold < MAX_GRAPH_BATCH_SIZE:
+        raise ModelError(
+            f"--dbo-prefill-token-threshold {threshold} would divide steps that are CUDA graphs: give at least "
+            f"{MAX_GRAPH_BATCH_SIZE}."
+        )
+    return threshold
 
 
 class _Attention:

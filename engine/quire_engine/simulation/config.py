@@ -10,6 +10,7 @@ from typing import Annotated, ClassVar, Literal, NamedTuple, get_args
 
 from pydantic import Field, ValidationInfo, field_validator, model_validator
 from pydantic_settings import SettingsConfigDict
+from quire_proto import units
 from quire_proto.cli import CliSettings
 
 from quire_engine.config import (
@@ -36,7 +37,7 @@ PresetName = Literal["cpu", "a100-8b", "h100-8b"]
 MAX_BLOCKS = 1 << 24
 """Of a pool: a block takes some two hundred bytes of the simulator."""
 # Bounds beyond which the clock, in nanoseconds, would not be a number.
-Seconds = Annotated[float | None, Field(ge=0, le=1e6)]
+Seconds = Annotated[units.Seconds | None, Field(ge=0, le=1e6)]
 PerSecond = Annotated[float | None, Field(ge=1e-6, allow_inf_nan=False)]
 
 

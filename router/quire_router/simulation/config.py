@@ -11,6 +11,7 @@ from pydantic_settings import NoDecode, SettingsConfigDict
 from quire_engine.config import BlockSize, Names
 from quire_engine.simulation.config import SimulatedEngineConfig
 from quire_engine.simulation.simulator import NANOSECONDS
+from quire_proto import units
 
 from quire_router.admission.queue import QueueSettings
 from quire_router.engines.load import CAPACITY_SECONDS
@@ -30,7 +31,7 @@ def _numbers(value: object) -> object:
 
 
 Count = Annotated[int, Field(ge=1)]
-Seconds = Annotated[float, Field(ge=0, le=1e6)]
+Seconds = Annotated[units.Seconds, Field(ge=0, le=1e6)]
 Utilisation = Annotated[float, Field(gt=0, le=100)]
 
 
@@ -76,7 +77,7 @@ class FleetSettings(SimulatedEngineConfig):
     load_age: Seconds = Field(default=0.01, description="Seconds until a router has an engine's report of its load.")
     event_delay: Seconds = Field(default=0.01, description="Seconds until a router knows what an engine caches.")
     admission: bool = Field(default=True, description="Let requests wait at the router while no engine has room.")
-    room_seconds: float = Field(
+    room_seconds: units.Seconds = Field(
         default=CAPACITY_SECONDS, gt=0, description="Seconds of prompts to compute with which an engine still has room."
     )
     max_tokens: Count = Field(default=1024, description="Tokens that every request allows its output to have.")

@@ -19,7 +19,7 @@ from quire_proto.cli import CliSettings, read_settings
 from redis.exceptions import RedisError
 
 from quire_router.clients.redis_client import RedisAccess, redis_client
-from quire_router.config import PasswordFile, Seconds
+from quire_router.config import PasswordFile, Period
 from quire_router.core.usage import HOUR, UsageRow
 from quire_router.journal.redis.ledger import read_usage
 from quire_router.journal.sqlite.usage_table import read_usage_file
@@ -60,7 +60,7 @@ class UsageSettings(CliSettings):
     redis_username: str | None = Field(default=None, description="User of Redis; none: the one in the URL.")
     redis_password_file: PasswordFile | None = Field(default=None, description="File with the password of Redis.")
     journal_file: Path | None = Field(default=None, description="The router's SQLite file, instead of Redis.")
-    usage_retention: Seconds = Field(default=400 * 86_400, description="Seconds that hours are stored.")
+    usage_retention: Period = Field(default=400 * 86_400, description="Seconds that hours are stored.")
     since: Moment | None = Field(
         default=None, description="First hour: a date or time, or a number of hours (36h) or days (7d) ago; none: all."
     )
