@@ -180,10 +180,10 @@ def _supported(name: str, entry: TensorInfo) -> TensorInfo:
 
 
 def resolve_dtype(name: str, stored: torch.dtype, device: torch.device) -> torch.dtype:
-    """The dtype to compute in: ``float32``, ``bfloat16``, or ``auto`` for the checkpoint's own.
+    """Returns the dtype to compute in: the one that is named, or with ``auto`` the checkpoint's own.
 
-    A checkpoint in float16 is computed in bfloat16 on the CPU, where products of float16 have no fast path. Raises
-    ``ModelError`` for an unknown name, for float16 on a CPU, and for bfloat16 on a GPU that cannot multiply it.
+    With ``auto`` a checkpoint in float16 is computed in bfloat16 on the CPU, where products of float16 have no fast
+    path. Raises ``ModelError`` for an unknown name, and for bfloat16 on a GPU that cannot multiply it.
     """
     dtype = _resolve_name(name, stored, device)
     if dtype == torch.bfloat16 and device.type == "cuda" and torch.cuda.get_device_capability(device) < (8, 0):
@@ -196,13 +196,12 @@ def _resolve_name(name: str, stored: torch.dtype, device: torch.device) -> torch
         return DTYPES[name]
     if name not in ("auto", "float16"):
         raise ModelError(f"The dtype {name!r} is not supported; use auto, float32, bfloat16 or float16.")
-    if name == "float16" and device.type == "cpu":
-        raise ModelError("A CPU has no fast products of float16: use --dtype bfloat16, float32 or auto.")
-    wanted = torch.float16 if name == "float16" else stored
-    if wanted == torch.float16 and device.type == "cpu":
-        log.warning("float16 is slow on a CPU: the model runs in bfloat16; --dtype float32 is exact")
+    if name == "float16":
+        return torch.float16
+    if stored == torch.float16 and device.type == "cpu":
+        log.warning("float16 is slow on a CPU: the model runs in bfloat16; --dtype float16 keeps the checkpoint's type")
         return torch.bfloat16
-    return torch.float32 if wanted == torch.float64 else wanted
+    return torch.float32 if stored == torch.float64 else stored
 
 
 def _shard_slices(shape: tuple[int, ...], dim: int, communicator: Communicator) -> tuple[slice, ...]:

@@ -114,6 +114,7 @@ def test_fused_tensors_are_stacked_in_the_requested_order(folder: Path) -> None:
         (torch.bfloat16, "auto", "bfloat16"),
         (torch.float16, "auto", "bfloat16"),
         (torch.float64, "auto", "float32"),
+        (torch.float32, "float16", "float16"),
         (torch.float32, "bfloat16", "bfloat16"),
         (torch.bfloat16, "float32", "float32"),
     ],
@@ -130,9 +131,9 @@ def test_float16_on_a_cpu_is_logged(caplog: pytest.LogCaptureFixture) -> None:
     assert "runs in bfloat16" in caplog.text
 
 
-def test_float16_that_was_asked_for_is_refused_on_a_cpu() -> None:
-    with pytest.raises(ModelError, match="use --dtype bfloat16, float32 or auto"):
-        resolve_dtype("float16", torch.float32, CPU)
+def test_float16_that_was_asked_for_is_kept(caplog: pytest.LogCaptureFixture) -> None:
+    assert resolve_dtype("float16", torch.float32, CPU) == torch.float16
+    assert not caplog.text
 
 
 def test_tensors_without_a_use_are_named_in_the_log_unless_they_are_known_to_be_harmless(
