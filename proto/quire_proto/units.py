@@ -1,7 +1,7 @@
 """Sizes and durations as people write them: the types of settings that hold bytes, GiB or seconds.
 
-A number alone has the unit that the setting names. With a unit behind it, it is converted: ``512MiB``, ``1.5G`` and
-``2Gi`` for sizes, where ``G`` is 10⁹ and ``Gi`` 2³⁰ as in Kubernetes, and ``500ms``, ``30s`` or ``1h30m`` for durations.
+A number alone has the unit that the setting names. With a unit behind it, it is converted. Sizes are ``512MiB``,
+``1.5G`` or ``2Gi``: as in Kubernetes, ``G`` is 10⁹ and ``Gi`` 2³⁰. Durations are ``500ms``, ``30s`` or ``1h30m``.
 """
 
 import re

@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal, Self
 from pydantic import AfterValidator, BeforeValidator, Field, SecretStr, model_validator
 from pydantic_settings import NoDecode, SettingsConfigDict
 from quire_proto.cli import CliSettings, ListenAddress
+from quire_proto.extras import install_command
 from quire_proto.tls import (
     CaFile,
     CertificateFile,
@@ -468,7 +469,9 @@ class Settings(CliSettings):
         if not any(entry.startswith("vllm+") for entry in self.engine):
             raise ValueError("--engine-kv-events-port needs servers of vLLM, such as --engine vllm+http://HOST:PORT.")
         if find_spec("zmq") is None or find_spec("msgspec") is None:
-            raise ValueError("--engine-kv-events-port needs two packages: pip install 'quire-router[kv-events]'")
+            raise ValueError(
+                f"--engine-kv-events-port needs two packages: {install_command('quire-router', 'kv-events')}"
+            )
         return self
 
     @model_validator(mode="after")

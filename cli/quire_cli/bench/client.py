@@ -71,6 +71,8 @@ class HttpClient:
         except OSError as error:  # TimeoutError is one
             recording.failure = _describe(error)
         where = f"{self._url.geturl()}{path}"
+        if recording.status == 401:
+            raise ServerError(f"{where} refuses the key: give --api-key, or set QUIRE_API_KEY.")
         if recording.failure or recording.status != 200:
             raise ServerError(f"{where}: {recording.failure or f'HTTP {recording.status}'}.")
         try:

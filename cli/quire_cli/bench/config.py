@@ -3,8 +3,7 @@ environment variable ``QUIRE_BENCH_…``.
 """
 
 import json
-import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from math import inf, isfinite
 from pathlib import Path
 from typing import Annotated, Any, ClassVar, Literal
@@ -13,6 +12,8 @@ from pydantic import BeforeValidator, Field, SecretStr, field_validator, model_v
 from pydantic_settings import NoDecode, SettingsConfigDict
 from quire_proto.cli import CliSettings, join_host_port
 from quire_proto.units import Seconds
+
+from quire_cli.machine.server import KEY_HELP, base_url, key_of_environment
 
 QUEUE_METRICS = ("client_queue_time", "ttft_including_client_queue", "e2el_including_client_queue")
 METRICS = ("ttft", "tpot", "itl", "e2el", *QUEUE_METRICS)
@@ -106,9 +107,7 @@ class ServeBenchConfig(CliSettings):
         default=None, description="The path; by default /v1/completions or /v1/chat/completions, as the backend has it."
     )
     model: str | None = Field(default=None, description="The model's name there; by default the first of /v1/models.")
-    api_key: SecretStr | None = Field(
-        default=None, description="Sent as the bearer token; by default the variable OPENAI_API_KEY."
-    )
+    api_key: SecretStr | None = Field(default=None, description=f"Sent as the bearer token; {KEY_HELP}.")
     header: Pairs = Field(default={}, description="Further headers of each request.")
     extra_body: Object = Field(default={}, description="Further fields of each request's body, as a JSON object.")
     insecure: bool = Field(default=False, description="Take any certificate of an HTTPS server.")
@@ -280,7 +279,7 @@ class ServeBenchConfig(CliSettings):
     @property
     def url(self) -> str:
         """The server's URL, without the endpoint."""
-        return (self.base_url or f"http://{join_host_port(self.host, self.port)}").rstrip("/")
+        return base_url(self.base_url or join_host_port(self.host, self.port))
 
     @property
     def path(self) -> str:
@@ -290,7 +289,7 @@ class ServeBenchConfig(CliSettings):
     @property
     def headers(self) -> dict[str, str]:
         """The headers of each request, the key included."""
-        key = self.api_key.get_secret_value() if self.api_key else os.environ.get("OPENAI_API_KEY")
+        key = self.api_key.get_secret_value() if self.api_key else key_of_environment(self.url)
         return ({"Authorization": f"Bearer {key}"} if key else {}) | self.header
 
     @property
@@ -337,7 +336,7 @@ def read_range_ratios(text: str) -> tuple[float, float]:
     return ratios
 
 
-def join_values(arguments: Sequence[str]) -> list[str]:
+def join_values(arguments: Iterable[str]) -> list[str]:
     """The arguments with all values of a flag of ``SEVERAL_VALUES``, as in ``--goodput ttft:500 tpot:50``, as one JSON
     list.
     """

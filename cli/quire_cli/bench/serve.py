@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 import uvloop
 from quire_proto.cli import read_settings, reject_unknown_env
+from quire_proto.extras import install_command
 
 from quire_cli.bench.client import HttpClient, ServerError
 from quire_cli.bench.config import ServeBenchConfig, join_values
@@ -29,7 +30,7 @@ def bench_serve(arguments: Sequence[str]) -> None:
     file cannot be read or written, or a request failed.
     """
     reject_unknown_env(ServeBenchConfig)
-    config = read_settings(ServeBenchConfig, join_values(arguments))
+    config = read_settings(ServeBenchConfig, join_values(map(_as_here, arguments)))
     try:
         results = uvloop.run(measure(config))
         _report_all(config, results)
@@ -39,6 +40,12 @@ def bench_serve(arguments: Sequence[str]) -> None:
         raise SystemExit("quire: Interrupted.") from None
     if sentence := describe_failures(results):
         raise SystemExit(f"quire: {sentence}")
+
+
+def _as_here(argument: str) -> str:
+    """Returns ``--url``, the flag of ``quire chat``, by its name in ``vllm bench serve``; others as they are."""
+    flag, equals, value = argument.partition("=")
+    return f"--base-url{equals}{value}" if flag == "--url" else argument
 
 
 async def measure(config: ServeBenchConfig) -> list[dict[str, Any]]:
@@ -122,7 +129,7 @@ def _report_all(config: ServeBenchConfig, results: Sequence[dict[str, Any]]) -> 
     try:
         draw_plot(config.plot, results)
     except ImportError:
-        raise SystemExit("quire: --plot needs matplotlib: pip install 'quire-llm[plot]'.") from None
+        raise SystemExit(f"quire: --plot needs matplotlib: {install_command('quire-llm', 'plot')}.") from None
     except (OSError, ValueError) as error:
         raise SystemExit(f"quire: The plot cannot be written: {error}.") from None
 

@@ -6,7 +6,6 @@ with an error.
 """
 
 import json
-import os
 import ssl
 from collections.abc import Generator, Iterator, Mapping
 from contextlib import contextmanager, suppress
@@ -16,10 +15,13 @@ from typing import Any, NamedTuple
 from urllib.parse import SplitResult, urlsplit
 from uuid import uuid4
 
+from quire_cli.machine.server import base_url
+
 READ_TIMEOUT = 60.0  # seconds of silence; Quire's streams have a comment each 5 s
 PATIENCE = 60.0  # seconds in which a stream that was cut is tried again
 PAUSE = 0.5  # seconds between two tries
 _UNAVAILABLE = 503
+_UNAUTHORIZED = 401
 _OK = 200
 _NOT_FOUND = 404
 
@@ -45,14 +47,14 @@ class ApiClient:
     """A server at ``url``, which may end with ``/v1`` or not. ``key`` is the bearer token."""
 
     def __init__(self, url: str, key: str | None = None, *, patience: float = PATIENCE) -> None:
-        parts = _split(url if "://" in url else f"http://{url}")
+        self.url = base_url(url)
+        parts = _split(self.url)
         if parts is None:
             raise ApiError(f"{url!r} is not the URL of a server, such as http://127.0.0.1:8000.")
         if key and not (key.isascii() and key.isprintable()):
             raise ApiError("the API key has characters that no HTTP header can have.")
-        self.url = f"{parts.scheme}://{parts.netloc}{parts.path.rstrip('/').removesuffix('/v1')}"
         self._parts = parts
-        self._prefix = parts.path.rstrip("/").removesuffix("/v1") + "/v1"
+        self._prefix = f"{parts.path}/v1"
         self._headers = {"Authorization": f"Bearer {key}"} if key else {}
         self._patience = patience
 
@@ -148,6 +150,8 @@ class ApiClient:
                 raise _CutError(_message_of(response))
             if response.status == _NOT_FOUND and ask.headers and "Last-Event-ID" in ask.headers:
                 raise ApiError("the connection was cut, and the server has forgotten the request since.")
+            if response.status == _UNAUTHORIZED:
+                raise ApiError(f"{_message_of(response).rstrip('.')}: give --api-key, or set QUIRE_API_KEY.")
             if response.status != _OK:
                 raise ApiError(_message_of(response))
             yield response
@@ -164,11 +168,6 @@ def _split(url: str) -> SplitResult | None:
         return None
     written = f"{parts.netloc}{parts.path}"
     return parts if usable and written.isascii() and written.isprintable() and " " not in written else None
-
-
-def key_of_environment() -> str | None:
-    """The key that is sent where no flag names one."""
-    return os.environ.get("QUIRE_API_KEY") or os.environ.get("OPENAI_API_KEY")
 
 
 def _error_of(error: Mapping[str, Any]) -> Exception:

@@ -12,9 +12,9 @@ from contextlib import closing, suppress
 
 from quire_proto.cli import FlagParser
 
-from quire_cli.chat.api_client import ApiClient, ApiError, key_of_environment
+from quire_cli.chat.api_client import ApiClient, ApiError
+from quire_cli.machine.server import DEFAULT_URL, KEY_HELP, base_url, key_of_environment
 
-URL = "http://127.0.0.1:8000"
 INTERRUPTED = 130
 PROMPT = "> "
 DIM, PLAIN = "\x1b[2m", "\x1b[0m"
@@ -55,8 +55,8 @@ def complete(arguments: Sequence[str]) -> None:
 
 def _parser(name: str, description: str) -> FlagParser:
     parser = FlagParser(name, description, {})
-    parser.add_argument("--url", default=URL, metavar="URL", help=f"the server (default: {URL})")
-    parser.add_argument("--api-key", metavar="KEY", help="by default QUIRE_API_KEY or OPENAI_API_KEY")
+    parser.add_argument("--url", default=DEFAULT_URL, metavar="URL", help=f"the server (default: {DEFAULT_URL})")
+    parser.add_argument("--api-key", metavar="KEY", help=KEY_HELP)
     parser.add_argument("--model", metavar="NAME", help="by default the only one that is served")
     parser.add_argument("--max-tokens", type=int, metavar="N", help="most tokens of an answer")
     parser.add_argument("--temperature", type=float, metavar="NUMBER", help="how freely is chosen; 0: never")
@@ -141,7 +141,7 @@ def _show_chat(client: ApiClient, body: Mapping[str, object], messages: Sequence
 
 
 def _client(flags: Namespace) -> ApiClient:
-    return ApiClient(flags.url, flags.api_key or key_of_environment())
+    return ApiClient(flags.url, flags.api_key or key_of_environment(base_url(flags.url)))
 
 
 def _body(flags: Namespace, client: ApiClient) -> dict[str, object]:

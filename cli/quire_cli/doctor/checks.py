@@ -16,6 +16,7 @@ from typing import Any, Literal
 from huggingface_hub import constants
 from quire_engine.device.host import usable_cores
 from quire_engine.kernels.build import BuildError, best_level, find_build, find_compiler
+from quire_proto.extras import install_command
 
 from quire_cli.doctor import torch_probe
 from quire_cli.machine.gpus import visible_gpus
@@ -93,7 +94,7 @@ def check_torch() -> Finding:
         return Finding("torch", "note", f"{text}; {gpus} GPUs are here that it cannot use: {advice}", facts)
     names = ", ".join(f"{gpu['name']} ({gpu['bytes'] / GIB:.0f} GiB)" for gpu in facts["gpus"])
     if not facts["flashinfer"]:
-        text = f"{text}; {names}; without FlashInfer attention is slow: pip install 'quire-engine[cuda]'"
+        text = f"{text}; {names}; without FlashInfer attention is slow: {install_command('quire-engine', 'cuda')}"
         return Finding("torch", "note", text, facts)
     return Finding("torch", "ok", f"{text}; {names}; FlashInfer is installed", facts)
 

@@ -19,6 +19,7 @@ from huggingface_hub.file_download import repo_folder_name
 from huggingface_hub.utils.tqdm import tqdm
 from quire_engine.errors import first_line
 from quire_proto import __version__
+from quire_proto.folders import no_such_path
 
 from quire_cli.model.check import check_fits_disk, disk_sentence
 from quire_cli.model.name import HubName, ModelNotFoundError, Say
@@ -161,7 +162,8 @@ def _unknown(name: HubName, api: HfApi, _: Exception) -> str:
         close = get_close_matches(name.repo, found, n=1, cutoff=0)
         advice = f"did you mean {close[0]}?" if close else advice
     private = "a private one that your token has no access to" if get_token() else "a private one, which needs HF_TOKEN"
-    return f"There is no model {name.repo} on {api.endpoint}, or it is {private}: {advice}"
+    missing = f"{no_such_path(name.repo)}, and {api.endpoint} has no model of this name, or it is {private}"
+    return f"{missing}: {advice}"
 
 
 def _unknown_revision(name: HubName, api: HfApi, _: Exception) -> str:
@@ -189,13 +191,16 @@ def _answered(name: HubName, api: HfApi, error: Exception) -> str:
 def _unreachable(name: HubName, api: HfApi, error: Exception) -> str:
     cache = constants.HF_HUB_CACHE
     if constants.is_offline_mode():
-        return f"{name} is not whole in {cache}, and HF_HUB_OFFLINE is set: unset it to download the model."
+        return (
+            f"{name} is not whole in {cache}, and HF_HUB_OFFLINE is set: unset it to download the model; "
+            f"{no_such_path(name.repo)}."
+        )
     cause: BaseException = error
     while not isinstance(cause, httpx2.HTTPError) and cause.__cause__ is not None:
         cause = cause.__cause__
     return (
         f"{api.endpoint} cannot be reached ({first_line(cause)}), and {name} is not whole in {cache}: check the "
-        "network and start again, name a mirror with HF_ENDPOINT, or name a folder."
+        f"network and start again, name a mirror with HF_ENDPOINT, or name a folder; {no_such_path(name.repo)}."
     )
 
 

@@ -7,6 +7,8 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
+from quire_proto.folders import no_such_path
+
 Say = Callable[[str], None]
 """Called with a line about what takes long."""
 EXAMPLE = "Qwen/Qwen3-0.6B"
@@ -98,8 +100,8 @@ def read_name(text: str) -> Path | HubName | S3Name | OciName:
     found = _HUB_NAME.fullmatch(text)
     if found is None or text.startswith((".", "~", "/")) or _is_file_path(text):
         raise ModelNotFoundError(
-            f"{text!r} is neither a folder nor a GGUF file here, nor the name of a model on the Hugging Face Hub: "
-            f"those are ORG/NAME, such as {EXAMPLE}."
+            f"{text!r} names no model: {no_such_path(text)}, and names on the Hugging Face Hub are ORG/NAME, such as "
+            f"{EXAMPLE}."
         )
     return HubName(found["repo"], found["revision"], found["file"])
 

@@ -18,6 +18,7 @@ from threading import Lock
 from typing import TYPE_CHECKING, Any
 
 from quire_engine.errors import first_line
+from quire_proto.extras import install_command
 
 from quire_cli.model.copies import ConnectionCutError, Copy, RemoteFile
 from quire_cli.model.name import ModelNotFoundError, OciName, Say
@@ -53,7 +54,7 @@ class OciSource:
             from oras.container import Container
             from oras.logger import logger
         except ImportError:
-            raise ModelNotFoundError(f"{name} needs oras: pip install 'quire-llm[oci]'.") from None
+            raise ModelNotFoundError(f"{name} needs oras: {install_command('quire-llm', 'oci')}.") from None
         logger.set_level(logging.CRITICAL)  # it would print what is told here in one sentence
         self._name, self._renewing = name, Lock()
         self._container = Container(f"{name.repository}:{name.tag}", name.registry)

@@ -15,6 +15,8 @@ from datetime import timedelta
 from typing import TYPE_CHECKING, Any
 from urllib.parse import urlsplit
 
+from quire_proto.extras import install_command
+
 from quire_cli.model.copies import ConnectionCutError, Copy, RemoteFile
 from quire_cli.model.name import ModelNotFoundError, S3Name, Say
 
@@ -41,7 +43,7 @@ class S3Source:
         try:
             import obstore
         except ImportError:
-            raise ModelNotFoundError(f"{name} needs obstore: pip install 'quire-llm[s3]'.") from None
+            raise ModelNotFoundError(f"{name} needs obstore: {install_command('quire-llm', 's3')}.") from None
         self._name, self._endpoint, self._obstore = name, endpoint, obstore
         with self._explained():
             self._store = self._connect()

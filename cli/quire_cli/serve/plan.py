@@ -17,7 +17,7 @@ from quire_cli.serve.flags import DEFAULTS, ServeFlags
 from quire_cli.serve.ports import PortError, Ports
 from quire_cli.serve.process_tree import Program
 
-SHARED_POOL = 512 << 20  # bytes of KV memory of each of several engines, so that none of them takes what it finds
+SHARED_POOL = 512 << 20  # bytes of KV memory of each of several engines in the machine's memory
 ANY_ADDRESS = {"0.0.0.0": "127.0.0.1", "::": "::1", "": "127.0.0.1"}  # noqa: S104 - what to connect to, instead
 GRACE = 5.0  # seconds that a process may take longer to end than its settings say
 ENGINE_STEP = 10  # between the ports of two engines
@@ -61,7 +61,8 @@ def make_plan(flags: ServeFlags, model: Path, ports: Ports, gpus: Sequence[str] 
     names = flags.names or [name_of(model)]
     engine = [f"--model={model}", *(f"--served-model-name={name}" for name in names)]
     engine += [*flags.engine, *_unless_given("ENGINE", flags.engine, DEFAULTS["engine"])]
-    if flags.engines > 1 and _unless_given("ENGINE", flags.engine, {"gpu_memory_utilization": ""}):
+    shares_memory = flags.engines > 1 and (not gpus or read_settings(EngineConfig, engine).device == "cpu")
+    if shares_memory and _unless_given("ENGINE", flags.engine, {"gpu_memory_utilization": ""}):
         engine += _unless_given("ENGINE", flags.engine, {"kv_cache_memory": str(SHARED_POOL)})
     if flags.data_parallel_size > 1:
         engine += [f"--data-parallel-rpc-port={ports.free(GROUP_PORT, 'the group of the engines')}"]

@@ -23,6 +23,7 @@ from quire_router.config import Settings
 
 from quire_cli.machine.gpus import visible_gpus
 from quire_cli.machine.memory import memory_shortage, weight_bytes
+from quire_cli.machine.server import DEFAULT_URL
 from quire_cli.model.check import MemoryNeed
 from quire_cli.model.find import FoundModel, find_model
 from quire_cli.model.name import ModelNotFoundError
@@ -31,8 +32,6 @@ from quire_cli.serve.log import say
 from quire_cli.serve.plan import Plan, make_plan, reachable
 from quire_cli.serve.ports import PortError, Ports
 from quire_cli.serve.process_tree import ProcessTree, answers
-
-DEFAULT_URL = "http://127.0.0.1:8000"  # of the commands that talk to a server
 
 
 def serve(arguments: Sequence[str]) -> NoReturn:

@@ -15,6 +15,8 @@ from hashlib import blake2b
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
 
+from quire_proto.folders import no_such_path
+
 from quire_engine.checkpoint.gguf import GGUF_SUFFIX, GgufFile, find_gguf, gguf_config
 from quire_engine.checkpoint.plain_config import plain_config
 from quire_engine.checkpoint.text_part import text_config
@@ -405,7 +407,7 @@ def read_json(path: Path) -> dict[str, Any]:
 def read_json_value(path: Path) -> Any:
     """What a JSON file holds. Raises ``ModelError`` when there is none, or when it holds NaN or Infinity."""
     if not path.parent.is_dir():
-        raise ModelError(f"The model folder {path.parent} does not exist.")
+        raise ModelError(f"There is no model to load: {no_such_path(str(path.parent))}.")
     try:
         return json.loads(path.read_bytes(), parse_constant=lambda name: _refuse_not_finite(path, name))
     except FileNotFoundError:

@@ -27,7 +27,7 @@ log = logging.getLogger(__name__)
 SINGLE_FILE = "model.safetensors"
 INDEX_FILE = "model.safetensors.index.json"
 SAFETENSORS_DTYPES = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
-DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
+DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 # What a causal language model calls the body of its layers. A body that was saved alone, as embedding models are, has
 # tensors without it.
 BODY, EMBEDDING, HEADS = "model.", "embed_tokens.weight", ("lm_head.", "score.")
@@ -194,10 +194,8 @@ def resolve_dtype(name: str, stored: torch.dtype, device: torch.device) -> torch
 def _resolve_name(name: str, stored: torch.dtype, device: torch.device) -> torch.dtype:
     if name in DTYPES:
         return DTYPES[name]
-    if name not in ("auto", "float16"):
+    if name != "auto":
         raise ModelError(f"The dtype {name!r} is not supported; use auto, float32, bfloat16 or float16.")
-    if name == "float16":
-        return torch.float16
     if stored == torch.float16 and device.type == "cpu":
         log.warning("float16 is slow on a CPU: the model runs in bfloat16; --dtype float16 keeps the checkpoint's type")
         return torch.bfloat16

@@ -3,6 +3,8 @@
 import re
 from pathlib import Path
 
+from quire_proto.folders import no_such_path
+
 from quire_engine.errors import ModelError, first_line
 
 _HUB_NAME = re.compile(r"(?P<repo>[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*)(?:@(?P<revision>[^@:\s]+))?")
@@ -30,10 +32,12 @@ def find_model_folder(model: str | Path, *, allow_download: bool = False) -> Pat
         )
     except errors.LocalEntryNotFoundError as error:
         if allow_download:
-            raise ModelError(f"{model} cannot be downloaded: {first_line(error)}.") from None
+            raise ModelError(
+                f"{model} cannot be downloaded: {first_line(error)}; and {no_such_path(str(model))}."
+            ) from None
         raise ModelError(
-            f"{model} is neither a folder here nor in the Hugging Face Hub's local cache: "
-            "download it first (hf download), or let LLM do so with allow_download=True."
+            f"{no_such_path(str(model))}, and the Hugging Face Hub's local cache has no such model: download it first "
+            "(hf download), or let LLM do so with allow_download=True."
         ) from None
     except (errors.HfHubHTTPError, errors.HFValidationError, OSError) as error:
         raise ModelError(f"{model} cannot be downloaded: {first_line(error)}.") from None

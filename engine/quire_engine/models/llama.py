@@ -16,6 +16,7 @@ from quire_engine.checkpoint.config import DecoderConfig
 from quire_engine.core.executor import WeightStats
 from quire_engine.distributed.communicator import PendingSum, shard
 from quire_engine.distributed.pipeline import divide, is_first, is_last
+from quire_engine.errors import ModelError
 from quire_engine.kernels.ops import HeadNorms, norm_rotate, rotate
 from quire_engine.layers.linear import start_sum
 from quire_engine.layers.mlp import GatedMLP, MoE

@@ -7,6 +7,7 @@ from dataclasses import asdict
 from pathlib import Path
 
 from quire_proto.cli import read_settings
+from quire_proto.extras import install_command
 
 from quire_engine.errors import quit_with
 from quire_engine.simulation.comparison import draw_comparison, make_comparison
@@ -25,7 +26,7 @@ def simulate(arguments: Sequence[str]) -> None:
         try:
             check_can_plot()
         except ImportError:
-            quit_with(1, "--plot needs matplotlib: pip install 'quire-engine[plot]'.")
+            quit_with(1, f"--plot needs matplotlib: {install_command('quire-engine', 'plot')}.")
     try:
         arrivals = read_trace(config.trace, start=config.start, limit=config.limit, rate=config.rate, seed=config.seed)
     except TraceError as error:

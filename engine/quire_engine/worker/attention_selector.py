@@ -4,6 +4,7 @@ import logging
 from importlib import import_module
 
 import torch
+from quire_proto.extras import install_command
 
 from quire_engine.attention.base import AttentionBackend, AttentionShape
 from quire_engine.attention.cpu import CpuAttention
@@ -105,7 +106,7 @@ def _check_flashinfer(device: torch.device, dtype: torch.dtype, *, deterministic
     try:
         import_module("flashinfer")
     except ModuleNotFoundError:
-        raise ModelError("FlashInfer is not installed; it comes with quire-engine[cuda].") from None
+        raise ModelError(f"FlashInfer is not installed: {install_command('quire-engine', 'cuda')}.") from None
     except (ImportError, OSError, RuntimeError) as error:  # packages of different versions, or no CUDA libraries
         raise ModelError(f"FlashInfer cannot be loaded: {str(error).partition('. ')[0]}.") from error
     capability = torch.cuda.get_device_capability(device)

@@ -15,6 +15,7 @@ from typing import Any, Self
 from tokenizers import Encoding, Tokenizer, decoders
 
 from quire_proto.errors import TokenizerLoadError, invalid
+from quire_proto.folders import no_such_path
 from quire_proto.sampling import MAX_BAD_WORDS
 from quire_proto.text.chat_template import ChatTemplate, SpecialTokenEscaper
 from quire_proto.text.detokenizer import REPLACEMENT, Decode, OutputTextStream, StopMatcher
@@ -343,7 +344,8 @@ def _read_tokenizer(path: Path) -> Tokenizer:
     try:
         return Tokenizer.from_str(path.read_text(encoding="utf-8"))
     except OSError as error:
-        raise TokenizerLoadError(f"{path}: the tokenizer cannot be read: {error.strerror}.") from error
+        reason = error.strerror if path.parent.exists() else no_such_path(str(path.parent))
+        raise TokenizerLoadError(f"{path}: the tokenizer cannot be read: {reason}.") from error
     except Exception as error:  # what tokenizers raises
         raise TokenizerLoadError(f"{path}: this is not a tokenizer: {error}.") from error
 

@@ -313,7 +313,7 @@ def test_kv_events_need_packages_that_not_every_router_has(capsys, monkeypatch):
     monkeypatch.setattr("quire_router.config.find_spec", lambda _: None)
     with pytest.raises(SystemExit):
         read_settings(flags)
-    assert "pip install 'quire-router[kv-events]'" in capsys.readouterr().err
+    assert "pip install 'pyzmq" in capsys.readouterr().err
 
 
 def test_each_wrong_setting_has_a_line(capsys):

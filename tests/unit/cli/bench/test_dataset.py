@@ -289,4 +289,5 @@ def test_variables_set_what_flags_set_and_the_key_is_never_shown(monkeypatch: py
     config = ServeBenchConfig()
     assert config.goodput == {"ttft": 1, "e2el": 2}
     assert config.headers == {"Authorization": "Bearer secret"}
+    assert ServeBenchConfig(base_url="127.0.0.1:9/v1/").url == "http://127.0.0.1:9"
     assert "other" not in repr(ServeBenchConfig(api_key="other"))  # type: ignore[arg-type]

@@ -6,6 +6,7 @@ from pathlib import Path
 import pytest
 from quire_cli.model.find import find_model
 from quire_cli.model.name import HubName, ModelNotFoundError, OciName, S3Name, read_name
+from quire_proto.folders import no_such_path
 
 from tests.unit.cli.model.conftest import WEIGHT_FILE, model_files
 
@@ -35,7 +36,7 @@ def test_names_are_read(text: str, name: object, tmp_path: Path, monkeypatch: py
 @pytest.mark.parametrize("text", ["name", "./org/name", "/org/name", "~/name", "a/b/c", "org/", "org/model.gguf", "@"])
 def test_what_is_nothing_is_refused(text: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
-    with pytest.raises(ModelNotFoundError, match=r"those are ORG/NAME, such as Qwen/Qwen3-0\.6B\.$"):
+    with pytest.raises(ModelNotFoundError, match=r"on the Hugging Face Hub are ORG/NAME, such as Qwen/Qwen3-0\.6B\.$"):
         read_name(text)
 
 
@@ -151,3 +152,21 @@ def test_gguf_files_in_a_bucket_are_refused() -> None:
 def test_addresses_that_are_not_read_are_refused(address: str) -> None:
     with pytest.raises(ModelNotFoundError, match=r"^(gs|https):// is not read: copy the model here"):
         find_model(address)
+
+
+@pytest.mark.parametrize("typed", ["demo/modle", "dmeo/model", "./demo/modell", "demos/model.gguf"])
+def test_the_folder_that_was_probably_meant_is_named(
+    typed: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "demo" / "model").mkdir(parents=True)
+    (tmp_path / "docs").mkdir()
+    monkeypatch.chdir(tmp_path)
+    assert no_such_path(typed) == f"no folder {typed} is here (did you mean demo/model?)"
+    assert no_such_path(str(tmp_path / "demo" / "modle")).endswith(f"(did you mean {tmp_path}/demo/model?)")
+
+
+def test_nothing_is_guessed_where_nothing_is_similar(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "demo" / "model").mkdir(parents=True)
+    monkeypatch.chdir(tmp_path)
+    assert no_such_path("Qwen/Qwen3-0.6B") == "no folder Qwen/Qwen3-0.6B is here"
+    assert no_such_path("demo/Qwen3") == "no folder demo/Qwen3 is here"

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
+from quire_proto.extras import install_command
 
 from tests.support.registry_server import MANIFEST, PASSWORD, USER, Registry, build_registry, registry_server
 from tests.unit.cli.model.conftest import User, model_files
@@ -221,4 +222,4 @@ def test_the_library_is_asked_for_where_it_is_missing(user: User, tmp_path: Path
     user.variables["PYTHONPATH"] = str(tmp_path)
     with user.start("oci://host/x:1") as process:
         _, error = process.communicate(timeout=60)
-    assert error == "refused: oci://host/x:1 needs oras: pip install 'quire-llm[oci]'.\n"
+    assert error == f"refused: oci://host/x:1 needs oras: {install_command('quire-llm', 'oci')}.\n"

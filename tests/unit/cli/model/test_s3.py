@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
+from quire_proto.extras import install_command
 
 from tests.support.s3_server import ACCESS_KEY, S3Server, s3_server
 from tests.unit.cli.model.conftest import User, model_files
@@ -210,4 +211,4 @@ def test_the_library_is_asked_for_where_it_is_missing(s3: S3User, tmp_path: Path
     s3.variables["PYTHONPATH"] = str(tmp_path)
     with s3.start(NAME) as process:
         _, error = process.communicate(timeout=60)
-    assert error == f"refused: {NAME} needs obstore: pip install 'quire-llm[s3]'.\n"
+    assert error == f"refused: {NAME} needs obstore: {install_command('quire-llm', 's3')}.\n"

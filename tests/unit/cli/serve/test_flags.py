@@ -112,6 +112,6 @@ def test_the_defaults_are_those_of_the_command(capsys: pytest.CaptureFixture[str
         read_flags(["--help"])
     told = " ".join(capsys.readouterr().out.split())
     assert re.search(r"--log-level [^(]*[^-]*\(default: warning\)", told)
-    assert re.search(r"--shutdown-timeout NUMBER [^(]*\(default: 2\)", told)
+    assert re.search(r"--shutdown-timeout SECONDS [^(]*\(default: 2\)", told)
     assert "--journal-file" in told
     assert "(default: one in ~/.local/state/quire for each model and port)" in told

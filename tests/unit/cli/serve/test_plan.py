@@ -172,6 +172,13 @@ def test_several_engines_have_bounded_pools_unless_someone_decided_otherwise(
     assert [engine.kv_cache_memory for engine in engines(plan(*arguments))] == [pool] * int(arguments[1])
 
 
+def test_an_engine_with_gpus_of_its_own_has_their_memory_for_itself() -> None:
+    made = plan("--engines", "2", gpus=["0", "1"])
+    assert [engine.kv_cache_memory for engine in engines(made)] == [None, None]
+    on_cpu = plan("--engines", "2", "--device", "cpu", gpus=["0", "1"])
+    assert [engine.kv_cache_memory for engine in engines(on_cpu)] == [512 << 20] * 2
+
+
 def test_the_log_is_brief_unless_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:
     assert {engines(plan())[0].log_level, router(plan()).log_level} == {"warning"}
     monkeypatch.setenv("QUIRE_ENGINE_LOG_LEVEL", "info")

@@ -88,7 +88,7 @@ def test_without_matplotlib_a_plot_is_refused_with_the_way_to_get_it(command, tr
     with pytest.raises(SystemExit) as end:
         command("--trace", trace, "--plot", "plot.png")
     assert end.value.code == 1
-    assert "quire-engine[plot]" in capsys.readouterr().err
+    assert "pip install 'matplotlib" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(
