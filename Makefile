@@ -45,7 +45,7 @@ $(READY): constraints.txt tests/requirements.txt proto/pyproject.toml engine/pyp
 	@echo "creating the environment in $(VENV) (a few minutes the first time)"
 	@test -n "$$PIP_EXTRA_INDEX_URL" || echo "$$TORCH_SIZE"
 	@test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
-	@scripts/install.sh $(VENV) -e proto -e engine -e router -e cli -r tests/requirements.txt
+	@scripts/pip_install.sh $(VENV) -e proto -e engine -e router -e cli -r tests/requirements.txt
 	@touch $@
 
 $(HELM_READY): constraints.txt tests/kube/requirements.txt

@@ -27,7 +27,7 @@ if [ ! -x "$1/bin/python" ]; then
   echo "creating the environment of the chart's tests in $1"
   "$python" -m venv "$1"
 fi
-scripts/install.sh "$1" -r tests/kube/requirements.txt
+scripts/pip_install.sh "$1" -r tests/kube/requirements.txt
 # The library is built for some systems only.
 if "$1/bin/python" -c 'import helm_sdkpy; helm_sdkpy.get_version()' 2>/dev/null; then
   touch "$1/.ready"

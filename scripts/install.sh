@@ -1,22 +1,55 @@
 #!/bin/sh
-# Installs into the environment of the folder $1 what the other arguments name, as pip would. uv does it, which fetches and
-# unpacks with all cores and takes a fifth of pip's time, from the indexes that pip's variables name; pip itself where uv
-# cannot be had, or does not find all of it, as with an index that just a file of pip's names.
+# Installs Quire from this checkout: into the active virtual environment, or into .venv, which is made if it is missing.
+#
+#   scripts/install.sh [--cpu | --cuda]
+#
+# torch comes first and alone, as only torch is on an index of its own. For a CPU that is the index of torch's builds for
+# CPUs (0.7 GB); where it does not answer, PyPI's CUDA build, which runs on CPUs too (5 GB). With an NVIDIA GPU, or --cuda,
+# it is the CUDA build, and FlashInfer, without which attention is slow.
 set -eu
-cd "$(dirname "$0")/.."
-environment=$1
-shift
-pip() { "$environment/bin/python" -m pip install --quiet --disable-pip-version-check --no-compile -c constraints.txt "$@"; }
+case $0 in */*) cd "${0%/*}/.." ;; *) cd .. ;; esac
+index=${TORCH_CPU_INDEX:-https://download.pytorch.org/whl/cpu}
+seconds=${TORCH_INDEX_TIMEOUT:-20}
+device=cpu
+for gpu in /proc/driver/nvidia/gpus/* /dev/nvidia[0-9]*; do [ ! -e "$gpu" ] || device=cuda; done
+for argument in "$@"; do
+  case $argument in
+    --cpu | --cuda) device=${argument#--} ;;
+    *) echo "error: unknown option $argument; usage: scripts/install.sh [--cpu | --cuda]" >&2; exit 2 ;;
+  esac
+done
 
-by_uv() {
-  pip uv 2>/dev/null || return 1
-  # The best version of all indexes, as pip takes it; uv would stop at the first index that has the name.
-  set -- pip install --quiet --index-strategy unsafe-best-match --python "$environment/bin/python" -c constraints.txt "$@"
-  for url in ${PIP_EXTRA_INDEX_URL:-}; do set -- "$@" --index "$url"; done
-  for url in ${PIP_FIND_LINKS:-}; do set -- "$@" --find-links "$url"; done
-  [ -z "${PIP_CERT:-}" ] || export SSL_CERT_FILE="$PIP_CERT"
-  [ -z "${PIP_INDEX_URL:-}" ] || set -- "$@" --default-index "$PIP_INDEX_URL"
-  "$environment/bin/uv" "$@"
+active=${VIRTUAL_ENV:-${CONDA_PREFIX:-}}
+environment=${active:-.venv}
+if [ ! -x "$environment/bin/python" ]; then
+  ${PYTHON:-python3} -m venv "$environment" || {
+    echo "error: no virtual environment could be made in $environment: install python3-venv, or name a Python with PYTHON=" >&2
+    exit 1
+  }
+fi
+install() { INSTALL_OUTPUT=shown scripts/pip_install.sh "$environment" "$@"; }
+
+# Python's own timeouts do not hold for the lookup of a name, which an alarm ends too.
+index_answers() {
+  "$environment/bin/python" - "$index/torch/" "$seconds" 2>/dev/null <<'PROBE'
+import signal, sys, urllib.request
+signal.alarm(int(sys.argv[2]))
+urllib.request.urlopen(sys.argv[1]).read(1)
+PROBE
 }
 
-by_uv "$@" || pip "$@"
+if [ "$device" = cuda ]; then
+  echo "installing torch's CUDA build and FlashInfer (about 6 GB)"
+  install ./proto './engine[cuda]' ./router ./cli
+  command -v nvcc >/dev/null || echo "note: FlashInfer compiles its kernels with nvcc, which is not here; docs/gpu.md#installing says how to do without"
+else
+  if index_answers; then
+    echo "installing torch's build for CPUs (0.7 GB)"
+    PIP_EXTRA_INDEX_URL="$index ${PIP_EXTRA_INDEX_URL:-}" install torch
+  else
+    echo "warning: $index did not answer within $seconds s: installing torch's CUDA build from PyPI instead, which runs on CPUs too (5 GB)"
+  fi
+  install ./proto ./engine ./router ./cli
+fi
+[ -n "$active" ] && next="" || next=". $environment/bin/activate && "
+echo "installed; next: ${next}quire serve demo/model --served-model-name quire-demo"

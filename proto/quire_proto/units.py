@@ -72,7 +72,7 @@ def _bytes_of(text: str) -> float | None:
     if found is None or (found["binary"] and not found["prefix"]):
         return None
     base = 1024 if found["binary"] else 1000
-    return float(found["number"]) * base ** _EXPONENTS[found["prefix"].lower()]
+    return float(found["number"]) * float(base ** _EXPONENTS[found["prefix"].lower()])
 
 
 SIZE, GIBIBYTES, DURATION = BeforeValidator(read_size), BeforeValidator(read_gib), BeforeValidator(read_duration)

@@ -26,7 +26,7 @@ def readme_commands() -> list[str]:
     return code_lines(section((ROOT / "README.md").read_text(), "Start"))
 
 
-def wheels_command() -> str:
-    """The line of docs/release.md that installs the wheels of ``dist/``, with torch's build for processors."""
+def wheels_commands() -> list[str]:
+    """The lines of docs/release.md that install torch's build for CPUs and then the wheels of ``dist/``."""
     lines = code_lines((ROOT / "docs" / "release.md").read_text())
-    return next(line for line in lines if line.startswith("pip install") and "--extra-index-url" in line)
+    return [line for line in lines if line.startswith("pip install")]

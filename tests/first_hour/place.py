@@ -18,7 +18,7 @@ from pathlib import Path
 
 USER, NUMBER = "reader", 1000
 HOME = Path("/home") / USER
-VENV = HOME / "venv"
+VENV = HOME / "quire" / ".venv"  # where the clone's own script makes it
 PYTHON = Path(os.path.realpath(sys.executable))
 # Where libraries are on one Linux or another.
 LIBRARIES = ("usr/lib", "usr/lib32", "usr/lib64", "lib", "lib32", "lib64")
@@ -54,7 +54,6 @@ class Place:
             "USER": USER,
             "LANG": "C.UTF-8",
             "PATH": f"{VENV / 'bin'}:/usr/bin",
-            "VIRTUAL_ENV": str(VENV),
         }
         users = (line.split() for line in Path("/proc/self/uid_map").read_text().splitlines())
         # False within a namespace that knows its root alone: there the user gets a further namespace.

@@ -25,7 +25,7 @@ import time
 from collections.abc import Iterable
 from pathlib import Path
 
-from tests.first_hour.commands import ROOT, readme_commands, wheels_command
+from tests.first_hour.commands import ROOT, readme_commands, wheels_commands
 from tests.first_hour.needs import packages_of, requirements_of
 from tests.first_hour.place import HOME, PYTHON, VENV, Place, enter, is_possible
 from tests.support.hub_server import hub_server
@@ -60,7 +60,7 @@ class FirstHour:
             answer = self._finish(line, stdin=f"{QUESTION}\n" if asks else "")
             if "12" not in answer and (asks or QUESTION in words):
                 sys.exit(f"that is not what 7 plus 5 is: {answer}")
-        elif words[0] == "quire" or words[:2] == ["pip", "install"]:
+        elif words[0] in ("quire", ".", "scripts/install.sh") or words[:2] == ["pip", "install"]:
             self._finish(line)
         else:
             sys.exit(f"the README begins with what tests/first_hour does not know to run: {line}")
@@ -135,6 +135,7 @@ def run_all(root: Path, wheels: Path, *, fetch: bool, sources: bool) -> None:
     lay_out_clone(place, wheels)
     make_environment(place, needed)
     install, *rest = readme_commands()
+    torch, wheels_line = wheels_commands()
     names = [words[2] for words in map(shlex.split, rest) if words[:2] == ["quire", "serve"]]
     with hub_server() as hub:
         for name in names:
@@ -142,7 +143,8 @@ def run_all(root: Path, wheels: Path, *, fetch: bool, sources: bool) -> None:
                 hub.add(name, {file.name: file.read_bytes() for file in MODEL.iterdir() if file.is_file()})
         place.environment["HF_ENDPOINT"] = hub.url
         hour = FirstHour(place, compiled=not sources)
-        hour.run(install if sources else wheels_command())
+        for line in [install] if sources else [torch, wheels_line] if fetch else [wheels_line]:
+            hour.run(line)
         for line in rest:
             hour.run(line)
         hour.stop()

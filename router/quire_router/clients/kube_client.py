@@ -12,6 +12,8 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Self
 
+from quire_proto.extras import install_command
+
 if TYPE_CHECKING:
     from kubernetes.aio.client import ApiClient
 
@@ -39,7 +41,7 @@ def require_library(what: str) -> None:
     Kubernetes need it.
     """
     if find_spec("kubernetes") is None:
-        raise ValueError(f"{what} needs the package kubernetes: pip install 'quire-router[kubernetes]'")
+        raise ValueError(f"{what} needs the package kubernetes: {install_command('quire-router', 'kubernetes')}")
 
 
 @asynccontextmanager

@@ -10,7 +10,7 @@ def simulate(arguments: Sequence[str]) -> None:
     or a file cannot be read or written.
     """
     if find_spec("quire_engine") is None:
-        sys.stderr.write("quire-router: Simulating runs the engine's own code: pip install 'quire-router[simulate]'.\n")
+        sys.stderr.write("quire-router: The simulator needs the engine's code: pip install ./engine in the checkout.\n")
         raise SystemExit(1)
     from quire_router.simulation.command import run
 

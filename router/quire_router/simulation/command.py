@@ -9,6 +9,7 @@ from typing import NoReturn
 
 from quire_engine.simulation.trace import TraceError
 from quire_proto.cli import read_settings
+from quire_proto.extras import install_command
 
 from quire_router.simulation.config import FleetSettings
 from quire_router.simulation.experiments import (
@@ -86,7 +87,7 @@ def _plot(path: Path, records: Records) -> None:
     try:
         draw_plots(path, records)
     except ImportError:
-        _exit(1, "Plots need matplotlib: pip install 'quire-router[plot]'.")
+        _exit(1, f"Plots need matplotlib: {install_command('quire-router', 'plot')}.")
     except (OSError, ValueError) as error:
         _exit(1, f"The plot cannot be written: {error}.")
 

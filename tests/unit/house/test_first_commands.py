@@ -3,13 +3,14 @@
 import shlex
 import zipfile
 
-from tests.first_hour.commands import ROOT, code_lines, readme_commands, section, wheels_command
+from tests.first_hour.commands import ROOT, code_lines, readme_commands, section, wheels_commands
 from tests.first_hour.needs import requirements_of
 
 
 def test_the_readme_installs_and_then_serves_talks_and_measures():
-    install, *rest = map(shlex.split, readme_commands())
-    assert install[:2] == ["pip", "install"]
+    install, activate, *rest = map(shlex.split, readme_commands())
+    assert (ROOT / install[0]).stat().st_mode & 0o111
+    assert activate == [".", ".venv/bin/activate"]
     assert {words[0] for words in rest} == {"quire"}
     assert {"serve", "chat", "bench"} <= {words[1] for words in rest}
     served = [words[2] for words in rest if words[1] == "serve"]
@@ -17,10 +18,11 @@ def test_the_readme_installs_and_then_serves_talks_and_measures():
     assert [name for name in served if not (ROOT / name).exists()], "no model of the Hub"
 
 
-def test_the_page_of_releases_installs_the_wheels_from_the_same_index_of_torch():
-    install = readme_commands()[0].split()
-    if "--extra-index-url" in install:
-        assert install[install.index("--extra-index-url") + 1] in wheels_command().split()
+def test_the_page_of_releases_installs_torch_from_the_same_index_and_then_wheels_by_their_files():
+    torch, wheels = wheels_commands()
+    _, _, index = torch.partition("--index-url ")
+    assert f"TORCH_CPU_INDEX:-{index.split()[0]}}}" in (ROOT / "scripts" / "install.sh").read_text()
+    assert wheels == "pip install dist/*.whl"
 
 
 def test_commands_are_the_lines_of_plain_blocks_without_comments():

@@ -97,8 +97,8 @@ def test_a_plot_is_written(command, tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("missing", "arguments", "said"),
     [
-        ("matplotlib.figure", ("--plot", "plot.png", "--policies", "cost"), "quire-router[plot]"),
-        ("quire_engine", (), "quire-router[simulate]"),
+        ("matplotlib.figure", ("--plot", "plot.png", "--policies", "cost"), "pip install 'matplotlib"),
+        ("quire_engine", (), "pip install ./engine"),
     ],
 )
 def test_a_missing_dependency_is_reported_with_its_extra(
