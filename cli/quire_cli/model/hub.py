@@ -17,6 +17,7 @@ from huggingface_hub import HfApi, ModelInfo, constants, get_cached_repo_tree, g
 from huggingface_hub import errors as hub
 from huggingface_hub.file_download import repo_folder_name
 from huggingface_hub.utils.tqdm import tqdm
+from quire_engine.checkpoint.progress import one_bar
 from quire_engine.errors import first_line
 from quire_proto import __version__
 from quire_proto.folders import no_such_path
@@ -98,9 +99,9 @@ class HubRepository:
                 f"downloading {self.name.repo} at {self.commit[:8]}: {len(missing)} files, {size / 1e9:.2f} GB, into "
                 f"{constants.HF_HUB_CACHE}"
             )
-        with _explained(self.name, self._api):
+        with _explained(self.name, self._api), one_bar(self.name.repo) as bar:
             folder = self._api.snapshot_download(
-                self.name.repo, revision=self.revision, allow_patterns=files, max_workers=4
+                self.name.repo, revision=self.revision, allow_patterns=files, max_workers=4, tqdm_class=bar
             )
         return Path(folder)
 

@@ -22,14 +22,18 @@ def find_model_folder(model: str | Path, *, allow_download: bool = False) -> Pat
     # It takes a fifth of a second to import.
     from huggingface_hub import errors, snapshot_download
 
+    from quire_engine.checkpoint.progress import one_bar
+
     try:
-        folder = snapshot_download(
-            found["repo"],
-            revision=found["revision"],
-            allow_patterns=list(FILES),
-            ignore_patterns=["*/*"],  # copies for other libraries
-            local_files_only=not allow_download,
-        )
+        with one_bar(found["repo"]) as bar:
+            folder = snapshot_download(
+                found["repo"],
+                revision=found["revision"],
+                allow_patterns=list(FILES),
+                ignore_patterns=["*/*"],  # copies for other libraries
+                local_files_only=not allow_download,
+                tqdm_class=bar,
+            )
     except errors.LocalEntryNotFoundError as error:
         if allow_download:
             raise ModelError(

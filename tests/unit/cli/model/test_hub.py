@@ -2,8 +2,13 @@
 leaves.
 """
 
+import fcntl
 import json
+import os
+import struct
 import subprocess
+import sys
+import termios
 from contextlib import suppress
 from pathlib import Path
 
@@ -295,3 +300,31 @@ def test_a_broken_cache_is_told(user: User) -> None:
     assert user.refused("org/small") == f"The copy of org/small in the cache is broken (model.safetensors): {where}"
     blob.unlink()  # the link to it is left: the file is missing, and downloaded
     assert (user.find("org/small")[0] / "model.safetensors").stat().st_size == len(WEIGHT_FILE)
+
+
+DOWNLOAD = """
+import os
+from quire_cli.model.find import find_model
+find_model("org/small")
+os.write(1, b"engine-0 | a line of the log\\n")
+"""
+
+
+def test_what_is_printed_after_a_download_begins_a_line_of_its_own(user: User, tmp_path: Path) -> None:
+    """In a terminal, where there are bars."""
+    user.hub.add("org/small", model_files())
+    ours, terminal = os.openpty()
+    fcntl.ioctl(terminal, termios.TIOCSWINSZ, struct.pack("HHHH", 24, 100, 0, 0))
+    environment = {**os.environ, "HF_ENDPOINT": user.hub.url, "HF_HOME": str(tmp_path)}
+    process = subprocess.Popen(
+        [sys.executable, "-c", DOWNLOAD], env=environment, stdin=terminal, stdout=terminal, stderr=terminal
+    )
+    os.close(terminal)
+    shown = b""
+    with suppress(OSError):  # a terminal that nobody has any more
+        while piece := os.read(ours, 1 << 16):
+            shown += piece
+    os.close(ours)
+    assert process.wait(60) == 0, shown
+    assert b"org/small: 100%" in shown
+    assert shown.endswith(b"\r\nengine-0 | a line of the log\r\n")
