@@ -79,6 +79,7 @@ class ProcessTree:
         self._end: asyncio.Future[End] | None = None
         self._stopping = False
         self._killed: set[str] = set()  # names of those that did not end with their group, until they have
+        self._restarted: set[str] = set()  # names of those that died and were started again
         self._warnings: dict[tuple[str, str], str] = {}  # of each kind's starts, and who gave each first
         self.ready: set[str] = set()
         """Names of the programs that are ready now."""
@@ -155,6 +156,7 @@ class ProcessTree:
             if loop.time() - began > _STABLE:
                 backoff.reset()
             self._say(f"{told} and is started again", SELF)
+            self._restarted.add(program.name)
             await asyncio.sleep(backoff.next())
 
     def _end_group(self, ended: Program) -> None:
@@ -227,7 +229,10 @@ class ProcessTree:
 
     async def _probe(self, program: Program) -> None:
         """Waits until the program is ready."""
+        began = asyncio.get_running_loop().time()
         await answers(*program.probe, program.host)
+        if program.name in self._restarted:
+            self._say(f"{program.name} is ready again after {asyncio.get_running_loop().time() - began:.1f} s", SELF)
         self.ready.add(program.name)
         self._on_ready()
 

@@ -113,7 +113,7 @@ class ConnectFailure:
         if isinstance(error, grpc.aio.AioRpcError):
             details = error.details() or ""
             if "connection refused" in details.lower():
-                return cls("nobody listens there", refused=True)
+                return cls("connection refused", refused=True)
             if (about_tls := explain(details, tls)) is not None:
                 return cls(about_tls, lasting=True)
             return cls(f"{error.code().name}: {details}")

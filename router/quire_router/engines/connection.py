@@ -143,6 +143,8 @@ class EngineConnection:
         self._connected = False
         self._closing = False
         self._lost = True
+        self._problem = ""  # why there is no stream: what the last try to open one, or to read from it, observed
+        self._broken_at: float | None = None  # when the last stream broke that nobody had announced
         self._unacknowledged = 0
         self._ack_timer: asyncio.TimerHandle | None = None
         self._grace_timer: asyncio.TimerHandle | None = None
@@ -310,6 +312,7 @@ class EngineConnection:
                 problem = ConnectFailure("a failure of the link itself")
             if not self._closing:
                 forget_cancellations()
+            self._problem = problem.text
             if self._connected:
                 self._on_stream_lost()
                 failures = self._new_failure_log()
@@ -433,7 +436,12 @@ class EngineConnection:
         self._retry_requested.clear()
         self._connected, self._lost = True, False
         self._stop_grace()
-        log.info("engine %s is connected (%s)", self.address, "resumed" if snapshot.resumed else "new session")
+        if self._broken_at is not None and not snapshot.resumed:  # as loud as the loss was
+            seconds = asyncio.get_running_loop().time() - self._broken_at
+            log.warning("engine %s is back after %.1f s", self.address, seconds)
+        else:
+            log.info("engine %s is connected (%s)", self.address, "resumed" if snapshot.resumed else "new session")
+        self._broken_at = None
         self._on_change()
 
     def _on_stream_lost(self) -> None:
@@ -441,6 +449,7 @@ class EngineConnection:
         _cancel(self._ack_timer)
         self._ack_timer, self._unacknowledged, self._unacknowledged_bytes = None, 0, 0
         loop = asyncio.get_running_loop()
+        self._broken_at = None if self.session.draining else loop.time()
         self._grace_timer = loop.call_later(self.settings.grace, self._declare_lost)
         self._move_timer = loop.call_later(self.settings.move_after, self._move_requests)
         self._on_change()
@@ -448,7 +457,7 @@ class EngineConnection:
     def _move_requests(self) -> None:
         """There is still no stream: what others can take leaves, now or once there are others."""
         if self._has_substitute():
-            self.session.withdraw_all(EngineLost, "the stream to the engine broke")
+            self.session.withdraw_all(EngineLost, self._problem)
         self._move_timer = asyncio.get_running_loop().call_later(self.settings.move_after, self._move_requests)
 
     def _shorten_grace(self, seconds: float) -> None:
@@ -467,7 +476,7 @@ class EngineConnection:
         self._connected, self._lost = False, True
         self._stop_grace()
         _cancel(self._ack_timer)
-        self.session.fail_all("the engine did not come back in time")
+        self.session.fail_all("the router leaves it" if self._closing else self._problem)
         self._on_lost()
 
     # Acknowledgements

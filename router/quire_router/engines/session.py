@@ -283,8 +283,7 @@ class Session:
         """
         self.sequence = 0
         if count := self.in_flight:
-            what = "a request goes" if count == 1 else f"{count} requests go"
-            log.warning("engine %s is lost, and %s on without it: %s", self.address, what, reason)
+            log.warning("lost engine %s (%s); resubmitting %s", self.address, reason, _requests(count))
         for stream in list(self._streams.values()):
             self._remember_cancel(stream)
             stream.lose(self._loss(reason))
@@ -297,8 +296,7 @@ class Session:
         """
         leaving = [each for each in self._streams.values() if loss is not EngineSilent or not each.stays_when_silent]
         if leaving:
-            what = "a request goes" if len(leaving) == 1 else f"{len(leaving)} requests go"
-            log.warning("%s on without engine %s: %s", what, self.address, reason)
+            log.warning("moving %s away from engine %s: %s", _requests(len(leaving)), self.address, reason)
         for stream in leaving:
             stream.withdraw(loss(reason))
 
@@ -307,7 +305,8 @@ class Session:
         self.fail_all("a batch of the engine was lost")
 
     def _start_over(self, snapshot: engine_pb2.Snapshot) -> None:
-        self.fail_all("the engine has restarted or forgot this router's session")
+        same_engine = snapshot.generation == self.engine_generation
+        self.fail_all("it has forgotten the session" if same_engine else "it restarted")
         if snapshot.resumed:  # it was on its way while the session was given up, and does not have the cache contents
             raise SequenceGap("the engine resumed a session that was given up")
         self.sequence = snapshot.sequence
@@ -465,3 +464,7 @@ def _output(message: engine_pb2.SequenceOutput, reason: FinishReason | None, ask
         if asked.logprobs and reason is FinishReason.STOP and message.HasField("stop_token"):
             output.stop_token = stop_token_from_proto(message.stop_token)
     return output
+
+
+def _requests(count: int) -> str:
+    return "1 request" if count == 1 else f"{count} requests"

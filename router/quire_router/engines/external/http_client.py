@@ -51,7 +51,7 @@ TRANSPORT_ERRORS = (aiohttp.ClientError, OSError, TimeoutError)
 def explain(error: Exception) -> str:
     """One of ``TRANSPORT_ERRORS`` in a few words."""
     if is_refusal(error):
-        return "nobody listens there"
+        return "connection refused"
     if isinstance(error, (aiohttp.ClientPayloadError, aiohttp.ServerDisconnectedError, ConnectionError)):
         return "the connection broke"
     if isinstance(error, TimeoutError):

@@ -94,6 +94,7 @@ async def test_what_is_killed_is_started_again_and_the_others_stay() -> None:
         assert process_of(tree, "router") == router
         assert lines.lines.count(("quire", "engine-1 was killed with SIGKILL (by the system, if memory ran out) "
                                   "and is started again")) == 1  # fmt: skip
+        assert [text for speaker, text in lines.lines if "is ready again" in text and speaker == "quire"] != []
         assert not task.done()
 
 

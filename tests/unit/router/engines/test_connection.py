@@ -2,6 +2,7 @@
 
 import asyncio
 import logging
+import re
 from collections.abc import AsyncIterator, Iterator
 from contextlib import asynccontextmanager
 from dataclasses import replace
@@ -235,9 +236,22 @@ async def test_a_lost_engine_is_one_warning_with_the_number_of_its_requests(capl
         for stream in streams:
             with pytest.raises(EngineLost):
                 await anext(stream)
-    lost = [record for record in caplog.records if "is lost" in record.getMessage()]
+    lost = [record for record in caplog.records if "lost engine" in record.getMessage()]
     assert [record.levelno for record in lost] == [logging.WARNING]
-    assert lost[0].getMessage().startswith(f"engine {link.address} is lost, and 3 requests go on without it: ")
+    assert lost[0].getMessage() == f"lost engine {link.address} (connection refused); resubmitting 3 requests"
+
+
+async def test_the_log_names_what_was_observed_and_the_engines_return(caplog: pytest.LogCaptureFixture) -> None:
+    """At the level that an operator has, also where nothing was running."""
+    async with linked(ConnectionSettings(grace=3600, silence=0.05, stall=0.2, backoff=0.01)) as (engine, link):
+        stream = await submitted(engine, link, submit("a"))
+        with pytest.raises(EngineLost):  # it is there, says nothing, and then knows nothing
+            await anext(stream)
+        await until(lambda: link.ready)
+    silence, lost, back = [record.getMessage() for record in caplog.records if record.levelno == logging.WARNING]
+    assert silence == f"engine {link.address} cannot be reached: the engine said nothing for 0.2 seconds"
+    assert lost == f"lost engine {link.address} (it has forgotten the session); resubmitting 1 request"
+    assert re.fullmatch(rf"engine {link.address} is back after \d+\.\d s", back)
 
 
 async def test_an_engine_that_refuses_connections_is_lost_without_the_grace() -> None:
@@ -417,7 +431,7 @@ async def levels_told(settings: ConnectionSettings, caplog: pytest.LogCaptureFix
 
 
 def told(caplog: pytest.LogCaptureFixture) -> list[logging.LogRecord]:
-    return [record for record in caplog.records if "nobody listens there" in record.getMessage()]
+    return [record for record in caplog.records if "connection refused" in record.getMessage()]
 
 
 async def test_abandoned_requests_are_cancelled_when_the_engine_returns() -> None:
