@@ -103,6 +103,22 @@ def test_probabilities_are_colours_and_can_be_read_with_the_keyboard(stack: Stac
     assert "The most probable:" in browser.text(".chosen")
 
 
+@pytest.mark.parametrize("logprobs", [False, True])
+def test_control_tokens_are_never_shown(stack: Stack, browser: Browser, logprobs: bool) -> None:
+    browser.open(stack.router.url)
+    browser.set(temperature=0, max_tokens=60, logprobs=logprobs)
+    browser.say("What is 7 plus 5?")
+    answer = browser.answer()
+    assert "12" in answer
+    assert "<|" not in browser.text("main")
+    if logprobs:
+        shown = "".join(token.get_attribute("textContent") for token in browser.all(".tokens span"))
+        assert shown and shown in answer
+        for _ in range(len(browser.all(".tokens span"))):
+            browser.find(".tokens").send_keys("\ue014")  # arrow right
+            assert "<|" not in browser.text(".chosen")
+
+
 def test_a_conversation_goes_on_while_the_tabs_storage_is_full(stack: Stack, browser: Browser) -> None:
     browser.open(stack.router.url)
     browser.set(temperature=0, max_tokens=40, logprobs=True)

@@ -191,7 +191,12 @@ function apply(message, chunk) {
   if (reasoning) message.reasoning = (message.reasoning ?? "") + reasoning;
   for (const part of calls ?? []) addCall((message.tool_calls ??= []), part);
   if (choice.logprobs?.content?.length && message.tokens !== null) {
-    const tokens = choice.logprobs.content.map((each) => [each.token, each.logprob, each.top_logprobs.map((top) => [top.token, top.logprob])]);
+    const tokens = choice.logprobs.content.map((each) => [
+      each.token,
+      each.logprob,
+      each.top_logprobs.map((top) => [top.token, top.logprob]),
+      each.bytes ?? [],
+    ]);
     (message.tokens ??= []).push(...tokens);
   }
   if (choice.finish_reason) message.finish = choice.finish_reason;

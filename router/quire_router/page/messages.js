@@ -15,6 +15,11 @@ const SHADES = 8;
 const shade = (logprob) => Math.min(SHADES - 1, Math.floor(-logprob / Math.LN2));
 const percent = (logprob) => `${(100 * Math.exp(logprob)).toPrecision(3)} %`;
 const visible = (text) => text.replaceAll("\n", "⏎\n");
+const CONTROL = /^<[|｜][^<>]*[|｜]>$|^<\/?s>$|^<(bos|eos|pad|start_of_turn|end_of_turn)>$/;
+const SPACES = [9, 10, 13, 32];
+
+/** Whether the bytes of a token are the next ones of `text` from `at` on, as far as that is there. */
+const continues = (text, at, bytes) => bytes.every((byte, index) => at + index >= text.length || text[at + index] === byte);
 
 /** Shows `message`. `onResults` is called with one result for each of its tool calls, in their order. */
 export class MessageView {
@@ -45,13 +50,21 @@ export class MessageView {
     this.reasoning.hidden = !reasoning;
     if (reasoning) render(this.thoughts, reasoning);
     if (role !== "assistant") this.text.textContent = content;
-    else if (tokens?.length) this.showTokens(tokens);
+    else if (tokens?.length && !this.misread) this.showTokens(tokens, complete);
     else render(this.text, content);
     if (complete) this.showEnd();
   }
 
-  showTokens(tokens) {
+  /**
+   * Shows the tokens that the answer's text is made of. Others, such as the end of the turn and the marks of reasoning, are
+   * no part of it. A token whose text has not come yet is shown later.
+   */
+  showTokens(tokens, complete) {
     if (!this.tokens) {
+      this.read = 0; // of the tokens
+      this.at = 0; // bytes of the text that they were
+      this.shown = []; // the index of each token that has a place on the page
+      this.decoder = new TextDecoder();
       this.tokens = element("div", { class: "tokens", tabIndex: 0, role: "group", "aria-label": "Tokens. Arrow keys show how probable each one was." });
       this.chosen = element("p", { class: "chosen", role: "status" });
       this.tokens.addEventListener("click", (event) => this.choose([...this.tokens.children].indexOf(event.target)));
@@ -62,8 +75,25 @@ export class MessageView {
       });
       this.text.replaceChildren(this.tokens, this.chosen);
     }
-    for (const [text, logprob] of tokens.slice(this.tokens.childElementCount)) {
-      this.tokens.append(element("span", { class: `p${shade(logprob)}`, textContent: visible(text) }));
+    const { content, reasoning } = this.message;
+    const before = new TextEncoder().encode(reasoning ?? "").length;
+    const text = new TextEncoder().encode((reasoning ?? "") + content);
+    for (; this.read < tokens.length; this.read++) {
+      if (this.at === text.length && !complete) return;
+      const [, logprob, , all] = tokens[this.read];
+      // Spaces where a text begins are not always part of it.
+      const bytes = continues(text, this.at, all) ? all : all.slice(all.findIndex((byte) => !SPACES.includes(byte)));
+      if (!bytes.length || this.at === text.length || !continues(text, this.at, bytes)) continue;
+      if (this.at + bytes.length > text.length && !complete) return;
+      const part = this.decoder.decode(text.slice(this.at, this.at + bytes.length), { stream: true });
+      this.at = Math.min(text.length, this.at + bytes.length);
+      if (this.at <= before) continue;
+      this.shown.push(this.read);
+      this.tokens.append(element("span", { class: `p${shade(logprob)}`, textContent: visible(part) }));
+    }
+    if (complete && this.at < text.length) {
+      this.misread = true; // the tokens are not those of the text: it is shown without them
+      render(this.text, content);
     }
   }
 
@@ -74,8 +104,8 @@ export class MessageView {
     this.tokens.children[this.index]?.classList.remove("on");
     found.classList.add("on");
     this.index = index;
-    const [text, logprob, others] = this.message.tokens[index];
-    const name = (token) => JSON.stringify(token);
+    const [text, logprob, others] = this.message.tokens[this.shown[index]];
+    const name = (token) => (CONTROL.test(token) ? "a control token" : JSON.stringify(token));
     const rest = others.map(([token, other]) => `${name(token)} ${percent(other)}`).join(", ");
     this.chosen.textContent = `${name(text)} had ${percent(logprob)}. The most probable: ${rest}.`;
   }
