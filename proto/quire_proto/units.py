@@ -54,8 +54,16 @@ def read_duration(value: object) -> object:
     text = _with_unit(value)
     if text is None:
         return value
-    if not _DURATION.fullmatch(text):
+    seconds = seconds_of(text)
+    if seconds is None:
         raise ValueError(f"{text!r} is not a duration: write seconds, or units, such as 500ms, 30s, 5m or 1h30m")
+    return seconds
+
+
+def seconds_of(text: str) -> float | None:
+    """Returns the seconds of a duration with units, such as ``1h30m``; None for any other text."""
+    if len(text) > _LONGEST or not _DURATION.fullmatch(text):
+        return None
     return sum(float(number) * _SECONDS[unit] for number, unit in _DURATION_PART.findall(text))
 
 

@@ -18,6 +18,7 @@ from pydantic import (
     Field,
     model_validator,
 )
+from quire_proto.units import Seconds
 
 from quire_router.admission.settings_file import (
     FileVersions,
@@ -101,7 +102,7 @@ class _Policy(BaseModel):
     tokens_per_minute: Count | None = None
     max_concurrent: Count | None = None
     max_queued: Count | None = None
-    retention: Annotated[float, Field(ge=0, le=31_536_000)] | None = None
+    retention: Annotated[Seconds, Field(ge=0, le=31_536_000)] | None = None
 
     def tenant(self, tenant_id: str) -> Tenant:
         fields = self.model_dump(include=_POLICY) | {"models": frozenset(self.models)}

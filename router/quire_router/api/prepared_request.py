@@ -19,6 +19,7 @@ from quire_proto.errors import internal, invalid
 from quire_proto.structured_output import Structured, StructuredKind
 from quire_proto.text.tokenizer import ModelTokenizer
 from quire_proto.text.tool_arguments import parameter_types
+from quire_proto.units import seconds_of
 
 from quire_router.api.auth import Identity
 from quire_router.api.schemas.openai import Api, ChatRequest, GenerationBody
@@ -202,14 +203,17 @@ def read_label(name: str, values: Sequence[str]) -> str:
 
 
 def read_timeout(name: str, values: Sequence[str]) -> float | None:
-    """Returns a number of seconds above 0; None when there is none. Raises ``QuireError`` INVALID."""
+    """Returns the seconds above 0 of a duration, which may have units; None when there is none. Raises ``QuireError``
+    INVALID.
+    """
     if not values:
         return None
     if len(values) > 1:
         raise invalid(name, f"There is more than one {name}.")
-    if not _SECONDS.fullmatch(values[0]) or float(values[0]) == 0:
-        raise invalid(name, f"{name} must be a number of seconds above 0, such as 30 or 2.5.")
-    return float(values[0])
+    seconds = float(values[0]) if _SECONDS.fullmatch(values[0]) else seconds_of(values[0])
+    if not seconds or seconds == math.inf:
+        raise invalid(name, f"{name} must be a number of seconds above 0, such as 30 or 2.5, or a duration such as 5m.")
+    return seconds
 
 
 def options_from_headers(values: Callable[[str], Sequence[str]]) -> RequestOptions:
