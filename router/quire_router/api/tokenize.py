@@ -2,7 +2,7 @@
 Messages and the Responses API ask for the same with (``to_tokenize``, ``input_to_tokenize``).
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Annotated, ClassVar, Self
 
@@ -10,10 +10,12 @@ from pydantic import Field, model_validator
 from quire_proto.errors import QuireError, invalid
 from quire_proto.text.tokenizer import ModelTokenizer
 
+from quire_router.api.schemas import parameters
 from quire_router.api.schemas.anthropic import CountTokensRequest, TranslatedMessages
-from quire_router.api.schemas.base import MAX_PROMPT_TOKENS, StrictModel, Unsupported
+from quire_router.api.schemas.base import MAX_PROMPT_TOKENS, StrictModel
 from quire_router.api.schemas.conversation import ChatMessage, check_messages, check_tools, to_template_messages
 from quire_router.api.schemas.openai import MAX_MESSAGES, TemplatedBody
+from quire_router.api.schemas.parameters import Table
 from quire_router.api.schemas.response_items import History
 from quire_router.api.schemas.responses import InputTokensRequest, TranslatedResponses
 from quire_router.api.tools_and_reasoning import template_options
@@ -22,13 +24,10 @@ from quire_router.api.tools_and_reasoning import template_options
 class TokenizeRequest(TemplatedBody):
     """Either a text or a conversation."""
 
-    unsupported: ClassVar[Mapping[str, Unsupported]] = {
-        "chat_template": Unsupported((), "put chat_template.jinja into the model's folder"),
-        "continue_final_message": Unsupported((False,), "leave the last message out and add its text to the prompt"),
-    }
+    foreign: ClassVar[Table] = parameters.TOKENIZE
 
     model: Annotated[str, Field(min_length=1, max_length=128)]
-    prompt: str | None = None
+    prompt: str | None = parameters.named(parameters.TOKENIZE, "prompt", None)
     messages: Annotated[list[ChatMessage], Field(min_length=1, max_length=MAX_MESSAGES, fail_fast=True)] | None = None
     add_special_tokens: bool | None = None
     add_generation_prompt: bool | None = None
@@ -85,6 +84,8 @@ def input_to_tokenize(request: InputTokensRequest, history: History) -> Tokenize
 
 class DetokenizeRequest(StrictModel):
     """Tokens of a model."""
+
+    foreign: ClassVar[Table] = parameters.DETOKENIZE
 
     model: Annotated[str, Field(min_length=1, max_length=128)]
     tokens: Annotated[list[Annotated[int, Field(ge=0, lt=2**31)]], Field(max_length=MAX_PROMPT_TOKENS, fail_fast=True)]

@@ -28,11 +28,12 @@ from quire_router.api.schemas.openai import (
     CompletionRequest,
     GenerationBody,
     TemplatedBody,
+    TemplateOptions,
 )
 from quire_router.api.schemas.pooling import EmbeddingRequest, PoolingBody
 from quire_router.api.tools_and_reasoning import drop_unsupported_by_template, structured_of, template_options
 from quire_router.api.truncation import encode_truncated
-from quire_router.core.errors import model_not_ready, unknown_model
+from quire_router.core.errors import in_other_words, model_not_ready, unknown_model
 from quire_router.core.generation import GenerationRequest, LoRA, prompt_request_id
 from quire_router.engines.settings import ServedLoRA, ServedModelLimits
 
@@ -82,15 +83,26 @@ class Validator:
         if isinstance(request, TemplatedBody):
             request, more = drop_unsupported_by_template(request, tokenizer)
             ignored += more
-        names = request.names
+        sent = request.sent_names
+        names = {**request.names, **sent}
+        if "chat_template_kwargs" in sent:
+            names |= dict.fromkeys(
+                map("chat_template_kwargs.{}".format, TemplateOptions.model_fields), sent["chat_template_kwargs"]
+            )
         return request, tuple(dict.fromkeys(names.get(param, param) for param in ignored))
 
     def generations(
         self, request: GenerationBody, request_id: str, caller: Identity, target: str = ""
     ) -> tuple[GenerationRequest, ...]:
         """Returns one generation for each prompt, in tokens, with every default filled in; for the model ``target``,
-        where the request names what stands for several. Raises ``QuireError``.
+        where the request names what stands for several. Raises ``QuireError``, which names fields as they were sent.
         """
+        with _naming_as_sent(request):
+            return self._generations(request, request_id, caller, target)
+
+    def _generations(
+        self, request: GenerationBody, request_id: str, caller: Identity, target: str
+    ) -> tuple[GenerationRequest, ...]:
         model, lora = self.resolve(target or request.model)
         tokenizer = self._tokenizers[model]
         limits = self._limits(model)
@@ -252,6 +264,18 @@ def _naming_prompt(name: str) -> Iterator[None]:
         yield
     except QuireError as error:
         raise invalid(name if error.param == "prompt" else error.param or name, error.message) from None
+
+
+@contextmanager
+def _naming_as_sent(request: StrictModel) -> Iterator[None]:
+    """Lets errors name a field as the client did, which may have used another server's name for it."""
+    try:
+        yield
+    except QuireError as error:
+        name = request.sent_names.get(error.param or "")
+        if name is None:
+            raise
+        raise in_other_words(error, error.message.replace(error.param or "", name), name) from None
 
 
 _COPIED_FIELDS = (

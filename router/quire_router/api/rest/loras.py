@@ -1,6 +1,6 @@
 """``/v1/load_lora_adapter`` and ``/v1/unload_lora_adapter``, as vLLM has them."""
 
-from collections.abc import Awaitable, Callable, Mapping
+from collections.abc import Awaitable, Callable
 from typing import Annotated, ClassVar
 
 from pydantic import Field
@@ -8,7 +8,8 @@ from pydantic import Field
 from quire_router.api.auth import Identity
 from quire_router.api.request_limits import ReservedBody
 from quire_router.api.rest.http import BodyLimits, HttpExchange, read_body
-from quire_router.api.schemas.base import StrictModel, Unsupported
+from quire_router.api.schemas.base import StrictModel
+from quire_router.api.schemas.parameters import LOAD_LORA, UNLOAD_LORA, Table
 from quire_router.api.service import ApiService, counting_rejections
 from quire_router.core.errors import lora_updates_forbidden
 from quire_router.engines.lora_updates import LoRAUpdater
@@ -20,10 +21,7 @@ Name = Annotated[str, Field(min_length=1, max_length=256)]
 class LoadLoRABody(StrictModel):
     """An adapter's name, its folder as engines see it, and the model that it is for, if there are several."""
 
-    unsupported: ClassVar[Mapping[str, Unsupported]] = {
-        "load_inplace": Unsupported((False,), "unload the adapter first"),
-        "is_3d_lora_weight": Unsupported((False,), "save the adapter with one matrix for each layer"),
-    }
+    foreign: ClassVar[Table] = LOAD_LORA
 
     lora_name: Name
     lora_path: Annotated[str, Field(min_length=1, max_length=4096)]
@@ -33,7 +31,7 @@ class LoadLoRABody(StrictModel):
 class UnloadLoRABody(StrictModel):
     """An adapter's name."""
 
-    unsupported: ClassVar[Mapping[str, Unsupported]] = {"lora_int_id": Unsupported()}
+    foreign: ClassVar[Table] = UNLOAD_LORA
 
     lora_name: Name
 

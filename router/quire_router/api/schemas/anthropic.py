@@ -10,6 +10,7 @@ from typing import Annotated, Any, ClassVar, Final, Literal, Self
 from pydantic import AfterValidator, BeforeValidator, Field, model_validator
 from quire_proto.errors import invalid
 
+from quire_router.api.schemas import parameters
 from quire_router.api.schemas.base import (
     Content,
     Effort,
@@ -20,7 +21,6 @@ from quire_router.api.schemas.base import (
     StopTokenIds,
     StrictModel,
     ToolOutput,
-    Unsupported,
     unsupported_part,
 )
 from quire_router.api.schemas.conversation import (
@@ -47,6 +47,7 @@ from quire_router.api.schemas.openai import (
     SamplingBody,
     TemplateOptions,
 )
+from quire_router.api.schemas.parameters import Table, counting
 from quire_router.api.schemas.translation import FIELDS_OF_EXECUTION, FieldNames, TranslatedRequest, fields_of_chats
 
 _FIELDS = {
@@ -173,12 +174,7 @@ def _tool_type(kind: str | None) -> str | None:
 class ToolDefinition(StrictModel):
     """A tool that the client runs; ``input_schema`` is a JSON Schema of an object."""
 
-    unsupported: ClassVar[Mapping[str, Unsupported]] = {
-        "allowed_callers": Unsupported((["direct"],), "the model calls tools directly"),
-        "defer_loading": Unsupported((False,)),
-        "eager_input_streaming": Unsupported((False, True)),  # arguments are streamed as they come
-        "input_examples": Unsupported(([],)),
-    }
+    foreign: ClassVar[Table] = parameters.MESSAGES_TOOL
 
     type: Annotated[str | None, AfterValidator(_tool_type)] = None
     name: Name
@@ -220,7 +216,7 @@ class Thinking(StrictModel):
     Of the words of ``display`` only ``omitted`` changes anything.
     """
 
-    unsupported: ClassVar[Mapping[str, Unsupported]] = {"block_binding": Unsupported(), "budget_tokens": Unsupported()}
+    foreign: ClassVar[Table] = parameters.MESSAGES_THINKING
 
     type: Literal["enabled", "disabled", "adaptive"]
     display: Label = None
@@ -235,6 +231,8 @@ class OutputFormat(StrictModel):
 
 class OutputConfig(StrictModel):
     """How hard the model thinks, where its template reads that, and the form of its answer."""
+
+    foreign: ClassVar[Table] = parameters.MESSAGES_OUTPUT
 
     effort: Effort | None = None
     format: OutputFormat | None = None
@@ -255,34 +253,13 @@ def _system(value: object) -> object:
     return value.partition("\n")[2] if isinstance(value, str) and value.startswith(_ATTRIBUTION) else value
 
 
-_LABELS = ("user", "safety_identifier", "prompt_cache_key", "guided_decoding_backend", "stream_options")
-_UNSUPPORTED: Final[Mapping[str, Unsupported]] = {
-    **fields_of_chats(),
-    **dict.fromkeys(_LABELS, Unsupported()),
-    "max_completion_tokens": Unsupported((), "use max_tokens"),
-    "parallel_tool_calls": Unsupported((True,), "use tool_choice.disable_parallel_tool_use"),
-    "prompt": Unsupported(("",), "use messages"),
-    "reasoning_effort": Unsupported((), "use output_config.effort or thinking"),
-    "response_format": Unsupported((), "use output_config.format"),
-    "stop": Unsupported(([],), "use stop_sequences"),
-    # Anthropic's
-    "compaction": Unsupported((), "ask for a summary in a message"),
-    "container": Unsupported((), "there are no tools of a server"),
-    "context_management": Unsupported(({"edits": []},)),
-    "diagnostics": Unsupported(),
-    "fallbacks": Unsupported(([],)),
-    "inference_geo": Unsupported(),
-    "mcp_servers": Unsupported(([],), "call them yourself, and offer what they have as tools"),
-    "service_tier": Unsupported(("auto", "standard_only")),
-    "speed": Unsupported(("standard",)),
-    "thread": Unsupported((), "send the whole conversation in messages"),
-}
+_FOREIGN: Final[Table] = {**fields_of_chats(parameters.MESSAGES), **parameters.MESSAGES}
 
 
 class MessagesBody(StrictModel):
     """What a request to answer a conversation and one to count its tokens have in common."""
 
-    unsupported: ClassVar[Mapping[str, Unsupported]] = _UNSUPPORTED
+    foreign: ClassVar[Table] = _FOREIGN
 
     model: Annotated[str, Field(min_length=1, max_length=128)]
     messages: Annotated[list[Message], Field(min_length=1, max_length=MAX_MESSAGES, fail_fast=True)]
@@ -372,11 +349,7 @@ class CountTokensRequest(MessagesBody):
     change its tokens, and is ignored.
     """
 
-    unsupported: ClassVar[Mapping[str, Unsupported]] = {
-        **_UNSUPPORTED,
-        **dict.fromkeys(MessagesRequest.model_fields, Unsupported()),
-        "compaction": Unsupported(),
-    }
+    foreign: ClassVar[Table] = counting(_FOREIGN, (*MessagesRequest.model_fields, "compaction"))
 
 
 FIELD_NAMES: Final = FieldNames(

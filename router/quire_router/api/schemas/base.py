@@ -3,6 +3,7 @@ where they would change the response, and explain errors in this API's words. Be
 Above it: a bound on what a body costs to parse (``check_complexity``).
 """
 
+import functools
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -17,10 +18,12 @@ from pydantic import (
     GetCoreSchemaHandler,
     PlainValidator,
     ValidationError,
+    create_model,
 )
 from quire_proto.errors import QuireError, invalid
 from quire_proto.sampling import MAX_BAD_WORD_TOKENS, MAX_BAD_WORDS, MAX_BIASES, MAX_STOP_TOKEN_IDS
 
+from quire_router.api.schemas.parameters import Column, Parameter, Table
 from quire_router.core.errors import invalid_body
 
 MAX_VALUES = 300_000
@@ -66,35 +69,25 @@ _MAX_NAMES, _MAX_NAME = 16, 64  # of a header, and characters of one
 _UNPRINTABLE = re.compile(r"[^A-Za-z0-9_.\[\]-]")
 
 
-@dataclass(frozen=True, slots=True)
-class Unsupported:
-    """A parameter of another server. Its ``neutral`` values mean nothing, as null does. Any other value would change
-    the response, so it is refused with what to use ``instead``, a phrase; with None there it would not change the
-    response, and is ignored.
-    """
-
-    neutral: tuple[object, ...] = ()
-    instead: str | None = None
-
-    def is_neutral(self, value: object) -> bool:
-        """Whether a value means nothing. True is not 1 here."""
-        return any(value == each and isinstance(value, bool) == isinstance(each, bool) for each in self.neutral)
-
-
 class StrictModel(BaseModel):
-    """Takes values as they are, without conversion. Unknown fields are kept in ``model_extra``; those of them that are
-    ``unsupported`` are refused unless they change nothing, and ``ignored_parameters`` names the rest. A request that
-    was made from one of another API has its fields' ``names`` there, where they are others.
+    """Takes values as they are, without conversion. Unknown fields are kept in ``model_extra``. ``foreign`` says which
+    of them are fields of this object under another name, and which are refused; ``ignored_parameters`` names the rest.
+    A request that was made from one of another API has its fields' ``names`` there, where they are others.
     """
 
     model_config = ConfigDict(extra="allow", strict=True, allow_inf_nan=False, frozen=True)
-    unsupported: ClassVar[Mapping[str, Unsupported]] = {}
+    foreign: ClassVar[Table] = {}
     names: ClassVar[Mapping[str, str]] = {}
 
     @property
     def is_ignored(self) -> bool:
         """Whether all of it changes nothing."""
         return False
+
+    @property
+    def sent_names(self) -> dict[str, str]:
+        """The names under which the client sent fields that have other names elsewhere, by the fields' own."""
+        return {known.same_as: name for name, known, _ in _meant(self) if known.same_as is not None}
 
     @property
     def as_sent(self) -> "StrictModel":
@@ -105,12 +98,12 @@ class StrictModel(BaseModel):
     def from_json(cls, body: bytes | bytearray) -> Self:
         """Returns the object in a request's body. Raises ``QuireError`` INVALID with the field at fault."""
         check_complexity(body)
-        return _check_supported(_refusing(lambda: cls.model_validate_json(body)))
+        return _in_own_names(_refusing(lambda: cls.model_validate_json(body)))
 
     @classmethod
     def from_fields(cls, fields: dict[str, Any]) -> Self:
         """Returns the object with these fields. Raises as ``from_json`` does."""
-        return _check_supported(_refusing(lambda: cls.model_validate(fields)))
+        return _in_own_names(_refusing(lambda: cls.model_validate(fields)))
 
 
 class LenientModel(StrictModel):
@@ -129,10 +122,10 @@ def ignored_parameters(request: StrictModel) -> Iterator[tuple[str, bool]]:
         if owner.is_ignored:
             yield prefix.removesuffix("."), True
             continue
-        known = owner.unsupported
         for name, value in (owner.model_extra or {}).items():
-            if value is not None and not (name in known and known[name].is_neutral(value)):
-                yield prefix + name, name in known
+            known = owner.foreign.get(name)
+            if value is not None and (known is None or not (known.same_as or known.is_neutral(value))):
+                yield prefix + name, known is not None
 
 
 def as_header_value(params: Sequence[str]) -> str:
@@ -148,14 +141,56 @@ def unknown_parameter(param: str) -> QuireError:
     return invalid(param[:_MAX_PARAM], f"{param[:_MAX_PARAM]} is not a known parameter.")
 
 
-def _check_supported(request: Model) -> Model:
+def _in_own_names(request: Model) -> Model:
+    """Returns the request with the values of parameters that have other names elsewhere in its own fields. Raises
+    ``QuireError`` INVALID for those that would change the answer, and are not supported.
+    """
     for owner, prefix in _objects(request):
-        extra = owner.model_extra or {}
-        for name in filter(owner.unsupported.__contains__, extra):
-            known, value = owner.unsupported[name], extra[name]
-            if known.instead is not None and value is not None and not known.is_neutral(value):
+        for name, known, _ in _meant(owner):
+            if known.column is Column.REFUSED:
                 raise invalid(prefix + name, f"{prefix}{name} is not supported here: {known.instead}.")
-    return request
+    own: dict[str, Any] = {}
+    for name, known, value in _meant(request):
+        field = known.same_as
+        if field is not None:
+            given = own.get(field, getattr(request, field) if field in request.model_fields_set else None)
+            own[field] = _validated(type(request), name, known, value)
+            if given is not None and given != own[field]:
+                raise invalid(name, f"{name} and {field} mean the same but differ.")
+    return request.model_copy(update=own) if own else request
+
+
+def _meant(owner: StrictModel) -> Iterator[tuple[str, Parameter, Any]]:
+    """Yields the parameters of other servers in an object that mean something, with their values."""
+    for name, value in (owner.model_extra or {}).items():
+        known = owner.foreign.get(name)
+        if known is not None and value is not None and not known.is_neutral(value):
+            yield name, known, value
+
+
+def _validated(kind: type[StrictModel], name: str, known: Parameter, value: object) -> Any:
+    """Returns the value of a parameter as that of the field that it stands for. Raises ``QuireError`` INVALID."""
+    try:
+        value = value if known.convert is None else known.convert(value)
+    except ValueError as error:
+        raise invalid(name, f"{name}: {error}.") from None
+    field = known.same_as or name
+    alone = _one_field(kind, name, field)
+    try:
+        return getattr(_refusing(lambda: alone.model_validate({name: value})), name)
+    except QuireError as error:
+        if error.param != field:
+            raise
+        raise invalid(name, re.sub(rf"\b{field}\b", name, error.message)) from None
+
+
+@functools.cache
+def _one_field(kind: type[StrictModel], name: str, field: str) -> type[BaseModel]:
+    """Returns a model of one field of ``kind`` alone, under another name, which its errors have."""
+    info = kind.model_fields[field]
+    kind_of_value: Any = Annotated[(info.annotation, Field(), *info.metadata)]
+    fields: Any = {name: (kind_of_value, ...)}
+    return create_model("OneField", __config__=StrictModel.model_config, **fields)
 
 
 def _objects(model: StrictModel, prefix: str = "") -> Iterator[tuple[StrictModel, str]]:

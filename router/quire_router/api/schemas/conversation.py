@@ -4,13 +4,15 @@ answers a call, and names are unique.
 
 import json
 from collections.abc import Iterator, Mapping, Sequence
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import BeforeValidator, Field, TypeAdapter
 from quire_proto.errors import QuireError, invalid
 from quire_proto.structured_output import MAX_TEXT
 
+from quire_router.api.schemas import parameters
 from quire_router.api.schemas.base import Content, Label, LenientModel, Parsed, StrictModel
+from quire_router.api.schemas.parameters import Table
 
 _OBJECT = TypeAdapter(dict[str, Any])
 
@@ -31,6 +33,8 @@ class Function(StrictModel):
     constrains calls to it also where none is required.
     """
 
+    foreign: ClassVar[Table] = parameters.FUNCTION
+
     name: Name
     description: Annotated[str, Field(max_length=MAX_DESCRIPTION_CHARACTERS)] | None = None
     parameters: dict[str, Any] | None = None
@@ -45,6 +49,8 @@ class Function(StrictModel):
 
 class Tool(StrictModel):
     """A function that the model may call."""
+
+    foreign: ClassVar[Table] = parameters.TOOL
 
     type: Literal["function"]
     function: Function

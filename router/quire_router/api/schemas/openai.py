@@ -1,20 +1,21 @@
 """Request bodies as pydantic models: the OpenAI API's fields, and those that vLLM or this service add to it.
 
 REST and gRPC both build these objects, so that what one refuses the other refuses. Parameters of other servers that
-would change the response are refused here too, with what to use instead (``UNSUPPORTED``). Structured
+would change the response are refused here too, with what to use instead (``parameters.py``). Structured
 output has OpenAI's field names, vLLM's newer and older ones, and SGLang's: all become one ``Structured``.
 """
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
-from typing import Annotated, Any, ClassVar, Final, Literal, Self
+from typing import Annotated, Any, ClassVar, Literal, Self
 
 from pydantic import Field, TypeAdapter, ValidationError, model_validator
 from quire_proto.errors import QuireError, invalid
 from quire_proto.sampling import MAX_LOGPROBS
 from quire_proto.structured_output import MAX_OPTIONS, MAX_TEXT, Structured, StructuredKind, choice
 
+from quire_router.api.schemas import parameters
 from quire_router.api.schemas.base import (
     BadWords,
     EarlyStopping,
@@ -29,7 +30,6 @@ from quire_router.api.schemas.base import (
     Stops,
     StopTokenIds,
     StrictModel,
-    Unsupported,
     unknown_parameter,
 )
 from quire_router.api.schemas.conversation import (
@@ -42,6 +42,7 @@ from quire_router.api.schemas.conversation import (
     check_tools,
     schema_text,
 )
+from quire_router.api.schemas.parameters import Table
 
 _OBJECT = TypeAdapter(dict[str, Any])
 
@@ -69,9 +70,7 @@ class NamedSchema(StrictModel):
 class ResponseFormat(StrictModel):
     """``response_format``: any text, any JSON object, or JSON of a schema."""
 
-    unsupported: ClassVar[Mapping[str, Unsupported]] = {
-        "schema": Unsupported((), "use the type json_schema, with the schema in json_schema.schema"),
-    }
+    foreign: ClassVar[Table] = parameters.RESPONSE_FORMAT
 
     type: Literal["text", "json_object", "json_schema"]
     json_schema: NamedSchema | None = None
@@ -82,13 +81,7 @@ class StructuredOutputs(StrictModel):
     form of the output.
     """
 
-    unsupported: ClassVar[Mapping[str, Unsupported]] = {
-        "disable_additional_properties": Unsupported((False,), "set additionalProperties to false in the schema"),
-        "disable_any_whitespace": Unsupported((False,), "there is never more than a line break between two tokens"),
-        "disable_fallback": Unsupported((False, True)),
-        "structural_tag": Unsupported((), "use tools with strict set to true, or grammar"),
-        "whitespace_pattern": Unsupported((), "use regex or grammar"),
-    }
+    foreign: ClassVar[Table] = parameters.STRUCTURED_OUTPUTS
 
     json_: Annotated[JsonSchema, Field(alias="json")] = None
     regex: str | None = None
@@ -99,7 +92,7 @@ class StructuredOutputs(StrictModel):
     @model_validator(mode="after")
     def _check(self) -> Self:
         for name, value in (self.model_extra or {}).items():
-            if value is not None and name not in self.unsupported:
+            if value is not None and name not in self.foreign:
                 raise unknown_parameter(f"structured_outputs.{name}")
         return self
 
@@ -189,74 +182,7 @@ def _from_other_fields(request: StructuredBody) -> Iterator[_StructuredField]:
 
 MAX_MESSAGES = 4096
 
-_SAMPLERS = "of the samplers there are temperature, top_p, top_k and min_p"
-_REPETITION = "use repetition_penalty, frequency_penalty or presence_penalty"
-_FORM = "use response_format or structured_outputs"
-_MEDIA = "there is text only"
-_CHAT = "use /v1/chat/completions"
-
-UNSUPPORTED: Final[Mapping[str, Unsupported]] = {
-    # OpenAI's
-    "audio": Unsupported((), _MEDIA),
-    "function_call": Unsupported(("none", "auto"), "use tool_choice"),
-    "functions": Unsupported(([],), "use tools"),
-    "input": Unsupported((), "use messages or, for completions, prompt"),
-    "instructions": Unsupported((), "write a message of the role system"),
-    "max_output_tokens": Unsupported((), "use max_tokens"),
-    "modalities": Unsupported((["text"],), _MEDIA),
-    "prediction": Unsupported(),
-    "prompt_cache_retention": Unsupported(),
-    "service_tier": Unsupported(("auto", "default")),
-    "verbosity": Unsupported(("medium",)),
-    "web_search_options": Unsupported((), "describe a function that searches in tools"),
-    # vLLM's
-    "allowed_token_ids": Unsupported((), "use guided_choice, guided_regex or logit_bias"),
-    "chat_template": Unsupported((), "put chat_template.jinja into the model's folder"),
-    "continue_final_message": Unsupported((False,), "use /v1/completions with the prompt that /tokenize makes"),
-    "documents": Unsupported(([],), "write them into messages"),
-    "guided_whitespace_pattern": Unsupported((), "use guided_regex or guided_grammar"),
-    "logits_processors": Unsupported(([],), "use logit_bias or bad_words"),
-    "prompt_embeds": Unsupported((), "use prompt"),
-    "return_token_ids": Unsupported((False,), "use /tokenize, or Generate and Chat over gRPC, which tell them"),
-    "return_tokens_as_token_ids": Unsupported((False,), "use /tokenize, or Generate and Chat over gRPC"),
-    "spaces_between_special_tokens": Unsupported((True,), "leave it out"),
-    "structural_tag": Unsupported((), "use tools with strict set to true, or guided_grammar"),
-    "truncate_prompt_tokens": Unsupported((), "shorten the prompt; /tokenize counts its tokens"),
-    # SGLang's
-    "custom_logit_processor": Unsupported((), "use logit_bias or bad_words"),
-    "input_ids": Unsupported((), "use /v1/completions with token ids as its prompt"),
-    "json_schema": Unsupported((), _FORM),
-    "lora_path": Unsupported((), "give the adapter's name as the model"),
-    "max_new_tokens": Unsupported((), "use max_tokens"),
-    "min_new_tokens": Unsupported((0,), "use min_tokens"),
-    "no_stop_trim": Unsupported((False,), "use include_stop_str_in_output"),
-    "return_hidden_states": Unsupported((False,), "there is nothing like it; log-probabilities come with logprobs"),
-    "stop_regex": Unsupported(([],), "use stop, or guided_regex for the whole output"),
-    # Ollama's, llama.cpp's and those of others
-    "do_sample": Unsupported((True,), "set temperature to 0"),
-    "dry_multiplier": Unsupported((0,), _REPETITION),
-    "dynatemp_range": Unsupported((0,), _SAMPLERS),
-    "format": Unsupported(("",), _FORM),
-    "grammar": Unsupported(("",), "use guided_grammar"),
-    "max_tokens_to_sample": Unsupported((), "use max_tokens"),
-    "mirostat": Unsupported((0,), _SAMPLERS),
-    "n_predict": Unsupported((-1,), "use max_tokens"),
-    "no_repeat_ngram_size": Unsupported((0,), _REPETITION),
-    "num_beams": Unsupported((1,), "use beam_width"),
-    "num_predict": Unsupported((-1, -2), "use max_tokens"),
-    "num_return_sequences": Unsupported((1,), "use n"),
-    "options": Unsupported(({},), "write its fields beside model, under the names of this API"),
-    "random_seed": Unsupported((), "use seed"),
-    "repeat_penalty": Unsupported((1,), "use repetition_penalty"),
-    "stop_sequences": Unsupported(([],), "use stop"),
-    "system": Unsupported(("",), "write a message of the role system"),
-    "tfs_z": Unsupported((1,), _SAMPLERS),
-    "top_a": Unsupported((0,), _SAMPLERS),
-    "top_n_sigma": Unsupported((0, -1), _SAMPLERS),
-    "typical_p": Unsupported((0, 1), _SAMPLERS),
-    "xtc_probability": Unsupported((0,), _SAMPLERS),
-}
-"""Parameters of other servers, by their names in the body of a request; see docs/api.md."""
+MAX_MESSAGES = 4096
 
 
 class Api(StrEnum):
@@ -270,7 +196,7 @@ class Api(StrEnum):
 class StreamOptions(StrictModel):
     """How a stream is sent. ``continuous_usage_stats`` is vLLM's: the usage so far in every chunk."""
 
-    unsupported: ClassVar[Mapping[str, Unsupported]] = {"include_obfuscation": Unsupported((False,))}
+    foreign: ClassVar[Table] = parameters.STREAM_OPTIONS
 
     include_usage: bool | None = None
     include_event_ids: bool | None = None
@@ -294,8 +220,6 @@ class SamplingBody(StrictModel):
 
 class GenerationBody(SamplingBody, StructuredBody):
     """What completions and chat completions have in common."""
-
-    unsupported: ClassVar[Mapping[str, Unsupported]] = UNSUPPORTED
 
     model: Annotated[str, Field(min_length=1, max_length=128)]
 
@@ -405,16 +329,7 @@ class GenerationBody(SamplingBody, StructuredBody):
 class CompletionRequest(GenerationBody):
     """The body of ``POST /v1/completions``."""
 
-    unsupported: ClassVar[Mapping[str, Unsupported]] = {
-        **UNSUPPORTED,
-        "add_special_tokens": Unsupported((True,), "use the token ids that /tokenize makes as prompt"),
-        "max_completion_tokens": Unsupported((), "use max_tokens"),
-        "messages": Unsupported(([],), _CHAT),
-        "suffix": Unsupported(("",), "write it into the prompt with the model's own marks for it"),
-        "tool_choice": Unsupported(("none", "auto"), _CHAT),
-        "tools": Unsupported(([],), _CHAT),
-        "top_logprobs": Unsupported((0,), "use logprobs"),
-    }
+    foreign: ClassVar[Table] = parameters.COMPLETIONS
 
     prompt: Prompts
 
@@ -470,13 +385,7 @@ class TemplatedBody(StrictModel):
 class ChatRequest(TemplatedBody, GenerationBody):
     """The body of ``POST /v1/chat/completions``."""
 
-    unsupported: ClassVar[Mapping[str, Unsupported]] = {
-        **UNSUPPORTED,
-        "add_generation_prompt": Unsupported((True,), "use /v1/completions with the prompt that /tokenize makes"),
-        "add_special_tokens": Unsupported((False,), "the chat template writes them"),
-        "echo": Unsupported((False,), "use /v1/completions"),
-        "prompt": Unsupported(("",), "use messages or, for completions, /v1/completions"),
-    }
+    foreign: ClassVar[Table] = parameters.CHAT
 
     messages: Annotated[list[ChatMessage], Field(min_length=1, max_length=MAX_MESSAGES, fail_fast=True)]
 

@@ -2,39 +2,19 @@
 Cohere's and Jina's, with the fields that vLLM adds to all of them.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import Annotated, ClassVar, Literal, Self
 
 from pydantic import Field, model_validator
 from quire_proto.errors import invalid
 
-from quire_router.api.schemas.base import MAX_INPUTS, Inputs, Integer, Label, Parsed, StrictModel, Unsupported
-
-_ACTIVATION = "use use_activation"
-_TEXTS = "there is text only"
-_UNSUPPORTED: Mapping[str, Unsupported] = {
-    # vLLM's
-    "activation": Unsupported((), _ACTIVATION),
-    "normalize": Unsupported((), _ACTIVATION),
-    "softmax": Unsupported((), _ACTIVATION),
-    "mm_processor_kwargs": Unsupported((), _TEXTS),
-    "embed_dtype": Unsupported(("float32",), "embeddings are float32"),
-    "endianness": Unsupported(("native", "little"), "base64 holds little-endian numbers"),
-    "messages": Unsupported(([],), "write the prompt as input"),
-    # Cohere's, Jina's and those of text-embeddings-inference
-    "input_type": Unsupported((), "use prompt_name"),
-    "embedding_types": Unsupported((["float"],), "use encoding_format"),
-    "max_chunks_per_doc": Unsupported((1,), "use truncate_prompt_tokens"),
-    "max_tokens_per_doc": Unsupported((), "use truncate_prompt_tokens"),
-    "rank_fields": Unsupported((["text"],), "documents are texts, or objects with a text"),
-    "truncate": Unsupported((False,), "use truncate_prompt_tokens"),
-}
+from quire_router.api.schemas import parameters
+from quire_router.api.schemas.base import MAX_INPUTS, Inputs, Integer, Label, Parsed, StrictModel
+from quire_router.api.schemas.parameters import Table
 
 
 class PoolingBody(StrictModel):
     """What all of them have in common. ``truncate_prompt_tokens`` cuts what is longer, -1 to the model's length."""
-
-    unsupported: ClassVar[Mapping[str, Unsupported]] = _UNSUPPORTED
 
     model: Annotated[str, Field(min_length=1, max_length=128)]
 
@@ -54,7 +34,9 @@ class EmbeddingRequest(PoolingBody):
     put before texts.
     """
 
-    input: Inputs
+    foreign: ClassVar[Table] = parameters.EMBEDDINGS
+
+    input: Inputs = parameters.named(parameters.EMBEDDINGS, "input")
     dimensions: Integer = None
     encoding_format: Literal["float", "base64"] | None = None
     add_special_tokens: bool | None = None
@@ -87,14 +69,10 @@ Texts = Annotated[str | list[str], Parsed(str | _Texts, f"it must be a text, or 
 class ScoreRequest(ScoringBody):
     """The body of ``POST /score``: one text with each of several, or each with the one in its place."""
 
-    unsupported: ClassVar[Mapping[str, Unsupported]] = {
-        **_UNSUPPORTED,
-        "queries": Unsupported((), "use text_1"),
-        "documents": Unsupported((), "use text_2"),
-    }
+    foreign: ClassVar[Table] = parameters.SCORE
 
-    text_1: Texts
-    text_2: Texts
+    text_1: Texts = parameters.named(parameters.SCORE, "text_1")
+    text_2: Texts = parameters.named(parameters.SCORE, "text_2")
 
     @model_validator(mode="after")
     def _check(self) -> Self:
@@ -132,8 +110,10 @@ class RerankRequest(ScoringBody):
     ``return_documents`` is off.
     """
 
+    foreign: ClassVar[Table] = parameters.RERANK
+
     query: str
-    documents: Documents
+    documents: Documents = parameters.named(parameters.RERANK, "documents")
     top_n: Annotated[int, Field(ge=0)] | None = None
     return_documents: bool | None = None
 

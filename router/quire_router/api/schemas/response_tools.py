@@ -3,13 +3,14 @@ them may or must be called.
 """
 
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from typing import Annotated, Any, ClassVar, Literal, Self
 
 from pydantic import AfterValidator, Field, model_validator
 
-from quire_router.api.schemas.base import Parsed, StrictModel, Unsupported
+from quire_router.api.schemas.base import Parsed, StrictModel
 from quire_router.api.schemas.conversation import MAX_DESCRIPTION_CHARACTERS, MAX_TOOLS, Function, Name, Tool
+from quire_router.api.schemas.parameters import RESPONSES_TOOL, Table
 from quire_router.api.schemas.response_items import name_in_template
 
 _WEB_SEARCH = re.compile(r"web_search(?:_preview)?(?:_\d{4}_\d{2}_\d{2})?", re.ASCII)
@@ -33,12 +34,7 @@ class FunctionTool(StrictModel):
     agents offer without being asked to: it is ignored.
     """
 
-    unsupported: ClassVar[Mapping[str, Unsupported]] = {
-        "allowed_callers": Unsupported((["direct"],), "the model calls functions directly"),
-        "async": Unsupported((False,)),
-        "defer_loading": Unsupported((False,)),
-        "output_schema": Unsupported(),
-    }
+    foreign: ClassVar[Table] = RESPONSES_TOOL
 
     type: Annotated[str, AfterValidator(_tool_type)]
     name: Name | None = None

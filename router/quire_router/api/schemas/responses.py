@@ -11,6 +11,7 @@ from pydantic import BeforeValidator, Field, PrivateAttr
 from quire_proto.errors import invalid
 from quire_proto.sampling import MAX_LOGPROBS
 
+from quire_router.api.schemas import parameters
 from quire_router.api.schemas.base import (
     Content,
     Effort,
@@ -20,7 +21,6 @@ from quire_router.api.schemas.base import (
     Stops,
     StopTokenIds,
     StrictModel,
-    Unsupported,
 )
 from quire_router.api.schemas.conversation import (
     MAX_TOOLS,
@@ -39,6 +39,7 @@ from quire_router.api.schemas.openai import (
     SamplingBody,
     StreamOptions,
 )
+from quire_router.api.schemas.parameters import Table, counting
 from quire_router.api.schemas.response_items import (
     REFERENCE,
     History,
@@ -87,7 +88,7 @@ class TextFormat(StrictModel):
 class TextOptions(StrictModel):
     """What the text is to look like. No template reads ``verbosity``."""
 
-    unsupported: ClassVar[Mapping[str, Unsupported]] = {"verbosity": Unsupported(("medium",))}
+    foreign: ClassVar[Table] = parameters.RESPONSES_TEXT
 
     format: TextFormat | None = None
 
@@ -97,7 +98,7 @@ class ReasoningOptions(StrictModel):
     summary: many clients show only that.
     """
 
-    unsupported: ClassVar[Mapping[str, Unsupported]] = {"context": Unsupported(("auto",))}
+    foreign: ClassVar[Table] = parameters.RESPONSES_REASONING
 
     effort: Effort | None = None
     summary: Literal["auto", "concise", "detailed"] | None = None
@@ -109,25 +110,7 @@ class ReasoningOptions(StrictModel):
         return (self.summary or self.generate_summary) is not None
 
 
-_UNSUPPORTED: Final[Mapping[str, Unsupported]] = {
-    **fields_of_chats(),
-    "guided_decoding_backend": Unsupported(),
-    "max_completion_tokens": Unsupported((), "use max_output_tokens"),
-    "max_tokens": Unsupported((), "use max_output_tokens"),
-    "messages": Unsupported(([],), "use input"),
-    "reasoning_effort": Unsupported((), "use reasoning.effort"),
-    "response_format": Unsupported((), "use text.format"),
-    "verbosity": Unsupported(("medium",)),
-    # Those of the Responses API
-    "access_programs": Unsupported(),
-    "context_management": Unsupported(([],)),
-    "image": Unsupported(),
-    "moderation": Unsupported((), "nothing is moderated here"),
-    "prompt": Unsupported((), "there are no stored prompts; write its text into instructions or input"),
-    "prompt_cache_options": Unsupported(),
-    "prompt_cache_retention": Unsupported(),
-    "service_tier": Unsupported(("auto", "default")),
-}
+_FOREIGN: Final[Table] = {**fields_of_chats(parameters.RESPONSES), **parameters.RESPONSES}
 
 
 def _items(value: object) -> object:
@@ -144,7 +127,7 @@ ConversationId = Annotated[ItemId, BeforeValidator(_conversation_id, json_schema
 class InputBody(StrictModel):
     """What a request for a response and one that counts its input's tokens have in common."""
 
-    unsupported: ClassVar[Mapping[str, Unsupported]] = _UNSUPPORTED
+    foreign: ClassVar[Table] = _FOREIGN
 
     model: Annotated[str, Field(min_length=1, max_length=128)]
     input: Annotated[
@@ -330,10 +313,7 @@ class InputTokensRequest(InputBody):
     tokens, and is ignored.
     """
 
-    unsupported: ClassVar[Mapping[str, Unsupported]] = {
-        **_UNSUPPORTED,
-        **dict.fromkeys(ResponsesRequest.model_fields, Unsupported()),
-    }
+    foreign: ClassVar[Table] = counting(_FOREIGN, ResponsesRequest.model_fields)
 
 
 FIELD_NAMES: Final = FieldNames(

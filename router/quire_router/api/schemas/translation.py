@@ -10,8 +10,9 @@ from typing import ClassVar, Final, Self
 from pydantic import PrivateAttr
 from quire_proto.errors import QuireError
 
-from quire_router.api.schemas.base import StrictModel, Unsupported
+from quire_router.api.schemas.base import StrictModel
 from quire_router.api.schemas.openai import ChatRequest
+from quire_router.api.schemas.parameters import Parameter, Table
 from quire_router.core.errors import in_other_words
 
 FIELDS_OF_EXECUTION: Final = ("min_tokens", "stop_token_ids", "ignore_eos", "background", "priority", "store")
@@ -25,13 +26,17 @@ _NEUTRAL: Final[Mapping[str, tuple[object, ...]]] = {
 }  # fmt: skip
 
 
-def fields_of_chats() -> dict[str, Unsupported]:
-    """Returns every field of a chat, and of other servers' chats, as one that another API does not have."""
-    foreign = ChatRequest.unsupported.items()
-    return {
-        **{name: Unsupported(known.neutral, known.instead and _INSTEAD) for name, known in foreign},
-        **{name: Unsupported(_NEUTRAL.get(name, ()), _INSTEAD) for name in ChatRequest.model_fields},
+def fields_of_chats(known: Table) -> Table:
+    """Returns every field of a chat as one that another API does not have, and every other name of one; but for those
+    that the API's own table has, which means them otherwise.
+    """
+    own = {name: Parameter(_NEUTRAL.get(name, ()), _INSTEAD) for name in ChatRequest.model_fields}
+    others = {
+        name: Parameter(each.neutral, (known.get(each.same_as) or own[each.same_as]).instead)
+        for name, each in ChatRequest.foreign.items()
+        if each.same_as
     }
+    return {**own, **others}
 
 
 _TOOL_FIELD = re.compile(r"(tools\[\d+\])\.function\.(name|description|parameters|strict)")

@@ -203,7 +203,7 @@ REFUSED_IN_BOTH = {
     "regex": ["", 5],
     "ebnf": ["", 5],
     "repeat_penalty": [1.1, True, "1", []],
-    "num_predict": [7],
+    "num_predict": ["7"],
     "mirostat": [1, 2, False],
     "do_sample": [False, 1],
     "options": [{"temperature": 0}],
@@ -306,7 +306,10 @@ def test_other_values_are_refused_by_name_in_completions(name, values):
     [
         ({"functions": [{}]}, "functions is not supported here: use tools."),
         ({"repeat_penalty": 1.1}, "repeat_penalty is not supported here: use repetition_penalty."),
-        ({"num_predict": 9}, "num_predict is not supported here: use max_tokens."),
+        (
+            {"mirostat_mode": 2},
+            "mirostat_mode is not supported here: of the samplers there are temperature, top_p, top_k and min_p.",
+        ),
         (
             {"response_format": {"type": "json_object", "schema": {}}},
             "response_format.schema is not supported here: "

@@ -316,8 +316,10 @@ EFFORT_TEMPLATE = HERMES_TEMPLATE + "effort={{ reasoning_effort }}"
         (OPENING_TEMPLATE, {"chat_template_kwargs": {"thinking": False}}, "chat_template_kwargs.thinking"),
         (THINKING_TEMPLATE, {"chat_template_kwargs": {"enable_thinking": True}}, ""),
         (HERMES_TEMPLATE, {"chat_template_kwargs": {"tokenize": False}}, "chat_template_kwargs.tokenize"),
-        (HERMES_TEMPLATE, {"thinking": {"type": "enabled", "budget_tokens": 9}}, "thinking"),
-        (HERMES_TEMPLATE, {"think": True, "enable_thinking": False}, "think, enable_thinking"),
+        (HERMES_TEMPLATE, {"thinking": {"type": "enabled"}}, "thinking"),
+        (HERMES_TEMPLATE, {"think": True}, "think"),
+        (OPENING_TEMPLATE, {"enable_thinking": False}, "enable_thinking"),
+        (HERMES_TEMPLATE, {"reasoning": {"effort": "high"}}, "reasoning"),
     ],
 )
 async def test_a_reasoning_parameter_that_the_template_ignores_is_named(template, fields, ignored):
