@@ -1,5 +1,7 @@
 """The demo model through the engine: it fits its size, answers, ends by itself, and equals transformers' own."""
 
+import json
+import shutil
 from pathlib import Path
 
 import pytest
@@ -50,6 +52,20 @@ def test_its_answers_are_right_and_end_by_themselves(tokenizer: object) -> None:
     assert texts[:-1] == list(CONVERSATIONS)
     assert texts[-1].startswith("Once upon a time")
     assert all(len(output) < 400 for output in made.outputs), "an answer did not end"
+
+
+def test_answers_end_at_the_token_that_only_the_tokenizer_names(tmp_path: Path, tokenizer: object) -> None:
+    folder = Path(shutil.copytree(DEMO, tmp_path / "fine-tune", copy_function=shutil.copyfile))
+    for name in ("config.json", "generation_config.json"):
+        config = json.loads((folder / name).read_text())
+        (folder / name).write_text(json.dumps(config | {"eos_token_id": 0}))
+    prompts = prompts_of(tokenizer)[:2]
+    made = run(
+        load_executor(folder, kv_cache_memory=32 << 20, swap_bytes=0),
+        prompts,
+        [SamplingParams(temperature=0, max_tokens=40)] * 2,
+    )
+    assert [tokenizer.decode(output) for output in made.outputs] == list(CONVERSATIONS)[:2]
 
 
 def test_bfloat16_in_a_batch_equals_transformers_one_by_one(tokenizer: object) -> None:

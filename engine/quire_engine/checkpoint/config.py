@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any, NoReturn
 
 from quire_proto.folders import no_such_path
 
+from quire_engine.checkpoint.end_tokens import end_token_ids
 from quire_engine.checkpoint.gguf import GGUF_SUFFIX, GgufFile, find_gguf, gguf_config
 from quire_engine.checkpoint.plain_config import plain_config
 from quire_engine.checkpoint.text_part import text_config
@@ -132,7 +133,6 @@ class DecoderConfig(ModelConfig):
         if not is_supported(architecture, raw):
             raise ModelError(f"{path} names {architecture}, and supported are {', '.join(SUPPORTED_ARCHITECTURES)}.")
         check_sizes(path, raw)
-        end_token_ids = eos_token_ids(folder, raw)
         hf = _parse_config(path, architecture, raw)
         frequencies, scale = _rope_frequencies(path, hf, raw.get("rope_factors"))
         qkv_bias, output_bias = _attention_biases(hf)
@@ -155,7 +155,7 @@ class DecoderConfig(ModelConfig):
             rope_frequencies=frequencies,
             rope_scale=scale,
             max_length=rope_max_length(int(hf.max_position_embeddings), hf.rope_parameters),
-            eos_token_ids=end_token_ids,
+            eos_token_ids=eos_token_ids(folder, raw, hf.vocab_size),
             model_revision=compute_revision(folder),
             moe=_moe_config(path, hf),
         )
@@ -366,7 +366,8 @@ def architecture_of(path: Path, raw: dict[str, Any]) -> str:
 
 def to_hf_config(path: Path, raw: dict[str, Any], config_class: Any) -> Any:
     """``raw`` as transformers' ``config_class``, with its defaults. Raises ``ModelError``."""
-    values = {key: value for key, value in raw.items() if key not in ("dtype", "torch_dtype")}
+    ours = ("dtype", "torch_dtype", "eos_token_id")  # read by other rules than transformers' own
+    values = {key: value for key, value in raw.items() if key not in ours}
     try:
         return config_class.from_dict(values)
     except Exception as error:  # noqa: BLE001 - transformers checks with exceptions of many kinds
@@ -384,16 +385,12 @@ def rope_max_length(length: int, rope: dict[str, Any]) -> int:
     return max(length, int(rope["factor"] * rope["original_max_position_embeddings"]))
 
 
-def eos_token_ids(folder: Path, raw: dict[str, Any]) -> tuple[int, ...]:
-    """The ids that end an output: those of ``generation_config.json``, else those of ``config.json``, else none."""
-    path, config = folder / "generation_config.json", config_path(folder)
-    value = read_json(path).get("eos_token_id") if path.is_file() else None
-    if value is None:
-        path, value = config, raw.get("eos_token_id")
-    ids = value if isinstance(value, list) else [] if value is None else [value]
-    if not all(isinstance(one, int) and not isinstance(one, bool) and one >= 0 for one in ids):
-        raise ModelError(f"{path} says that eos_token_id is {value!r}, which is neither a token id nor a list of them.")
-    return tuple(dict.fromkeys(ids))
+def eos_token_ids(folder: Path, raw: dict[str, Any], vocab_size: int) -> tuple[int, ...]:
+    """The ids that end an output: those of ``generation_config.json``, ``config.json`` and the tokenizer together."""
+    path = folder / "generation_config.json"
+    generation = read_json(path).get("eos_token_id") if path.is_file() else None
+    named = [(path, generation), (config_path(folder), raw.get("eos_token_id"))]
+    return end_token_ids(named, folder, vocab_size)
 
 
 def read_json(path: Path) -> dict[str, Any]:

@@ -206,8 +206,8 @@ def _rope_factors(file: GgufFile) -> list[float] | None:
 
 def _end_tokens(file: GgufFile) -> list[int]:
     """The ids that end a text or a turn."""
-    names = ("tokenizer.ggml.eos_token_id", "tokenizer.ggml.eot_token_id")
-    return [file.metadata[name] for name in names if name in file.metadata]
+    keys = (f"tokenizer.ggml.{name}_token_id" for name in ("eos", "eot", "eom"))
+    return [file.metadata[key] for key in keys if key in file.metadata]
 
 
 class _Reader:

@@ -75,11 +75,12 @@ class TransformersConfig(ModelConfig):
         parsed = to_hf_config(path, plain, _config_class(path, architecture, raw))
         _check_text_only(path, parsed)
         model_class = _model_class(path, architecture, parsed)
+        vocab_size = _positive_int(path, parsed, "vocab_size")
         return cls(
             architecture=architecture,
-            vocab_size=_positive_int(path, parsed, "vocab_size"),
+            vocab_size=vocab_size,
             max_length=_max_length(path, parsed),
-            eos_token_ids=eos_token_ids(folder, raw),
+            eos_token_ids=eos_token_ids(folder, raw, vocab_size),
             model_revision=compute_revision(folder),
             hf_config=parsed,
             model_class=model_class,

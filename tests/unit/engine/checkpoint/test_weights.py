@@ -219,18 +219,6 @@ def test_each_layer_has_the_window_of_its_kind(
     assert DecoderConfig.read(folder).sliding_windows == windows
 
 
-@pytest.mark.parametrize(
-    ("generation", "ids"),
-    [(None, (2,)), ({}, (2,)), ({"eos_token_id": 5}, (5,)), ({"eos_token_id": [7, 5, 7]}, (7, 5))],
-)
-def test_end_tokens_are_those_of_the_generation_config_first(
-    folder: Path, generation: dict[str, Any] | None, ids: tuple[int, ...]
-) -> None:
-    if generation is not None:
-        (folder / "generation_config.json").write_text(json.dumps(generation))
-    assert DecoderConfig.read(folder).eos_token_ids == ids
-
-
 def test_equal_folders_have_one_revision_and_other_folders_another(folder: Path, tmp_path: Path) -> None:
     revision = DecoderConfig.read(folder).model_revision
     copy = Path(shutil.copytree(folder, tmp_path / "copy", copy_function=shutil.copyfile))
@@ -277,7 +265,6 @@ def test_equal_folders_have_one_revision_and_other_folders_another(folder: Path,
         ({"rope_scaling": {"rope_type": "llama3", "factor": 8.0}}, "low_freq_factor"),
         ({"rope_theta": "big"}, "rope"),
         ({"partial_rotary_factor": 0.5}, "part of each head"),
-        ({"eos_token_id": "</s>"}, "eos_token_id"),
         ({"architectures": ["MistralForCausalLM"], "model_type": "mistral", "sliding_window": 0}, "sliding_window"),
     ],
 )
