@@ -9,6 +9,7 @@ from openai import OpenAI
 
 from tests.support.certificates import one_authority
 from tests.support.forked_engines import ForkedEngine, ForkedRouter
+from tests.support.observed_answers import Observed, observed_answers
 from tests.support.processes import Router
 from tests.support.redis_server import RedisServer, redis_server
 
@@ -29,6 +30,19 @@ class Stack:
     @property
     def openai(self) -> OpenAI:
         return OpenAI(base_url=f"{self.router.url}/v1", api_key="none", max_retries=0, timeout=60)
+
+
+@pytest.fixture(scope="session", autouse=True)
+def observed() -> Iterator[Observed]:
+    with observed_answers() as observed:
+        yield observed
+
+
+@pytest.fixture(autouse=True)
+def official_documents(observed: Observed) -> Iterator[None]:
+    """Holds every answer of these tests against the official documents, whatever they ask it for."""
+    yield
+    assert not (problems := observed.take()), "\n".join(problems)
 
 
 @pytest.fixture(scope="module", autouse=True)

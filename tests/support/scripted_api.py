@@ -43,6 +43,7 @@ from quire_router.engines.settings import ServedLoRA
 from quire_router.journal.base import RecordedDelta, RequestRecord, encode_error
 
 from tests.support.model_folders import CHAT_TEMPLATE, byte_level
+from tests.support.official_documents import problems_of_answer
 from tests.support.tool_models import tokenizer_with
 
 MODEL = "tiny"
@@ -489,16 +490,21 @@ def events_of(body: bytes) -> list[tuple[str | None, object]]:
 
 
 async def ask(port: int, method: str, path: str, body: object = None, headers: dict[str, str] | None = None) -> Answer:
-    """One request over a connection of its own, exactly as written here."""
+    """One request over a connection of its own, exactly as written. Its answer is as official documents say."""
     payload = b"" if body is None else body if isinstance(body, bytes) else json.dumps(body).encode()
     given = {"host": "test", "content-type": "application/json", "content-length": str(len(payload)), **(headers or {})}
     head = "".join(f"{name}: {value}\r\n" for name, value in given.items())
     reader, writer = await asyncio.open_connection("127.0.0.1", port)
     try:
         writer.write(f"{method} {path} HTTP/1.1\r\n{head}\r\n".encode("latin-1") + payload)
-        return await read_answer(reader, has_body=method != "HEAD")
+        answer = await read_answer(reader, has_body=method != "HEAD")
     finally:
         writer.close()
+    if method != "HEAD":
+        content_type = answer.headers.get("content-type", "")
+        problems = problems_of_answer(method, path, answer.status, content_type, answer.body)
+        assert not problems, "\n".join(problems)
+    return answer
 
 
 async def read_answer(reader: asyncio.StreamReader, *, has_body: bool = True) -> Answer:

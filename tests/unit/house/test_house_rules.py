@@ -239,7 +239,7 @@ def test_what_unpickles_evaluates_or_trusts_remote_code_would_be_found(source: s
 SHORT_TASKS = {
     "proto/quire_proto/supervise.py": {"SupervisedTask.__init__"},  # where all others begin
     "router/quire_router/admission/redis_rate_limit.py": {"_with_timeout"},  # one question, within its time
-    "router/quire_router/api/rest/http.py": {"cancel_on_disconnect"},  # a request's
+    "router/quire_router/api/rest/http.py": {"HttpExchange.cancel_on_disconnect"},  # a request's
     "router/quire_router/api/fleet_feed.py": {"FleetFeed._start", "_Inspection.ask"},  # end with the last viewer
     "router/quire_router/api/rest/sse.py": {"SseStream._check_idle"},
     "router/quire_router/api/rpc/servicer.py": {"MessageStream.__aenter__"},  # a call's, which it ends with

@@ -325,7 +325,7 @@ async def _page(listed: AsyncGenerator[Shown], query: Mapping[str, str], most: i
     return {
         "object": "list",
         "data": [each.to_object() for each in page],
-        "first_id": page[0].id if page else None,
-        "last_id": page[-1].id if page else None,
+        "first_id": page[0].id if page else "",
+        "last_id": page[-1].id if page else "",
         "has_more": has_more,
     }

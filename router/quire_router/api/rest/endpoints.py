@@ -21,7 +21,6 @@ from quire_router.api.rest.http import (
     LAST_EVENT_ID,
     BodyLimits,
     HttpExchange,
-    cancel_on_disconnect,
     read_body,
     to_json,
     x_headers,
@@ -153,7 +152,7 @@ class RequestEndpoints:
             await self._delete(exchange)
             return
         with self._service.request_scope(f"GET {_PATH}", exchange.request_id, exchange.headers):
-            await cancel_on_disconnect(exchange.receive, self._show(exchange))
+            await exchange.cancel_on_disconnect(self._show(exchange))
 
     async def cancel(self, exchange: HttpExchange) -> None:
         """Cancels the request, and sends its state just before."""
@@ -170,7 +169,7 @@ class RequestEndpoints:
     async def events(self, exchange: HttpExchange) -> None:
         """Streams the response from the client's cursor on; its events have ids."""
         with self._service.request_scope(f"GET {_PATH}/events", exchange.request_id, exchange.headers):
-            await cancel_on_disconnect(exchange.receive, self._events(exchange))
+            await exchange.cancel_on_disconnect(self._events(exchange))
 
     async def _show(self, exchange: HttpExchange) -> None:
         stored = await self._service.status(_id(exchange), exchange.caller)
@@ -240,7 +239,7 @@ class FleetEndpoint:
         """Streams the state of the fleet, for as long as the client reads. Raises ``QuireError``."""
         if self._keys.required and not (self._for_all or exchange.caller.policy.allow_fleet):
             raise fleet_forbidden()
-        await cancel_on_disconnect(exchange.receive, self._send(exchange))
+        await exchange.cancel_on_disconnect(self._send(exchange))
 
     async def _send(self, exchange: HttpExchange) -> None:
         async with (

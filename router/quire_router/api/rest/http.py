@@ -247,32 +247,6 @@ async def _read(receive: Receive, limit: int, body: ReservedBody) -> None:
         body.append(data)
 
 
-async def cancel_on_disconnect(receive: Receive, work: Coroutine[Any, Any, T]) -> T:
-    """Returns the result of ``work``, which is cancelled at once when the client disconnects. The body must have been
-    read before. Raises ``ClientDisconnectedError``.
-    """
-    task = asyncio.current_task()
-    assert task is not None
-    left = False
-
-    async def watch() -> None:
-        nonlocal left
-        while (await receive())["type"] != "http.disconnect":
-            pass
-        left = True
-        task.cancel()
-
-    watching = asyncio.create_task(watch())  # the only one: ``work`` is done in the caller's task
-    try:
-        return await work
-    except BaseException:
-        if left and not task.uncancel():  # else the task was cancelled by somebody else, too
-            raise ClientDisconnectedError from None
-        raise
-    finally:
-        watching.cancel()
-
-
 class HttpResponse:
     """The response to one request, with the request's id in its head. Raises ``ClientDisconnectedError`` when the
     client leaves, or does not take a write within ``timeout`` seconds.
@@ -409,6 +383,34 @@ class HttpExchange:
     def path_parameters(self) -> dict[str, Any]:
         """What the route's pattern matched in the path."""
         return dict(self.scope["path_params"])
+
+    async def cancel_on_disconnect(self, work: Coroutine[Any, Any, T]) -> T:
+        """Returns the result of ``work``, which is cancelled at once when the client disconnects. The body must have
+        been read before. Raises ``ClientDisconnectedError``.
+        """
+        task = asyncio.current_task()
+        assert task is not None
+        left = False
+
+        async def watch() -> None:
+            nonlocal left
+            while (await self.receive())["type"] != "http.disconnect":
+                pass
+            # Servers say so behind a whole response too. What is left to do then is not the client's concern, and
+            # the connection stays open for its next request.
+            if not self.response.ended:
+                left = True
+                task.cancel()
+
+        watching = asyncio.create_task(watch())  # the only one: ``work`` is done in the caller's task
+        try:
+            return await work
+        except BaseException:
+            if left and not task.uncancel():  # else the task was cancelled by somebody else, too
+                raise ClientDisconnectedError from None
+            raise
+        finally:
+            watching.cancel()
 
 
 def x_headers(headers: Mapping[str, str]) -> list[Header]:

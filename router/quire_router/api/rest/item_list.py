@@ -24,8 +24,8 @@ def item_page(items: Sequence[Mapping[str, Any]], query: Mapping[str, str], most
     return {
         "object": "list",
         "data": page,
-        "first_id": page[0]["id"] if page else None,
-        "last_id": page[-1]["id"] if page else None,
+        "first_id": page[0]["id"] if page else "",
+        "last_id": page[-1]["id"] if page else "",
         "has_more": begin + len(page) < len(items),
     }
 

@@ -31,6 +31,10 @@ from quire_router.core.generation import Delta, StreamCursor, Usage
 
 DONE: Final = b"data: [DONE]\n\n"
 _NO_USAGE: Final = b',"usage":null}\n\n'
+_NO_MESSAGE_FIELDS: Final[dict[str, Any]] = dict.fromkeys(
+    ("refusal", "annotations", "audio", "function_call", "reasoning", "reasoning_content")
+)
+"""Null where a whole message has nothing for them, as in vLLM: clients read them as attributes."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,7 +43,9 @@ class OpenAiFormat:
     of a chunk. ``first_choice`` and ``last_choice`` are the choices of a stream's first and last chunk;
     ``delta_prefix`` and ``delta_suffix`` surround the text of the chunks between them, ``message_prefix`` and
     ``message_suffix`` that of a whole response. ``logprobs_format`` writes log-probabilities of the output; those of
-    the prompt are in its choices (``prompt_in_choices``) or beside them.
+    the prompt are in its choices (``prompt_in_choices``) or beside them. The last four name fields that are always null
+    here, and in vLLM unless a request asks for them: of a choice, of a whole response, of every chunk's choice except
+    that with the role, and of every chunk.
     """
 
     id_prefix: str
@@ -53,6 +59,10 @@ class OpenAiFormat:
     message_suffix: str
     logprobs_format: type[LogprobsFormat]
     prompt_in_choices: bool
+    null_choice_fields: tuple[str, ...]
+    null_fields: tuple[str, ...]
+    null_chunk_choice_fields: tuple[str, ...]
+    null_chunk_fields: tuple[str, ...]
     heartbeat: bytes | None = None
     id_headers: tuple[bytes, ...] = (b"x-request-id",)
 
@@ -95,9 +105,16 @@ CHAT = OpenAiFormat(
     delta_suffix="}",
     last_choice={"delta": {}},
     message_prefix='"message":{"role":"assistant","content":',
-    message_suffix=',"refusal":null}',
+    message_suffix=f",{json_text(_NO_MESSAGE_FIELDS)[1:]}",
     logprobs_format=ChatLogprobsFormat,
     prompt_in_choices=False,
+    null_choice_fields=("token_ids", "routed_experts", "weight_versions"),
+    null_fields=(
+        *("service_tier", "system_fingerprint", "prompt_token_ids", "prompt_text"),
+        *("kv_transfer_params", "ec_transfer_params", "metrics"),
+    ),
+    null_chunk_choice_fields=("token_ids",),
+    null_chunk_fields=("kv_transfer_params",),
 )
 COMPLETION = OpenAiFormat(
     id_prefix="cmpl-",
@@ -111,6 +128,10 @@ COMPLETION = OpenAiFormat(
     message_suffix="",
     logprobs_format=CompletionLogprobsFormat,
     prompt_in_choices=True,
+    null_choice_fields=("token_ids", "prompt_token_ids", "routed_experts", "weight_versions"),
+    null_fields=("service_tier", "system_fingerprint", "kv_transfer_params", "ec_transfer_params", "metrics"),
+    null_chunk_choice_fields=("prompt_token_ids", "token_ids"),
+    null_chunk_fields=(),
 )
 
 
@@ -190,7 +211,7 @@ def message_object(parts: Sequence[ParsedDelta]) -> dict[str, Any]:
     calls: dict[int, list[ToolCallDelta]] = {}
     for call in (call for parsed in parts for call in parsed.calls):
         calls.setdefault(call.index, []).append(call)
-    message: dict[str, Any] = {"role": "assistant", "content": content or (None if calls else ""), "refusal": None}
+    message = {"role": "assistant", "content": content or (None if calls else ""), **_NO_MESSAGE_FIELDS}
     if reasoning:
         message |= {"reasoning_content": reasoning, "reasoning": reasoning}
     return {**message, "tool_calls": [_joined(deltas) for deltas in calls.values()]} if calls else message
@@ -263,6 +284,7 @@ class CompletionBuilder:
             choices.append(self._choice_object(index, choice).encode("ascii"))
             await asyncio.sleep(0)
         after = "" if self._style.prompt_in_choices else self._prompt_logprobs(0)
+        after += nulls(self._style.null_fields)
         end = f'],"usage":{json_text(usage_object(usage))}{after}}}'
         return b"".join(
             (f'{json_text(self._head)[:-1]},"choices":['.encode("ascii"), b",".join(choices), end.encode("ascii"))
@@ -279,12 +301,13 @@ class CompletionBuilder:
         after = self._prompt_logprobs(index) if self._style.prompt_in_choices else ""
         if choice.score is not None:
             after += f',"score":{number(choice.score)}'
+        after += nulls(self._style.null_choice_fields)
         reason = json_text(choice.finish_reason)
         return f'{{"index":{index},{text},"logprobs":{logprobs},"finish_reason":{reason}{after}}}'
 
     def _prompt_logprobs(self, index: int) -> str:
         listed = "" if self.logprobs is None else self.logprobs.prompt_logprobs(index)
-        return f',"prompt_logprobs":{listed}' if listed else ""
+        return f',"prompt_logprobs":{listed or "null"}'
 
 
 class ChunkEncoder:
@@ -338,7 +361,8 @@ class ChunkEncoder:
         self._before = [start + style.delta_prefix for start in starts]
         self._starts = [f'{start}"delta":' for start in starts]
         no_usage = ',"usage":null' if self._usage else ""
-        self._closed = f"}}]{no_usage}}}\n\n"
+        no_choice_fields, no_fields = nulls(style.null_chunk_choice_fields), nulls(style.null_chunk_fields)
+        self._closed = f"{no_choice_fields}}}]{no_fields}{no_usage}}}\n\n"
         self._end = f',"finish_reason":null{self._closed}'
         self._after = f'{style.delta_suffix},"logprobs":null{self._end}'
 
@@ -419,7 +443,8 @@ class ChunkEncoder:
     def _open(self, index: int) -> bytes:
         self._cursor.open(index)
         choice = {"index": index, **(self._style.first_choice or {}), "logprobs": None, "finish_reason": None}
-        data = self._event({**self._head, "choices": [choice], **self._usage})
+        prompt = {"prompt_token_ids": None, "prompt_text": None}  # null here too unless a request asks for it
+        data = self._event({**self._head, "choices": [choice], **prompt, **self._usage})
         return self._with_usage(data, index) if self._continuous_usage else data
 
     def _with_usage(self, data: bytes, index: int) -> bytes:
@@ -440,6 +465,11 @@ class ChunkEncoder:
         """Advances the cursor by ``delta``; returns the line with the id of its event, empty without ids."""
         self._cursor.advance(delta)
         return f"id: {self._cursor!s}\n" if self._has_ids else ""
+
+
+def nulls(names: Sequence[str]) -> str:
+    """Returns fields that are null, each behind a comma."""
+    return "".join(f',"{name}":null' for name in names)
 
 
 def event(value: object) -> bytes:

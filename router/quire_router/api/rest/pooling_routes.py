@@ -15,7 +15,6 @@ from quire_router.api.rest.http import (
     JSON_HEADERS,
     BodyLimits,
     HttpExchange,
-    cancel_on_disconnect,
     read_body,
     to_json,
     x_headers,
@@ -58,7 +57,7 @@ class PoolingHandler(Generic[BodyT]):
             self._service.bodies.reserve_incoming(exchange.caller.tenant, exchange.content_length) as body,
         ):
             await read_body(exchange.receive, self._limits, body)
-            await cancel_on_disconnect(exchange.receive, self._answer(exchange, body))
+            await exchange.cancel_on_disconnect(self._answer(exchange, body))
 
     async def _answer(self, exchange: HttpExchange, body: ReservedBody) -> None:
         with counting_rejections():

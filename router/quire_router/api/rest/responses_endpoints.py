@@ -19,7 +19,6 @@ from quire_router.api.rest.http import (
     LAST_EVENT_ID,
     BodyLimits,
     HttpExchange,
-    cancel_on_disconnect,
     read_body,
     to_json,
     x_headers,
@@ -135,7 +134,7 @@ class ResponseEndpoints:
                 deleted = {"id": f"resp_{stored.first.request_id}", "object": "response", "deleted": True}
                 await exchange.response.send(200, to_json(deleted))
             else:
-                await cancel_on_disconnect(exchange.receive, self._show(exchange))
+                await exchange.cancel_on_disconnect(self._show(exchange))
 
     async def cancel(self, exchange: HttpExchange) -> None:
         """Ends a response, and sends it."""
@@ -143,7 +142,7 @@ class ResponseEndpoints:
             stored = await self._history.stored(_id(exchange), exchange.caller)
             if stored.status is RequestStatus.RUNNING:
                 await self._service.cancel(stored.first.request_id, exchange.caller)
-                await cancel_on_disconnect(exchange.receive, self._send_ended(exchange, stored))
+                await exchange.cancel_on_disconnect(self._send_ended(exchange, stored))
             else:
                 await exchange.response.send(200, await _body(self._service, stored, exchange.caller))
 

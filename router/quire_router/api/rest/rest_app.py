@@ -29,7 +29,6 @@ from quire_router.api.rest.http import (
     HttpError,
     HttpExchange,
     HttpResponse,
-    cancel_on_disconnect,
     direct_writer,
     head_too_large,
     no_such_route,
@@ -104,6 +103,7 @@ class RestApp:
         response = HttpResponse(send, self._client_timeout, new_request_id(), direct_writer(scope))
         exchange = HttpExchange(scope, receive, response, format_of_errors(scope["path"]))
         response.id_headers = exchange.format.id_headers
+        response.extra_headers = self._connection_close
         try:
             await self._serve(exchange, send)
         except ClientDisconnectedError:
@@ -212,7 +212,7 @@ class GenerateHandler:
             self._service.bodies.reserve_incoming(exchange.caller.tenant, exchange.content_length) as body,
         ):
             await read_body(exchange.receive, self._limits, body)
-            await cancel_on_disconnect(exchange.receive, self._answer(exchange, body, options))
+            await exchange.cancel_on_disconnect(self._answer(exchange, body, options))
 
     async def _answer(self, exchange: HttpExchange, body: ReservedBody, options: RequestOptions) -> None:
         prepared = await self._prepare(exchange, body, options)

@@ -111,7 +111,7 @@ class InputItem(LenientModel):
             kind = "output_text" if self.role == "assistant" else "input_text"
             part: dict[str, Any] = {"type": kind, "text": self.content}
             if self.role == "assistant":
-                part["annotations"] = []
+                part |= {"annotations": [], "logprobs": []}
             return {**known, "role": self.role, "status": "completed", "content": [part]}
         if self.type == REASONING:
             return {**known, "summary": [], "content": [{"type": "reasoning_text", "text": self.reasoning}]}

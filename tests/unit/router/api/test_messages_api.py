@@ -138,7 +138,7 @@ async def test_a_repeated_key_has_the_first_answer():
     assert message_of(message_events(again.body)) == first.json
     assert again.headers["x-quire-idempotent-replay"] == "true"
     assert (other.status, other.error["type"]) == (409, "conflict_error")
-    assert kind_of(changed) == (409, "conflict_error")
+    assert kind_of(changed) == (409, "invalid_request_error")
     assert changed.headers["x-should-retry"] == "false"
 
 

@@ -90,7 +90,7 @@ async def test_no_log_probabilities_are_shown_unless_requested():
             answer = await ask(stage.port, "POST", CHAT, chat(**fields))
             events = answer.events[:-1] if fields else [answer.json]
             assert all(event["choices"][0]["logprobs"] is None for event in events)
-            assert not any("prompt_logprobs" in event for event in events)
+            assert not any(event.get("prompt_logprobs") for event in events)
 
 
 # Completions
