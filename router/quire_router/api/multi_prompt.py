@@ -143,15 +143,16 @@ async def _renumbered(
     """Yields the deltas with their choices numbered through. The usage is the sum over all prompts, and comes with the
     last delta of the last one.
     """
-    usages = list[Usage]()
+    usages, pending = list[Usage](), False
     async with cleanup, aclosing(_merged(runs)) as deltas:
         async for number, delta in deltas:
             if delta.usage is not None:
                 usages.append(delta.usage)
+                pending = pending or delta.pending
             usage = total_usage(usages) if len(usages) == len(runs) else None
             if usage is not None or _has_output(delta):
                 prompt_group.started = True
-                yield replace(delta, index=number * n + delta.index, usage=usage)
+                yield replace(delta, index=number * n + delta.index, usage=usage, pending=pending and usage is not None)
 
 
 def _has_output(delta: Delta) -> bool:

@@ -6,6 +6,7 @@ import asyncio
 from collections.abc import AsyncGenerator, Container, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass, replace
+from typing import Final
 
 from quire_proto.errors import internal
 from quire_proto.structured_output import StructuredKind
@@ -23,6 +24,12 @@ from quire_router.journal.base import RequestRecord
 
 _ATTEMPTS, _RETRY_INTERVAL = 5, 0.05  # seconds between attempts
 _TOKENS_PER_TURN = 256  # of a prompt that is detokenised: a millisecond or two
+
+
+PENDING: Final = "pending"
+"""The value of the header ``x-quire-journal``, of the gRPC metadata ``quire-journal``, and of the field
+``quire_journal`` in the last event with data: the end of the answer could not be stored in time (``Delta.pending``).
+"""
 
 
 @dataclass(slots=True)

@@ -400,7 +400,9 @@ def request_not_found() -> QuireError:
 
 def record_lost() -> QuireError:
     """The record of a request disappeared while it was replayed."""
-    return QuireError(ErrorCode.NOT_FOUND, "What was known of this request was lost.", param="request_id")
+    return QuireError(
+        ErrorCode.NOT_FOUND, "The request was deleted, or what was known of it was lost.", param="request_id"
+    )
 
 
 def prompts_lost() -> QuireError:

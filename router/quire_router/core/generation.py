@@ -97,6 +97,18 @@ class GenerationRequest:
         return self.priority >= BEST_EFFORT
 
     @property
+    def keeps_conversation(self) -> bool:
+        """Whether another request may go on from its answer: the second line of ``conversation`` is that."""
+        return 0 <= self.conversation.find("\n") < len(self.conversation) - 1
+
+    @property
+    def is_stored(self) -> bool:
+        """Whether clients rely on its answer being there once it has ended: it has an idempotency key, runs in the
+        background, or may be gone on from.
+        """
+        return bool(self.digest) or self.background or self.keeps_conversation
+
+    @property
     def selects_choices(self) -> bool:
         """Whether choices are candidates, of ``best_of`` or of a beam search, of which the best are delivered together
         once all of them have ended.
@@ -181,7 +193,9 @@ class Delta:
     ``token_ids``, with the finish reason where ``logprobs`` were asked for. ``stop_string`` is the one of the request's
     stop strings that ended the choice. ``pooled`` is what a prompt was pooled to, as little-endian float32. A
     ``replayed`` delta the client has had before: it only brings the encoder of the answer to the client's cursor.
-    ``route`` is where the request runs and why, in the first delta of an attempt, if the operator asked for that.
+    ``route`` is where the request runs and why, in the first delta of an attempt, if the operator asked for that. In
+    the delta with the usage ``pending`` says that the answer can be read again, and that its end may be lost with this
+    router, as the journal could not be written in time.
     """
 
     text: str
@@ -197,6 +211,7 @@ class Delta:
     stop_token: StopToken | None = None
     stop_string: str | None = None
     pooled: bytes = b""
+    pending: bool = False
 
 
 @dataclass(slots=True)

@@ -196,6 +196,12 @@ class Journal(Protocol):
         """
         ...
 
+    async def settle(self, lease: Lease) -> bool:
+        """Waits until the end that ``finish`` was called with survives this process and is what every router reads, a
+        fifth of a second at most; returns whether it is. To be called right after ``finish``.
+        """
+        ...
+
     def release(self, lease: Lease, usage: Usage = NO_USAGE) -> None:
         """Gives up the lease on a record that has not ended, so that any router may claim it. ``usage``, what the
         request used so far, is counted: nobody may come for the rest. Never waits.
@@ -209,8 +215,8 @@ class Journal(Protocol):
         ...
 
     async def read(self, request_id: str, *, tokens_only: bool = False) -> RequestRecord | None:
-        """The record as it is stored; None if unknown or expired. With ``tokens_only`` the deltas are without
-        log-probabilities, stop tokens and scores. Raises as ``Follower.poll``.
+        """The record as it is now, with its end if any router has it; None if unknown or expired. With ``tokens_only``
+        the deltas are without log-probabilities, stop tokens and scores. Raises as ``Follower.poll``.
         """
         ...
 
@@ -232,8 +238,9 @@ class Journal(Protocol):
         ...
 
     async def delete(self, request_id: str) -> bool:
-        """Deletes a record that has ended. One that has not is cancelled, and deleted soon after its end. False if
-        there is none.
+        """Deletes a record: from now on no router finds it, and nothing that is still written creates it again. A
+        request that has not ended is cancelled. Returns False if there is no record. Raises as ``Follower.poll``, and
+        has changed nothing then.
         """
         ...
 

@@ -8,9 +8,10 @@ import asyncio
 import logging
 from abc import ABC, abstractmethod
 from collections.abc import Awaitable, Callable, Sequence
+from contextlib import suppress
 from dataclasses import replace
 from functools import partial
-from typing import Protocol, TypeVar
+from typing import TypeVar
 from uuid import uuid4
 
 from quire_proto.errors import QuireError, internal
@@ -33,6 +34,7 @@ from quire_router.journal.base import (
     RequestRecord,
     unrecorded,
 )
+from quire_router.journal.buffered_record import read_buffered, read_buffered_update
 from quire_router.journal.codec import (
     TOKEN_BYTES,
     CorruptRecordError,
@@ -44,6 +46,7 @@ from quire_router.journal.codec import (
 )
 from quire_router.journal.follower import RawRecordUpdate, RecordFollower
 from quire_router.journal.journal_writer import JournalWriter
+from quire_router.journal.record_store import RecordStore
 from quire_router.journal.token_log import TokenLog, log_checksum, read_record
 from quire_router.journal.write_buffer import BufferedRequest, DroppedUsage, RequestEnd, WriteBuffer
 
@@ -51,70 +54,6 @@ log = logging.getLogger(__name__)
 MAX_WAIT = 0.5  # seconds that a request waits for the database where it can go on, or begin, without
 CLOSE_TIMEOUT = 2.0  # seconds that a router which stops waits for the database, which may be stopping too
 T = TypeVar("T")
-StoredRecord = tuple[dict[bytes, bytes], bytes, int]
-"""A record's fields, its packed token log, and the database's time in ms."""
-
-
-class RecordStore(Protocol):
-    """What a journal reads from its database, and changes there at once: calls that wait for the reply. They raise
-    ``CorruptRecordError`` for what is no record, and ``errors`` without the database.
-    """
-
-    errors: tuple[type[Exception], ...]
-
-    async def open(self, generation: GenerationRequest, lease: Lease) -> bool:
-        """Creates the record with this lease; False if there is one of another request or owner."""
-        ...
-
-    async def claim(self, request_id: str, owner: str, name: str) -> StoredRecord | None:
-        """Takes the lease on a record that has none; None if it cannot. ``name`` is the claim's own, so it can be
-        repeated.
-        """
-        ...
-
-    async def fail_corrupt(self, lease: Lease) -> None:
-        """Ends a record that cannot be read."""
-        ...
-
-    async def cancel(self, request_id: str) -> bool:
-        """Ends the record, or marks it as cancelled if it is leased; False if there is none that has not ended."""
-        ...
-
-    async def delete(self, request_id: str) -> bool:
-        """Deletes the record, or cancels it and deletes it soon after its end; False if there is none."""
-        ...
-
-    async def read(self, request_id: str) -> StoredRecord | None:
-        """The record as it is; None if there is none."""
-        ...
-
-    async def statuses(self, request_ids: Sequence[str]) -> list[tuple[dict[bytes, bytes], int, int]]:
-        """Of each record its ``STATUS_FIELDS``, the bytes of its prompt, and the database's time in ms."""
-        ...
-
-    async def read_update(self, request_id: str, names: tuple[str, ...], offset: int) -> RawRecordUpdate:
-        """What is new in the record from this byte of its token log on, and these fields of it."""
-        ...
-
-    async def orphans(self) -> list[str]:
-        """See ``Journal``."""
-        ...
-
-    async def usage(self, since: float, until: float, tenant: str | None) -> list[UsageRow]:
-        """See ``Journal``."""
-        ...
-
-    async def settle_usage(self) -> None:
-        """See ``Journal``."""
-        ...
-
-    def abandon(self, lease: Lease) -> None:
-        """Nothing will be written with this lease any more, although its request goes on. Never waits."""
-        ...
-
-    async def close(self) -> None:
-        """Closes connections, when nothing is to be written any more."""
-        ...
 
 
 class BufferedJournal(ABC):
@@ -126,15 +65,22 @@ class BufferedJournal(ABC):
     """
 
     def __init__(
-        self, store: RecordStore, writer: JournalWriter, buffer: WriteBuffer, *, owner: str | None, timeout: float
+        self,
+        store: RecordStore,
+        writer: JournalWriter,
+        buffer: WriteBuffer,
+        *,
+        owner: str | None,
+        timeout: float,
+        end_timeout: float,
     ) -> None:
         self._owner = owner or uuid4().hex
         self._timeout = timeout
+        self._end_timeout = end_timeout
         self._listener: LeaseListener | None = None
         self._buffer = buffer
         self._store = store
         self._writer = writer
-        self._uncounted: dict[Lease, GenerationRequest] = {}  # those that run without a record
         self._openings: set[asyncio.Task[Lease | None]] = set()
         self._task: SupervisedTask | None = None
 
@@ -166,7 +112,7 @@ class BufferedJournal(ABC):
             metrics.STALE_EPOCHS.inc()
             return Lease(generation.request_id, self._owner, REFUSED_EPOCH)
         if not self._buffer.add(BufferedRequest(generation, lease)):
-            self._uncounted[lease] = generation
+            self._buffer.uncounted[lease] = generation
             metrics.JOURNAL_DROPPED.inc()
         return lease
 
@@ -174,7 +120,7 @@ class BufferedJournal(ABC):
         """See ``Journal``."""
         self.start()
         lease = unrecorded(generation.request_id)
-        self._uncounted[lease] = generation
+        self._buffer.uncounted[lease] = generation
         return lease
 
     async def open_if_absent(self, generation: GenerationRequest) -> Lease | None:
@@ -249,26 +195,77 @@ class BufferedJournal(ABC):
         claimed = await self._call(request_id, lambda: self._store.claim(request_id, self._owner, name))
         return None if claimed is None else await self._resume_claimed(request_id, *claimed)
 
+    async def settle(self, lease: Lease) -> bool:
+        """See ``Journal``. Waits for nothing while the database is known to be away."""
+        request = self._buffer.get(lease.request_id)
+        if request is None or request.lease != lease or request.end is None:
+            return False
+        return await self._wait_ended(request)
+
+    async def _wait_ended(self, request: BufferedRequest) -> bool:
+        """Has the end of a request written at once; returns whether that was done in time."""
+        if not (self._writer.is_failing or request.end_stored):
+            with suppress(TimeoutError):
+                async with asyncio.timeout(self._end_timeout):
+                    await self._writer.wait_ended(request)
+        return request.end_stored
+
+    async def _ended_here(self, request_id: str) -> BufferedRequest | None:
+        """The request if it has ended at this router, and the database does not have its end even now."""
+        request = self._buffer.get(request_id)
+        if request is None or request.end is None or request.deleted or await self._wait_ended(request):
+            return None
+        return request if self._buffer.contains(request) else None
+
     async def read(self, request_id: str, *, tokens_only: bool = False) -> RequestRecord | None:
-        """See ``Journal``: what the database has, which may be a moment behind what was written. Raises UNAVAILABLE
-        instead of returning None just after the database was unavailable.
-        """
-        stored = await self._call(request_id, lambda: self._store.read(request_id))
-        if stored is not None:
-            record, *_ = await self._call(request_id, lambda: read_record(request_id, *stored, tokens_only=tokens_only))
-            return record
-        if await self._is_settling(request_id):
+        """See ``Journal``. Raises UNAVAILABLE instead of returning None just after the database was unavailable."""
+        if (ended := await self._ended_here(request_id)) is not None:
+            return await read_buffered(ended, tokens_only=tokens_only)
+        record = await self._read_stored(request_id, tokens_only=tokens_only)
+        if record is not None and await self._confirm_running([record]):
+            record = await self._read_stored(request_id, tokens_only=tokens_only)
+        if record is None and await self._is_settling(request_id):
             raise journal_unavailable()
-        return None
+        return record
+
+    async def _read_stored(self, request_id: str, *, tokens_only: bool) -> RequestRecord | None:
+        stored = await self._call(request_id, lambda: self._store.read(request_id))
+        if stored is None:
+            return None
+        record, *_ = await self._call(request_id, lambda: read_record(request_id, *stored, tokens_only=tokens_only))
+        return record
 
     async def statuses(self, request_ids: Sequence[str], *, confirm_missing: bool = True) -> list[RequestRecord | None]:
         """See ``Journal``."""
-        first = request_ids[0]
-        stored = await self._call(first, lambda: self._store.statuses(request_ids))
-        records = [await self._status(*each) for each in zip(request_ids, stored, strict=True)]
-        if confirm_missing and None in records and await self._is_settling(first):
+        ended = [await self._ended_here(request_id) for request_id in request_ids]
+        if None not in ended:
+            return [await read_buffered(request, tokens_only=True) for request in ended if request is not None]
+        records = await self._statuses(request_ids)
+        if await self._confirm_running(records):
+            records = await self._statuses(request_ids)
+        records = [
+            record if each is None else await read_buffered(each, tokens_only=True)
+            for each, record in zip(ended, records, strict=True)
+        ]
+        if confirm_missing and None in records and await self._is_settling(request_ids[0]):
             raise journal_unavailable()
         return records
+
+    async def _statuses(self, request_ids: Sequence[str]) -> list[RequestRecord | None]:
+        stored = await self._call(request_ids[0], lambda: self._store.statuses(request_ids))
+        return [await self._status(*each) for each in zip(request_ids, stored, strict=True)]
+
+    async def _confirm_running(self, records: Sequence[RequestRecord | None]) -> bool:
+        """Asks the routers that run the requests of ``records`` which have not ended there, to write what has; returns
+        whether any of them may have ended since these were read.
+        """
+        running = [each for each in records if each is not None and each.finish_reason is None]
+        asked = [each for each in running if each.owner not in ("", self._owner)]
+        return bool(asked) and await self._ask_owners(asked)
+
+    async def _ask_owners(self, records: Sequence[RequestRecord]) -> bool:  # noqa: ARG002 - there are no others
+        """See ``_confirm_running``, for records of other routers."""
+        return False
 
     async def _status(self, request_id: str, stored: tuple[dict[bytes, bytes], int, int]) -> RequestRecord | None:
         fields, prompt, now = stored
@@ -280,22 +277,16 @@ class BufferedJournal(ABC):
             raise newer_record() from None
         except CorruptRecordError:
             raise corrupt_record_error(request_id) from None
-        return self._with_local_end(record or await self.read(request_id, tokens_only=True))
-
-    def _with_local_end(self, record: RequestRecord | None) -> RequestRecord | None:
-        """The record with the end that this router is about to write: what has ended cannot be cancelled any more."""
-        request = None if record is None else self._buffer.get(record.generation.request_id)
-        if record is None or request is None or request.end is None or record.finish_reason is not None:
-            return record
-        end = request.end
-        usage = record.usage if end.usage == NO_USAGE else end.usage
-        return replace(record, finish_reason=end.reason, error=end.error, usage=usage, leased=False)
+        return record or await self._read_stored(request_id, tokens_only=True)
 
     def follow(self, request_id: str) -> Follower:
         """See ``Journal``."""
-        return _CheckedFollower(
-            partial(self._poll, request_id, RecordFollower(partial(self._store.read_update, request_id)))
-        )
+        return _CheckedFollower(partial(self._poll, request_id, RecordFollower(partial(self._read_update, request_id))))
+
+    async def _read_update(self, request_id: str, names: tuple[str, ...], offset: int) -> RawRecordUpdate:
+        if (ended := await self._ended_here(request_id)) is not None:
+            return await read_buffered_update(ended, offset)
+        return await self._store.read_update(request_id, names, offset)
 
     async def cancel(self, request_id: str) -> bool:
         """See ``Journal``. Another router gets to know it with its next write to the record, or when it renews its
@@ -316,11 +307,18 @@ class BufferedJournal(ABC):
     async def delete(self, request_id: str) -> bool:
         """See ``Journal``."""
         request = self._buffer.get(request_id)
-        if request is not None:  # the record may not be written yet, or have to be written again
-            request.generation = replace(request.generation, retention=0)
+        if request is None or request.deleted:
+            return await self._call(request_id, lambda: self._store.delete(request_id, None))
+        if request.is_writable:
             await self.cancel(request_id)
-        deleted = await self._call(request_id, lambda: self._store.delete(request_id))
-        return deleted or request is not None
+        self._buffer.withhold(request)
+        try:
+            await self._call(request_id, lambda: self._store.delete(request_id, request.generation))
+        except BaseException:
+            self._buffer.resume(request)
+            raise
+        self._buffer.forget(request)
+        return True
 
     async def orphans(self) -> list[str]:
         """See ``Journal``. Returns none just after the database was unavailable."""
@@ -470,12 +468,12 @@ class BufferedJournal(ABC):
 
     def _on_dropped(self, request: BufferedRequest) -> None:
         metrics.JOURNAL_DROPPED.inc()
-        self._uncounted[request.lease] = request.generation
+        self._buffer.uncounted[request.lease] = request.generation
         self._store.abandon(request.lease)
 
     def _count_unrecorded(self, lease: Lease, usage: Usage) -> None:
         """Counts what a request used that has no record, or was dropped: no record says it."""
-        if (generation := self._uncounted.pop(lease, None)) is not None:
+        if (generation := self._buffer.uncounted.pop(lease, None)) is not None:
             self.count_usage(lease, Account.of(generation), usage)
 
     def _writable_request(self, lease: Lease) -> BufferedRequest | None:

@@ -46,7 +46,8 @@ class JournalSettings:
     or ``running_ttl`` after its last write. A ``pause`` between two flushes lets tokens gather, and the more streams
     run, the longer: half a millisecond or so for each. A router that dies costs at most that many seconds of tokens,
     which are generated again. For ``settle`` after Redis was unavailable, routers may still have to write what they
-    buffer. What tenants used in an hour is kept for ``usage_retention``.
+    buffer. What tenants used in an hour is kept for ``usage_retention``. An answer that can be read again waits with
+    its end for ``end_timeout`` at most until that is written.
     """
 
     lease: float = 4.0
@@ -55,6 +56,7 @@ class JournalSettings:
     running_ttl: float = 86_400.0
     pause: float = 0.02
     usage_retention: float = 400 * 86_400.0
+    end_timeout: float = 0.2
 
     def __post_init__(self) -> None:
         if self.lease_ms > MAX_LEASE:

@@ -29,14 +29,16 @@ class WriteReply(Enum):
     """What became of one write.
 
     STALE: another owner or a newer epoch has the record, so that the writer has lost it. LOST: the database has not, or
-    no longer, what was written before. CANCELLED: it is done, and the request is to end. DAMAGED: what is stored is no
-    record, so its writes would always fail.
+    no longer, what was written before. CANCELLED: it is done, and the request is to end. DELETED: the record was
+    deleted, so nothing is written, and the request is to end. DAMAGED: what is stored is no record, so its writes would
+    always fail.
     """
 
     DONE = "done"
     STALE = "stale"
     LOST = "lost"
     CANCELLED = "cancelled"
+    DELETED = "deleted"
     DAMAGED = "damaged"
 
 
@@ -59,6 +61,12 @@ class WriteTarget(Protocol):
     async def write(self, writes: list[BufferedWrite]) -> list[WriteReply | Exception]:
         """Writes; an error among the replies means that this write is to be repeated. Repeating one that was done
         changes nothing.
+        """
+        ...
+
+    async def count_closed(self, writes: list[BufferedWrite], replies: list[WriteReply | Exception]) -> None:
+        """Counts what requests used whose ends and releases were just written, with these ``replies``. Replaces the
+        reply to a write that is to be repeated for it by an error.
         """
         ...
 
@@ -133,9 +141,21 @@ class JournalWriter:
                 self.record_failure(error)
                 await asyncio.sleep(self._backoff.next())
 
+    @property
+    def is_failing(self) -> bool:
+        """Whether the database did not take the last writes; False before the first exchange with it, too."""
+        return self._outage_logged
+
     async def flush(self) -> None:
         """Waits until nothing is dirty."""
         while self._buffer:
+            self._flushed.clear()
+            await self._flushed.wait()
+
+    async def wait_ended(self, request: BufferedRequest) -> None:
+        """Waits until the end of a request is in the database, or will never be; has it written at once."""
+        self._buffer.mark_urgent(request)
+        while self._buffer.contains(request) and not request.end_stored:
             self._flushed.clear()
             await self._flushed.wait()
 
@@ -154,10 +174,21 @@ class JournalWriter:
                 await self._buffer.wait_dirty()
         await self._count_dropped()
         writes = self._buffer.next_writes(MAX_WRITES_PER_FLUSH)
+        await self._flush(writes)
+        await self._pause(max(self._settings.pause, PAUSE_PER_WRITE * len(writes)))
+
+    async def _flush(self, writes: list[BufferedWrite]) -> None:
         await self._write(writes)
         metrics.JOURNAL_PENDING.set(len(self._buffer))
         self._flushed.set()
-        await asyncio.sleep(max(self._settings.pause, PAUSE_PER_WRITE * len(writes)))
+
+    async def _pause(self, seconds: float) -> None:
+        """Lets writes gather for so long, and writes meanwhile what somebody waits for."""
+        loop = asyncio.get_running_loop()
+        until = loop.time() + seconds
+        while loop.time() < until:
+            if await self._buffer.wait_urgent(until):
+                await self._flush(self._buffer.next_writes(MAX_WRITES_PER_FLUSH, urgent=True))
 
     async def _beat(self) -> None:
         """Notices that the database is gone or refuses writes even if there is nothing to write. Renews every lease:
@@ -209,6 +240,8 @@ class JournalWriter:
             return
         failures = self._failures
         replies = await self._target.write(writes)
+        self._on_ends_stored(writes, replies)
+        await self._target.count_closed(writes, replies)
         now = asyncio.get_running_loop().time()
         problem = None
         for write, reply in zip(writes, replies, strict=True):
@@ -223,6 +256,13 @@ class JournalWriter:
         if WriteReply.DONE in replies or WriteReply.CANCELLED in replies:  # the others are of writes that were not done
             self._on_success(failures)
 
+    def _on_ends_stored(self, writes: list[BufferedWrite], replies: list[WriteReply | Exception]) -> None:
+        """Lets go on who waits for an end, before its usage is counted: the record says what it is."""
+        for write, reply in zip(writes, replies, strict=True):
+            if write.end is not None and reply in (WriteReply.DONE, WriteReply.CANCELLED):
+                write.request.end_stored = True
+                self._flushed.set()
+
     def _apply(self, write: BufferedWrite, reply: WriteReply, now: float) -> None:
         if reply is WriteReply.DAMAGED:
             self._drop_corrupt(write.request)
@@ -230,6 +270,9 @@ class JournalWriter:
             self._on_lease_lost(write.request)
         elif reply is WriteReply.LOST:
             self._buffer.mark_lost(write.request)
+        elif reply is WriteReply.DELETED:
+            self._on_cancelled(write.request)
+            self._buffer.forget(write.request)
         else:
             self._buffer.mark_stored(write, now)
             self._on_cancelled(write.request)

@@ -2,7 +2,7 @@
 
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from time import monotonic
 
 from quire_proto.sampling import FinishReason
@@ -119,6 +119,7 @@ class MemoryJournal:
         self._expirations: LazyHeap[str] = LazyHeap()  # the same, by when they expire
         self._ledger = MemoryLedger()
         self._uncounted: dict[Lease, GenerationRequest] = {}  # those that run without a record
+        self._deleted: dict[Lease, _MemoryRecord] = {}  # those that were deleted and still run
         self._counted: OrderedDict[str, None] = OrderedDict()  # the last ones of these that were counted
         self._orphan_offset = 0  # how many the calls of this round have returned
         metrics.JOURNAL_AVAILABLE.set(1)
@@ -206,6 +207,11 @@ class MemoryJournal:
             self._begin_retention(record)
         self._count_unrecorded(lease, usage)
 
+    async def settle(self, lease: Lease) -> bool:
+        """See ``Journal``."""
+        record = self._records.get(lease.request_id)
+        return record is not None and record.end is not None
+
     async def claim(self, request_id: str) -> tuple[RequestRecord, Lease] | None:
         """See ``Journal``."""
         self._remove_expired()
@@ -256,12 +262,14 @@ class MemoryJournal:
     async def delete(self, request_id: str) -> bool:
         """See ``Journal``."""
         record = self._find(request_id)
-        if record is not None and record.leased:
-            record.generation = replace(record.generation, retention=0)
+        if record is None:
+            return False
+        if record.leased:
             await self.cancel(request_id)
-        elif record is not None:
-            self._remove(request_id)
-        return record is not None
+        if record.leased:  # else that has ended it
+            self._deleted[record.lease] = record
+        self._remove(request_id)
+        return True
 
     async def orphans(self) -> list[str]:
         """See ``Journal``."""
@@ -315,6 +323,8 @@ class MemoryJournal:
         self._begin_retention(record)
 
     def _count_unrecorded(self, lease: Lease, usage: Usage) -> None:
+        if (record := self._deleted.pop(lease, None)) is not None:
+            self._count(record, usage)
         if (generation := self._uncounted.pop(lease, None)) is not None:
             self.count_usage(lease, Account.of(generation), usage)
 
@@ -354,7 +364,8 @@ class MemoryJournal:
             self._remove(oldest)
 
     def _remove(self, request_id: str) -> None:
-        self._end_retention(request_id)
+        if request_id in self._unleased:
+            self._end_retention(request_id)
         self._tokens -= self._records.pop(request_id).size
 
 

@@ -2,6 +2,7 @@
 
 import asyncio
 from collections import OrderedDict, deque
+from contextlib import suppress
 from dataclasses import dataclass, field
 from itertools import islice
 from time import time
@@ -37,7 +38,8 @@ class BufferedRequest:
     ``num_stored`` values of ``log``, with ``checksum``. The lease was last renewed at ``renewed`` (the loop's time).
     It is ``refused`` if the database did not take it when it was to be ``opened`` at once, and ``rewritten`` if the
     database lost it. ``version`` is the model's that the log is of. ``usage`` is what it had used when it was finished
-    or released, at ``closed_at`` (s after 1970).
+    or released, at ``closed_at`` (s after 1970). Once ``end_stored``, the database has its end. Nothing is written of
+    one that is ``deleted``.
     """
 
     generation: GenerationRequest
@@ -55,6 +57,8 @@ class BufferedRequest:
     usage: Usage = NO_USAGE
     closed_at: float | None = None
     version: ModelVersion = UNKNOWN_VERSION
+    end_stored: bool = False
+    deleted: bool = False
 
     def __post_init__(self) -> None:
         self.log = TokenLog(self.generation.params.n)
@@ -130,7 +134,8 @@ class WriteBuffer:
 
     At most ``max_requests`` requests and ``max_tokens`` unwritten tokens are kept; what goes beyond is dropped, whole
     requests at a time, so that a record in the database is always a prefix of what was sent. What dropped requests used
-    is in ``dropped`` until it is counted, of ``max_requests`` of them at most.
+    is in ``dropped`` until it is counted, of ``max_requests`` of them at most. ``uncounted`` are requests that run
+    without a record, by their leases. A request is urgent while somebody waits until it is written.
     """
 
     def __init__(self, max_requests: int, max_tokens: int) -> None:
@@ -140,7 +145,10 @@ class WriteBuffer:
         self._dirty: OrderedDict[str, None] = OrderedDict()
         self._num_unwritten = 0
         self._became_dirty = asyncio.Event()
+        self._urgent: dict[str, None] = {}
+        self._became_urgent = asyncio.Event()
         self.dropped: deque[DroppedUsage] = deque()
+        self.uncounted: dict[Lease, GenerationRequest] = {}
 
     def __len__(self) -> int:
         """How many requests are dirty, or dropped and not counted."""
@@ -188,9 +196,26 @@ class WriteBuffer:
 
     def mark_dirty(self, request: BufferedRequest) -> None:
         """Marks the request as having something to write, or a lease to renew."""
-        if request.lease.request_id not in self._dirty:
+        if request.lease.request_id not in self._dirty and not request.deleted:
             self._dirty[request.lease.request_id] = None
             self._became_dirty.set()
+
+    def mark_urgent(self, request: BufferedRequest) -> None:
+        """Has the request written at once, before the others that are dirty."""
+        if self.contains(request) and not request.deleted:
+            self.mark_dirty(request)
+            self._dirty.move_to_end(request.lease.request_id, last=False)
+            self._urgent[request.lease.request_id] = None
+            self._became_urgent.set()
+
+    async def wait_urgent(self, until: float) -> bool:
+        """Waits until a request is urgent, or until this loop's time; returns whether one is."""
+        self._became_urgent.clear()
+        if not self._urgent:
+            with suppress(TimeoutError):
+                async with asyncio.timeout_at(until):
+                    await self._became_urgent.wait()
+        return bool(self._urgent)
 
     def mark_unrenewed_dirty(self, than: float) -> None:
         """Marks every request whose lease was last renewed before ``than``."""
@@ -208,6 +233,29 @@ class WriteBuffer:
             self._num_unwritten -= request.num_unwritten
             del self._requests[request.lease.request_id]
             self._dirty.pop(request.lease.request_id, None)
+            self._urgent.pop(request.lease.request_id, None)
+
+    def withhold(self, request: BufferedRequest) -> None:
+        """Writes nothing more of a request that is being deleted."""
+        request.deleted = True
+        self._dirty.pop(request.lease.request_id, None)
+        self._urgent.pop(request.lease.request_id, None)
+
+    def resume(self, request: BufferedRequest) -> None:
+        """Writes a request again that could not be deleted."""
+        request.deleted = False
+        if self.contains(request):
+            self.mark_dirty(request)
+
+    def forget(self, request: BufferedRequest) -> None:
+        """Removes a request that was deleted. What it used is counted, once that is known."""
+        if not self.contains(request):
+            return
+        self.remove(request)
+        if request.closed_at is None:
+            self.uncounted[request.lease] = request.generation
+        elif request.used != NO_USAGE:
+            self.add_dropped(DroppedUsage(request.lease, Account.of(request.generation), request.used))
 
     def add_dropped(self, dropped: DroppedUsage) -> bool:
         """Has the usage of a dropped request counted; False if there is no capacity for it."""
@@ -223,9 +271,10 @@ class WriteBuffer:
             self._became_dirty.clear()
             await self._became_dirty.wait()
 
-    def next_writes(self, count: int) -> list[BufferedWrite]:
-        """What to write of the ``count`` requests that have been dirty longest."""
-        return [_next_write(self._requests[request_id]) for request_id in islice(self._dirty, count)]
+    def next_writes(self, count: int, *, urgent: bool = False) -> list[BufferedWrite]:
+        """What to write of the ``count`` requests that have been dirty longest, or of those that are ``urgent``."""
+        names = islice(self._urgent if urgent else self._dirty, count)
+        return [_next_write(self._requests[request_id]) for request_id in names]
 
     def mark_stored(self, write: BufferedWrite, now: float) -> None:
         """The database has what was written, at the loop's time ``now``."""
@@ -240,8 +289,9 @@ class WriteBuffer:
             self.remove(request)
         elif request.num_stored == request.log_length and request.is_writable:
             self._dirty.pop(request.lease.request_id, None)
-        else:
-            self._dirty.move_to_end(request.lease.request_id)
+            self._urgent.pop(request.lease.request_id, None)
+        elif request.lease.request_id in self._dirty:
+            self._dirty.move_to_end(request.lease.request_id, last=request.lease.request_id not in self._urgent)
 
     def mark_lost(self, request: BufferedRequest) -> None:
         """The database lost the record: everything is to be written again."""

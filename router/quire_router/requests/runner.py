@@ -6,7 +6,7 @@ import asyncio
 import logging
 from collections import Counter
 from collections.abc import AsyncGenerator, Callable, Iterator, Mapping, Sequence
-from contextlib import AsyncExitStack, ExitStack, aclosing, contextmanager
+from contextlib import AsyncExitStack, ExitStack, aclosing, asynccontextmanager, contextmanager
 from dataclasses import replace
 from functools import partial
 from time import time
@@ -254,29 +254,28 @@ class RequestRunner:
 
     async def _answer(self, state: RequestState, resources: AsyncExitStack) -> AsyncGenerator[Delta]:
         """Places the request and streams its deltas, again for each engine that is lost; closes ``resources``."""
-        async with resources:
-            with self._ending_on_error(state):
-                await state.replay_record()
-                for delta in state.finish_complete_choices():
-                    yield delta
-                if state.finish_reason is not None:
+        async with resources, self._ending_on_error(state):
+            await state.replay_record()
+            async for delta in _end_last(state, state.finish_complete_choices()):
+                yield delta
+            if state.finish_reason is not None:
+                return
+            decision = await self._dispatcher.first(state)
+            while decision is not None:
+                try:
+                    async with aclosing(self._attempt(state, decision)) as deltas:
+                        async for delta in deltas:
+                            yield delta
                     return
-                decision = await self._dispatcher.first(state)
-                while decision is not None:
-                    try:
-                        async with aclosing(self._attempt(state, decision)) as deltas:
-                            async for delta in deltas:
-                                yield delta
-                        return
-                    except AttemptFailed as problem:
-                        self._record_failure(state, decision.engine_id, problem)
-                    for delta in state.finish_complete_choices():
-                        yield delta
-                    if state.ended:
-                        return
-                    decision = await self._dispatcher.next(state)
-                for delta in state.finish_open_choices(FinishReason.ABORT):
+                except AttemptFailed as problem:
+                    self._record_failure(state, decision.engine_id, problem)
+                async for delta in _end_last(state, state.finish_complete_choices()):
                     yield delta
+                if state.ended:
+                    return
+                decision = await self._dispatcher.next(state)
+            async for delta in _end_last(state, state.finish_open_choices(FinishReason.ABORT)):
+                yield delta
 
     async def _attempt(self, state: RequestState, decision: PlacementDecision) -> AsyncGenerator[Delta]:
         """Streams what one engine makes of the request. Raises ``AttemptFailed``."""
@@ -301,20 +300,20 @@ class RequestRunner:
                     for delta in deltas:
                         yield delta
         # By now the engine is free and the record is closed: a client need not come back after its last delta.
-        for delta in deltas:
+        async for delta in _end_last(state, deltas):
             yield delta
 
-    @contextmanager
-    def _ending_on_error(self, state: RequestState) -> Iterator[None]:
+    @asynccontextmanager
+    async def _ending_on_error(self, state: RequestState) -> AsyncGenerator[None]:
         """Ends the request with the error that the block raises; one that is no ``QuireError`` becomes INTERNAL."""
         try:
             yield
         except QuireError as error:
-            self._fail(state, error)
+            await self._fail(state, error)
             raise
         except Exception:
             log.exception("request %s failed", state.id)
-            self._fail(state, internal())
+            await self._fail(state, internal())
             raise internal() from None
 
     def _record_failure(self, state: RequestState, engine_id: str, problem: AttemptFailed) -> None:
@@ -340,7 +339,7 @@ class RequestRunner:
         """Charges what the request may use, before there is a record of it: a client that is refused may try again."""
         return await self._limits.reserve(request.tenant, request.request_id, request.max_cost)
 
-    def _fail(self, state: RequestState, error: QuireError) -> None:
+    async def _fail(self, state: RequestState, error: QuireError) -> None:
         """Ends the request with an error. It is only released if the error is temporary and the request resumable, or
         if its consumer's deadline has passed. A background request is claimed again by a router, but not after it lost
         too many engines, because it may be what kills them.
@@ -351,6 +350,25 @@ class RequestRunner:
         else:
             state.consumer.prompt_group.failed = True
             state.finish(FinishReason.ERROR, encode_error(error))
+            await state.settle()
+
+
+async def _end_last(state: RequestState, deltas: Sequence[Delta]) -> AsyncGenerator[Delta]:
+    """Yields some deltas. Of the last ones of an answer that is stored, the usage, which ends it for its client, comes
+    by itself, once the journal has the end or cannot be written in time. No token waits for that.
+    """
+    ends = bool(deltas) and deltas[-1].usage is not None and state.generation.is_stored
+    for delta in deltas[:-1] if ends else deltas:
+        yield delta
+    if not ends:
+        return
+    last = deltas[-1]
+    usage, replayed = last.usage, last.replayed
+    if last.token_ids or last.text or last.finish_reason is not None:
+        yield replace(last, usage=None)
+        replayed = False
+    settled = await state.settle()
+    yield Delta("", [], usage=usage, index=last.index, replayed=replayed, pending=not settled)
 
 
 class RequestRegistry:

@@ -23,6 +23,7 @@ from quire_proto.text.stream_scanner import Content, OutputPart, Reasoning, Tool
 
 from quire_router.api.output_parser import call_digest, choice_name, count_reasoning, create_parsers
 from quire_router.api.prepared_request import PreparedRequest
+from quire_router.api.response_opener import PENDING
 from quire_router.api.rest.answer_format import ErrorResponse, EventEncoder, error_headers
 from quire_router.api.rest.http import JSON_HEADERS, HttpError, json_text, to_json
 from quire_router.api.rest.logprobs import LogprobsRenderer
@@ -292,7 +293,7 @@ class MessageEncoder:
             events += self._blocks.close()
             self._reader.end(delta, self._blocks.calls)
         data = b"" if delta.replayed else self._encode(events, delta)
-        return data if delta.usage is None else data + self._closing(delta.usage)
+        return data if delta.usage is None else data + self._closing(delta.usage, pending=delta.pending)
 
     def encode_token(self, index: int, token_id: int, text: str) -> bytes:
         """See ``EventEncoder``."""
@@ -316,11 +317,12 @@ class MessageEncoder:
             data.append(self._with_id(each.encode(), event_id))
         return b"".join(data)
 
-    def _closing(self, usage: Usage) -> bytes:
+    def _closing(self, usage: Usage, *, pending: bool) -> bytes:
         """Returns the end of the message. Raises ``QuireError`` INTERNAL if it has none."""
         if self._reader.stop_fields is None:
             raise internal()
-        stop = event({"type": "message_stop"}).encode("ascii")
+        journal = {"quire_journal": PENDING} if pending else {}
+        stop = event({"type": "message_stop", **journal}).encode("ascii")
         if self._cursor.usage:
             return stop
         self._cursor.usage = True

@@ -14,7 +14,7 @@ from quire_proto.errors import QuireError, internal
 from quire_router.api.model_cards import ModelCard
 from quire_router.api.output_parser import ParsedDelta, ToolCallDelta, create_parsers
 from quire_router.api.prepared_request import PreparedRequest
-from quire_router.api.response_opener import started_choices
+from quire_router.api.response_opener import PENDING, started_choices
 from quire_router.api.rest.answer_format import ErrorResponse, EventEncoder, error_headers
 from quire_router.api.rest.http import JSON_HEADERS, HttpError, json_text, to_json
 from quire_router.api.rest.logprobs import (
@@ -381,7 +381,7 @@ class ChunkEncoder:
             data = b"" if delta.replayed else self._encode_text(delta, logprobs)
         if data and self._continuous_usage:
             data = self._with_usage(data, delta.index)
-        return data if delta.usage is None else data + self._closing(delta.usage)
+        return data if delta.usage is None else data + self._closing(delta.usage, pending=delta.pending)
 
     def encode_token(self, index: int, token_id: int, text: str) -> bytes:
         """As ``encode`` of a delta that is one token of choice ``index`` and its text."""
@@ -433,12 +433,18 @@ class ChunkEncoder:
     def _logprobs_object(self, logprobs: LogprobLists) -> str:
         return self.logprobs.logprobs_object(logprobs) if self.logprobs is not None and any(logprobs) else "null"
 
-    def _closing(self, usage: Usage) -> bytes:
-        """Returns the usage, where it was requested and not sent before, and the end mark."""
-        if not self._usage or self._cursor.usage:
+    def _closing(self, usage: Usage, *, pending: bool) -> bytes:
+        """Returns the usage, where it was requested and not sent before, and the end mark. What is ``pending`` has a
+        chunk of its own otherwise, with a choice that adds nothing: clients that know of no usage expect one.
+        """
+        journal = {"quire_journal": PENDING} if pending else {}
+        if self._usage and not self._cursor.usage:
+            self._cursor.usage = True
+            return self._event({**self._head, "choices": [], "usage": usage_object(usage), **journal}) + DONE
+        if not pending:
             return DONE
-        self._cursor.usage = True
-        return self._event({**self._head, "choices": [], "usage": usage_object(usage)}) + DONE
+        choice = {"index": 0, **self._style.last_choice, "logprobs": None, "finish_reason": None}
+        return self._event({**self._head, "choices": [choice], **self._usage, **journal}) + DONE
 
     def _open(self, index: int) -> bytes:
         self._cursor.open(index)

@@ -290,7 +290,7 @@ class ConversationItems:
 
 def keeps_items(stored: StoredRequest) -> bool:
     """Whether a response may be gone on from: without ``store`` its conversation is not kept."""
-    return bool(stored.first.conversation.partition("\n")[2])
+    return stored.first.keeps_conversation
 
 
 async def prepare_response(  # noqa: PLR0917 - as ``ApiService.prepare``

@@ -22,6 +22,7 @@ from quire_proto.text.stream_scanner import Content, OutputPart, ToolCallStart
 
 from quire_router.api.output_parser import count_reasoning, create_parsers
 from quire_router.api.prepared_request import PreparedRequest
+from quire_router.api.response_opener import PENDING
 from quire_router.api.rest.answer_format import ErrorResponse, EventEncoder, error_headers
 from quire_router.api.rest.http import JSON_HEADERS, HttpError, json_text, to_json
 from quire_router.api.rest.logprobs import ChatLogprobsFormat, LogprobsRenderer, TextOffsets
@@ -288,7 +289,7 @@ class ResponseEncoder:
             return data
         status, response = self._answer.final_json(delta.usage)
         kind = "response.completed" if status == COMPLETED else "response.incomplete"
-        return data + self._encode([_with_response(kind, response)])
+        return data + self._encode([_with_response(kind, response, pending=delta.pending)])
 
     def encode_token(self, index: int, token_id: int, text: str) -> bytes:
         """See ``EventEncoder``."""
@@ -317,8 +318,9 @@ class ResponseEncoder:
         return "".join(data).encode("ascii")
 
 
-def _with_response(kind: str, response: str) -> ResponseEvent:
-    return ResponseEvent(f'event: {kind}\ndata: {{"type":"{kind}","response":{response}')
+def _with_response(kind: str, response: str, *, pending: bool = False) -> ResponseEvent:
+    journal = f',"quire_journal":"{PENDING}"' if pending else ""
+    return ResponseEvent(f'event: {kind}\ndata: {{"type":"{kind}","response":{response}{journal}')
 
 
 class ResponseBuilder:

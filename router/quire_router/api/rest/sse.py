@@ -11,7 +11,7 @@ from typing import Final, Self
 
 from quire_proto.errors import internal
 
-from quire_router.api.response_opener import Response
+from quire_router.api.response_opener import PENDING, Response
 from quire_router.api.rest.answer_format import AnswerFormat, EventEncoder
 from quire_router.api.rest.http import (
     JSON_HEADERS,
@@ -25,6 +25,7 @@ from quire_router.api.rest.http import (
 )
 from quire_router.core.generation import Delta, DeltaStream
 
+_PENDING: Final = (b"x-quire-journal", PENDING.encode("ascii"))
 RECONNECT: Final = b"retry: 1000\n"
 """The milliseconds that a client waits before it reconnects; a line of the event that follows it. Only where events
 have ids: many clients that know only ``data:`` fail on any other line.
@@ -76,6 +77,8 @@ async def collect(answer: Response, answer_format: AnswerFormat) -> tuple[bytes,
                 await builder.logprobs.read_prompt(delta)
             builder.add(delta)
             headers = headers or route_headers(delta)
+            if delta.pending:
+                headers = [*headers, _PENDING]
             if delta.usage is not None:
                 return await builder.body(delta.usage), headers
     raise internal()
@@ -85,8 +88,9 @@ async def send_whole(
     exchange: HttpExchange, answer_format: AnswerFormat, answer: Response, headers: Mapping[str, str]
 ) -> None:
     """Sends an answer once it is complete. Raises as ``stream`` does."""
-    body, route = await collect(answer, answer_format)
-    await exchange.response.send(200, body, [*JSON_HEADERS, *x_headers(headers), *route])
+    body, own = await collect(answer, answer_format)
+    given = [header for header in x_headers(headers) if header[0] not in dict(own)]
+    await exchange.response.send(200, body, [*JSON_HEADERS, *given, *own])
 
 
 def route_headers(delta: Delta) -> list[Header]:

@@ -20,7 +20,7 @@ from quire_router.api.output_parser import create_parsers
 from quire_router.api.pooled_requests import PooledAnswer, PreparedPooling, scores_of
 from quire_router.api.prepared_request import NO_OPTIONS, RequestOptions
 from quire_router.api.request_limits import WriteTimeout
-from quire_router.api.response_opener import Response
+from quire_router.api.response_opener import PENDING, Response
 from quire_router.api.rpc import messages
 from quire_router.api.rpc.context import Context, RpcCall, abort, client_may_leave
 from quire_router.api.rpc.interceptors import authenticate
@@ -170,8 +170,7 @@ class InferenceService(InferenceServicer):
                     call.request_id = stored.first.request_id
                     await call.begin({})
                     answer = await self._service.resume(stored, request.after, call.caller, options)
-                await self._send(answer, messages.resume_response, context)
-                call.end({})
+                call.end(await self._send(answer, messages.resume_response, context))
 
     async def GetRequest(self, request: pb.GetRequestRequest, context: Context) -> pb.GetRequestResponse:  # noqa: N802
         """Returns the state of a request."""
@@ -270,16 +269,18 @@ class InferenceService(InferenceServicer):
         with self._request_scope(method, call, options), self._service.bodies.reserve(call.caller.tenant, size):
             prepared = await self._service.prepare(read, call.request_id, call.caller, options, size=size)
             await call.begin(self._service.response_headers(prepared))
+            pending: dict[str, str] = {}
             if prepared.first.background:
                 stored, replayed = await self._service.responses.start_background(prepared)
                 await call.context.write(respond(stored.first, Delta("", []), ""))
             else:
                 answer = await self._service.responses.open(prepared, call.caller)
                 replayed = answer.replayed
-                await self._send(answer, respond, call.context)
+                pending = await self._send(answer, respond, call.context)
             call.end(
                 {
                     **self._service.response_headers(prepared, replayed=replayed),
+                    **pending,
                     **self._service.rate_limit_headers(call.caller),
                 }
             )
@@ -292,7 +293,8 @@ class InferenceService(InferenceServicer):
         with self._service.request_scope(f"{SERVICE}/{method}", call.request_id, call.headers):
             yield
 
-    async def _send(self, answer: Response, respond: Respond, context: Context) -> None:
+    async def _send(self, answer: Response, respond: Respond, context: Context) -> dict[str, str]:
+        """Sends the messages of an answer; returns metadata that belong behind them."""
         delta_messages = DeltaMessages(answer, respond)
         sending = MessageStream(context, self._client_timeout, self._keepalive, delta_messages.empty)
         async with aclosing(answer.deltas) as deltas, sending as stream:
@@ -301,7 +303,7 @@ class InferenceService(InferenceServicer):
                 if message is not None:
                     await stream.write(message)
                 if delta.usage is not None:
-                    return
+                    return {"quire-journal": PENDING} if delta.pending else {}
         raise internal()
 
 

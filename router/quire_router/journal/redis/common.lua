@@ -5,8 +5,9 @@
 -- Each writes first with a command that Redis refuses when it is out of memory, so that it changes all or nothing: a
 -- DEL or a ZREM is not refused. (No script declares flags: Redis 6 does not know them.)
 -- Scripts return DONE; STALE when another owner or a newer epoch has the record, so that the writer has lost it; LOST
--- when the database has not, or no longer, what was written before; CANCELLED when it is done and the request is to end.
-local DONE, STALE, LOST, CANCELLED = 1, 0, -1, 2
+-- when the database has not, or no longer, what was written before; CANCELLED when it is done and the request is to end;
+-- DELETED when nothing is written, as the record was deleted.
+local DONE, STALE, LOST, CANCELLED, DELETED = 1, 0, -1, 2, 3
 local RECORD, TOKENS = KEYS[1], KEYS[2]
 local MAX_LEASE = 10000 -- ms; no lease is longer, so what ends later was written before the clock went back
 

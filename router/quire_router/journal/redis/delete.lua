@@ -1,17 +1,12 @@
--- Deletes a record that has ended. Of one that has not, the request is cancelled, and its record is kept for no longer
--- than ARGV: retention (s) after its end. Returns 1, or 0 when there is none.
+-- Deletes a record. A router that still writes it, or repeats a write, finds no record, opens it again and is refused by
+-- the tombstone, which names the request: a later one with the same id may be opened.
+-- KEYS: also the tombstone. ARGV: how long (s) that is kept, and the SHA-1 of a request that has a record in the caller's
+-- memory and may have none here (else empty). Returns 1, or 0 when there was no record here.
 local record = stored()
-if not record then
+if not record and ARGV[2] == '' then
   return 0
-elseif record.ended then
-  redis.call('DEL', RECORD, TOKENS)
-  return 1
 end
-redis.call('HSET', RECORD, 'retention', ARGV[1])
-record.retention = ARGV[1]
-if record.leased then
-  redis.call('HSET', RECORD, 'cancelled', 1)
-else
-  abort(record, ARGV[1])
-end
-return 1
+local request = redis.call('HGET', RECORD, 'request')
+redis.call('SET', KEYS[3], request and redis.sha1hex(request) or ARGV[2], 'EX', ARGV[1])
+redis.call('DEL', RECORD, TOKENS)
+return record and 1 or 0

@@ -86,28 +86,33 @@ class RedisLedger:
                 return
             examined += len(due)
 
-    async def settle_one(self, request_id: str) -> None:
-        """Counts what this request used, if it does not run: its record is about to be ended or deleted."""
-        await self._examine([request_id], to_milliseconds(await self._client.time()))
+    async def settle_one(self, request_id: str, *, running: bool = False) -> None:
+        """Counts what this request used, if it has a record, which is about to be ended or deleted. If it runs, only
+        with ``running``: what it has used so far.
+        """
+        await self._examine([request_id], to_milliseconds(await self._client.time()), running=running, gone=False)
 
-    async def _examine(self, request_ids: list[str], now: int) -> None:
-        """Counts what these requests used, as far as they do not run at ``now``, Redis' time in ms."""
+    async def _examine(self, request_ids: list[str], now: int, *, running: bool = False, gone: bool = True) -> None:
+        """Counts what these requests used, of those that run at ``now``, Redis' time in ms, only with ``running``, and
+        of those without a record only with ``gone``.
+        """
         pipeline = self._client.pipeline(transaction=False)
         for request_id in request_ids:
             record, _ = keys(request_id)
             pipeline.hmget(record, _FIELDS)
             pipeline.hstrlen(record, "prompt")
         answers = await execute_each(pipeline)
-        running = []
+        leased = []
         for request_id, fields, prompt in zip(request_ids, answers[::2], answers[1::2], strict=True):
             if isinstance(fields, Exception) or isinstance(prompt, Exception) or not is_epoch(fields[0] or b""):
-                await self._settle_gone(request_id)
-            elif fields[1] is None and _is_leased(fields, now):
-                running.append(request_id)
+                if gone:
+                    await self._settle_gone(request_id)
+            elif fields[1] is None and _is_leased(fields, now) and not running:
+                leased.append(request_id)
             else:
                 await self._settle_record(request_id, fields, prompt, now)
-        if running:
-            await self._client.zadd(LEDGER[0], dict.fromkeys(running, now), xx=True)
+        if leased:
+            await self._client.zadd(LEDGER[0], dict.fromkeys(leased, now), xx=True)
 
     async def _settle_record(self, request_id: str, fields: list[bytes | None], prompt: int, now: int) -> None:
         _, reason, usage, _, told, ended = fields

@@ -1,8 +1,13 @@
--- Creates a record, or renews its lease when the same request was opened before.
+-- Creates a record, or renews its lease when the same request was opened before. One that was deleted is not created
+-- again (``delete.lua``).
+-- KEYS: also the tombstone.
 -- ARGV: owner, epoch, lease (ms), time to live (s), request, prompt, conversation (empty: none), the seal of all three,
 -- its own retention (s; empty: none).
 local record, epoch = stored(), tonumber(ARGV[2])
-if record then
+local deleted = not record and redis.call('GET', KEYS[3])
+if deleted and deleted == redis.sha1hex(ARGV[5]) then
+  return DELETED
+elseif record then
   local same = epoch == record.epoch and ARGV[1] == record.owner
   if redis.call('HGET', RECORD, 'request') ~= ARGV[5] or not (same or epoch > record.epoch) then
     return STALE

@@ -27,6 +27,7 @@ _CORRUPTION_MESSAGES = ("WRONGTYPE", "DAMAGED", "string exceeds maximum allowed 
 class ScriptReply(IntEnum):
     """What a script that writes returns; ``common.lua`` says when."""
 
+    DELETED = 3
     CANCELLED = 2
     DONE = 1
     STALE = 0
@@ -72,6 +73,11 @@ PROBE = "quire:probe"
 def keys(request_id: str) -> tuple[str, str]:
     """The keys of a request's record and of its token log; the braces put both into one slot of a cluster."""
     return f"quire:{{{request_id}}}:record", f"quire:{{{request_id}}}:tokens"
+
+
+def tombstone(request_id: str) -> str:
+    """The key that says that the record of a request was deleted, in the same slot."""
+    return f"quire:{{{request_id}}}:deleted"
 
 
 def encode_command(*command: str | int | bytes) -> bytes:

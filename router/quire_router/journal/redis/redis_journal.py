@@ -39,7 +39,7 @@ class RedisJournal(BufferedJournal):
         target = RedisTarget(self._client, PipelinedConnection(self._writing, timeout), health, settings)
         self._records = RedisStore(reading, settings, health)
         writer = JournalWriter(target, buffer, settings)
-        super().__init__(self._records, writer, buffer, owner=owner, timeout=timeout)
+        super().__init__(self._records, writer, buffer, owner=owner, timeout=timeout, end_timeout=settings.end_timeout)
 
     async def close(self) -> None:
         """See ``Journal``."""

@@ -5,6 +5,7 @@
 
 import logging
 from collections.abc import Awaitable, Callable, Sequence
+from hashlib import sha1
 from typing import Any, TypeVar
 
 from quire_proto.errors import internal
@@ -17,16 +18,16 @@ from quire_router.clients.redis_client import execute_each
 from quire_router.core.generation import GenerationRequest
 from quire_router.core.usage import Account, UsageRow
 from quire_router.journal.base import MAX_ORPHANS, Lease, encode_error
-from quire_router.journal.buffered_journal import StoredRecord
 from quire_router.journal.codec import (
     MAX_LEASE,
-    MIN_RETENTION,
     STATUS_FIELDS,
     CorruptRecordError,
     JournalSettings,
+    encode_request,
     is_epoch,
 )
 from quire_router.journal.follower import RawRecordUpdate
+from quire_router.journal.record_store import StoredRecord
 from quire_router.journal.redis.ledger import RedisLedger, expect_arguments
 from quire_router.journal.redis.redis_connection import (
     BACKGROUND,
@@ -44,12 +45,14 @@ from quire_router.journal.redis.redis_connection import (
     is_corruption,
     keys,
     to_milliseconds,
+    tombstone,
 )
 from quire_router.journal.redis.writer import open_arguments
 
 log = logging.getLogger(__name__)
 
 MAX_EXAMINED = 4 * MAX_ORPHANS
+TOMBSTONE_TTL = 3600  # seconds: a router that was frozen for longer may write a record again that was deleted
 T = TypeVar("T")
 
 
@@ -77,7 +80,8 @@ class RedisStore:
             await self._index(lease.request_id)
         note = expect_arguments(lease.request_id, Account.of(generation), None)
         await self._evaluate(USAGE_EXPECT, len(LEDGER), *note)
-        reply = await self._run_on_record(OPEN, lease.request_id, *terms)
+        names = *keys(lease.request_id), tombstone(lease.request_id)
+        reply = await self._evaluate(OPEN, len(names), *names, *terms)
         return bool(reply == ScriptReply.DONE)
 
     async def claim(self, request_id: str, owner: str, name: str) -> StoredRecord | None:
@@ -104,10 +108,13 @@ class RedisStore:
         await self._call(lambda: self._ledger.settle_one(request_id))
         return bool(await self._run_on_record(CANCEL, request_id, self._settings.retention_s))
 
-    async def delete(self, request_id: str) -> bool:
-        """Deletes the record, or cancels it and deletes it soon after its end; False if there is none."""
-        await self._call(lambda: self._ledger.settle_one(request_id))
-        return bool(await self._run_on_record(DELETE, request_id, MIN_RETENTION))
+    async def delete(self, request_id: str, buffered: GenerationRequest | None) -> bool:
+        """See ``RecordStore``. For ``TOMBSTONE_TTL`` seconds no router can write the record again."""
+        await self._call(lambda: self._ledger.settle_one(request_id, running=True))
+        request = b"" if buffered is None else encode_request(buffered)
+        digest = sha1(request, usedforsecurity=False).hexdigest() if request else ""
+        names = *keys(request_id), tombstone(request_id)
+        return bool(await self._evaluate(DELETE, len(names), *names, TOMBSTONE_TTL, digest))
 
     async def usage(self, since: float, until: float, tenant: str | None) -> list[UsageRow]:
         """See ``Journal``."""

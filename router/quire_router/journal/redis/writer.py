@@ -36,10 +36,19 @@ from quire_router.journal.redis.redis_connection import (
     encode_command,
     is_corruption,
     keys,
+    tombstone,
 )
 from quire_router.journal.write_buffer import BufferedRequest, BufferedWrite, DroppedUsage, RequestEnd
 
 log = logging.getLogger(__name__)
+_MEANINGS = {
+    ScriptReply.DELETED: WriteReply.DELETED,
+    ScriptReply.STALE: WriteReply.STALE,
+    ScriptReply.LOST: WriteReply.LOST,
+    ScriptReply.CANCELLED: WriteReply.CANCELLED,
+}
+"""What a reply to one of a write's scripts means for the write; the first of several counts."""
+_WRITTEN = (WriteReply.DONE, WriteReply.CANCELLED)
 
 
 class RedisTarget:
@@ -80,23 +89,23 @@ class RedisTarget:
         notes = [enters_index(write) + note for write, note in zip(writes, noted, strict=True)]  # before the record's
         with self._health.track_exchange(writes=True):
             answers = iter(await self._connection.execute(chain.from_iterable(commands)))
-        replies, confirmed = list[WriteReply | Exception](), list[int]()
-        for write, own_commands, before in zip(writes, commands, notes, strict=True):
+        replies = list[WriteReply | Exception]()
+        for own_commands, before in zip(commands, notes, strict=True):
             own_answers = list(islice(answers, len(own_commands)))
             replies.append(_reply(own_answers[before:], own_answers))
-            if (write.end is not None or write.releases) and own_answers[-1] == ScriptReply.DONE:
-                confirmed.append(len(replies) - 1)
-        if confirmed:
-            await self._settle(writes, replies, confirmed)
-        self._commands.send_source = False  # Redis knows the scripts by their hashes again
         return replies
 
-    async def _settle(
+    async def count_closed(self, writes: list[BufferedWrite], replies: list[WriteReply | Exception]) -> None:
+        """See ``WriteTarget``. Takes those that have ended out of the index, too."""
+        closed = [write.end is not None or write.releases for write in writes]
+        confirmed = [place for place, reply in enumerate(replies) if closed[place] and reply in _WRITTEN]
+        if confirmed:
+            await self._count_confirmed(writes, replies, confirmed)
+        self._commands.send_source = False  # Redis knows the scripts by their hashes again
+
+    async def _count_confirmed(
         self, writes: list[BufferedWrite], replies: list[WriteReply | Exception], confirmed: list[int]
     ) -> None:
-        """Counts what requests used whose end or release is written, and takes those that have ended out of the index.
-        A write that is not counted is to be repeated.
-        """
         counted = [place for place in confirmed if writes[place].request.is_countable]
         metrics.USAGE_LOST.inc(len(confirmed) - len(counted))
         commands = [self._commands.count(writes[place]) for place in counted]
@@ -151,11 +160,7 @@ def _reply(replies: list[Any], with_index: list[Any]) -> WriteReply | Exception:
         return problem
     if any(isinstance(reply, Exception) for reply in replies):
         return WriteReply.DAMAGED
-    if ScriptReply.STALE in replies:
-        return WriteReply.STALE
-    if ScriptReply.LOST in replies:
-        return WriteReply.LOST
-    return WriteReply.CANCELLED if ScriptReply.CANCELLED in replies else WriteReply.DONE
+    return next((meaning for reply, meaning in _MEANINGS.items() if reply in replies), WriteReply.DONE)
 
 
 class CommandBuilder:
@@ -208,7 +213,9 @@ class CommandBuilder:
         return encode_command(*self._script_reference(USAGE_EXPECT), len(LEDGER), *arguments)
 
     def _open(self, request: BufferedRequest) -> bytes:
-        return self._evaluate(OPEN, request, *open_arguments(request.generation, self._settings))
+        lease, arguments = request.lease, open_arguments(request.generation, self._settings)
+        names = *keys(lease.request_id), tombstone(lease.request_id)
+        return encode_command(*self._script_reference(OPEN), len(names), *names, lease.owner, lease.epoch, *arguments)
 
     def _append(self, write: BufferedWrite) -> bytes:
         log_arguments = (

@@ -10,9 +10,9 @@ from time import time
 from typing import Any
 
 from quire_router.journal.base import MAX_ORPHANS
-from quire_router.journal.buffered_journal import StoredRecord
 from quire_router.journal.codec import STATUS_FIELDS
 from quire_router.journal.follower import RawRecordUpdate
+from quire_router.journal.record_store import StoredRecord
 from quire_router.journal.sqlite.database import transaction
 
 DAMAGED = -1  # in place of a log's checksum: a CRC-32 is never negative, so what decodes the log refuses it

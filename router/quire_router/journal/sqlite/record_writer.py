@@ -20,9 +20,9 @@ from quire_router.core.generation import NO_USAGE, GenerationRequest, Usage
 from quire_router.core.usage import HOUR, REMEMBERED, difference
 from quire_router.journal.base import Lease
 from quire_router.journal.codec import (
-    MIN_RETENTION,
     TOKEN_BYTES,
     JournalSettings,
+    decode_usage,
     encode_request_fields,
     encode_usage,
 )
@@ -79,6 +79,7 @@ class RecordWriter:
         self._connection.execute(f"PRAGMA max_page_count = {self._max_pages}")
         self._settings = settings
         self._logs: dict[str, _WrittenLog] = {}
+        self._counted_before: dict[str, Usage] = {}  # of requests that were deleted and still run
         self._data_version = 0  # another one means that another connection has written
         self._now = 0.0  # of the transaction, in seconds
         self.has_garbage = True  # what was deleted, also by the last router, may still be in the WAL
@@ -120,21 +121,22 @@ class RecordWriter:
             self._cancel(request_id, stored, self._settings.retention_s)
             return True
 
-    def delete(self, request_id: str) -> bool:
-        """See ``RecordStore``."""
+    def delete(self, request_id: str, *, counted_later: bool = False) -> bool:
+        """Deletes the record; returns False if there is none. Counts what it used so far. If more of that is
+        ``counted_later``, without a record, what was counted is remembered.
+        """
         with self._transaction():
             stored = self._stored(request_id)
             if stored is None:
                 return False
-            if stored.ended:
-                self._delete(stored)
-                return True
-            self._connection.execute(
-                "UPDATE records SET retention = ? WHERE record = ?", (MIN_RETENTION, stored.record)
-            )
-            stored.retention = MIN_RETENTION
-            self._cancel(request_id, stored, MIN_RETENTION)
-            return True
+            self._count_left(stored.record)
+            counted = "SELECT counted FROM records WHERE record = ?"
+            (text,) = self._connection.execute(counted, (stored.record,)).fetchone()
+            self._delete(stored)
+            self._logs.pop(request_id, None)
+        if counted_later:
+            self._counted_before[request_id] = decode_usage((text or "").encode())
+        return True
 
     def fail(self, lease: Lease, error: str) -> None:
         """Ends a record with an error, whatever its log is."""
@@ -155,7 +157,10 @@ class RecordWriter:
                 elif self._connection.execute(
                     "INSERT OR IGNORE INTO counted VALUES (?, ?)", (each.lease.request_id, int(self._now))
                 ).rowcount:
-                    add_usage(self._connection, each.account, difference(each.usage, NO_USAGE), self._now)
+                    before = self._counted_before.get(each.lease.request_id, NO_USAGE)
+                    add_usage(self._connection, each.account, difference(each.usage, before), self._now)
+        for each in dropped:
+            self._counted_before.pop(each.lease.request_id, None)
 
     def write_objects(self, write: Callable[[sqlite3.Connection], T]) -> T:
         """Returns what ``write`` returns, whose statements are one transaction: it changes objects."""

@@ -20,10 +20,11 @@ from quire_proto.errors import internal
 from quire_router.core.generation import GenerationRequest
 from quire_router.core.usage import UsageRow
 from quire_router.journal.base import Lease, encode_error
-from quire_router.journal.buffered_journal import BufferedJournal, StoredRecord
+from quire_router.journal.buffered_journal import BufferedJournal
 from quire_router.journal.codec import JournalSettings
 from quire_router.journal.follower import RawRecordUpdate
 from quire_router.journal.journal_writer import JournalWriter, WriteReply
+from quire_router.journal.record_store import StoredRecord
 from quire_router.journal.sqlite.database import FileTakenError, JournalFile
 from quire_router.journal.sqlite.record_reader import RecordReader
 from quire_router.journal.sqlite.record_writer import RecordWriter
@@ -59,7 +60,7 @@ class SqliteJournal(BufferedJournal):
         store = SqliteStore(JournalFile(path), settings, max_bytes)
         writer = JournalWriter(SqliteTarget(store), buffer, settings, renews=False, available=True)
         self.objects = SqliteObjectStore(store, max_bytes // 2)
-        super().__init__(store, writer, buffer, owner=owner, timeout=timeout)
+        super().__init__(store, writer, buffer, owner=owner, timeout=timeout, end_timeout=settings.end_timeout)
 
     async def _is_settling(self, request_id: str) -> bool:  # noqa: ARG002 - of any
         """Nobody else writes here, so that is so while what is buffered cannot be written."""
@@ -110,11 +111,9 @@ class SqliteStore:
         """Ends the record, or marks a leased one as cancelled. Returns False if there is none, or it has ended."""
         return await self._write(self._records.cancel, request_id)
 
-    async def delete(self, request_id: str) -> bool:
-        """Deletes the record, or cancels it if it has not ended, and deletes it soon after its end. Returns False if
-        there is none.
-        """
-        return await self._write(self._records.delete, request_id)
+    async def delete(self, request_id: str, buffered: GenerationRequest | None) -> bool:
+        """See ``RecordStore``. What is on its way is written before."""
+        return await self._write(self._records.delete, request_id, counted_later=buffered is not None)
 
     async def read(self, request_id: str) -> StoredRecord | None:
         """The record as of the last commit; None if there is none."""
@@ -236,6 +235,9 @@ class SqliteTarget:
         replies = await self._store.flush(writes)
         self._failing = False
         return list(replies)
+
+    async def count_closed(self, writes: list[BufferedWrite], replies: list[WriteReply | Exception]) -> None:
+        """Does nothing: the transaction that wrote them counted what they used."""
 
     async def count(self, dropped: list[DroppedUsage]) -> None:
         """See ``WriteTarget``."""

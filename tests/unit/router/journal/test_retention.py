@@ -2,7 +2,6 @@
 
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
 from dataclasses import replace
-from pathlib import Path
 
 import pytest
 from quire_proto.sampling import FinishReason
@@ -13,8 +12,7 @@ from quire_router.journal.redis.redis_connection import keys
 from quire_router.journal.redis.redis_journal import RedisJournal
 from redis.asyncio import Redis
 
-from tests.support.journal_kinds import KINDS, AnyJournal, Databases, journal_of
-from tests.support.journals import Heard, append_tokens
+from tests.support.journals import append_tokens
 from tests.support.redis_journals import flushed, journal_at, redis_at, small_request, taken
 from tests.support.redis_server import RedisServer, redis_server
 
@@ -128,67 +126,3 @@ async def test_memory_forgets_each_record_when_its_own_time_is_over() -> None:
     for at, left in ((9.0, {"usual", "soon", "late"}), (10.0, {"usual", "late"}), (100.0, {"late"}), (1000.0, set())):
         now[0] = at
         assert {name for name in times if await journal.read(name) is not None} == left
-
-
-# Deleting
-
-
-@pytest.fixture(params=KINDS)
-async def journal(
-    request: pytest.FixtureRequest, server: RedisServer, redis: Redis, tmp_path: Path
-) -> AsyncIterator[AnyJournal]:
-    async with journal_of(request.param, Databases(server, tmp_path / "journal"), SETTINGS) as journal:
-        yield journal
-
-
-async def test_deleting_a_finished_request_is_immediate_and_frees_its_id(journal: AnyJournal) -> None:
-    assert not await journal.delete("r")
-    journal.finish(journal.open(small_request()), FinishReason.STOP)
-    await journal.flush()
-    assert await journal.delete("r")
-    assert await journal.read("r") is None
-    assert not await journal.delete("r")
-    assert await journal.open_if_absent(small_request()) is not None
-
-
-async def test_deleting_a_running_request_cancels_it_and_keeps_it_until_its_end_was_read(
-    journal: AnyJournal, redis: Redis
-) -> None:
-    heard = Heard()
-    journal.set_listener(heard)
-    lease = journal.open(small_request())
-    append_tokens(journal, lease, 0, [1, 2])
-    await journal.flush()
-    assert await journal.delete("r")
-    assert heard.cancelled == ["r"]
-    journal.finish(lease, FinishReason.STOP)
-    await journal.flush()
-    record = await journal.read("r")
-    assert record is not None
-    assert record.finish_reason is FinishReason.ABORT
-    assert await most_kept(redis) <= MIN_RETENTION
-
-
-async def test_a_deleted_request_that_runs_at_another_router_goes_when_it_ends_there(
-    server: RedisServer, redis: Redis
-) -> None:
-    async with journal_at(server, settings=SETTINGS) as journal, journal_at(server, "you", settings=SETTINGS) as other:
-        lease = journal.open(small_request())
-        await flushed(journal)
-        assert await other.delete("r")
-        journal.finish(lease, FinishReason.STOP)
-        await flushed(journal)
-        assert await redis.hget(keys("r")[0], "reason") == b"abort"
-        assert await most_kept(redis) <= MIN_RETENTION
-
-
-async def test_a_request_without_an_owner_ends_when_it_is_deleted(server: RedisServer, redis: Redis) -> None:
-    async with journal_at(server, settings=SETTINGS) as journal, journal_at(server, "you", settings=SETTINGS) as other:
-        lease = journal.open(replace(small_request(), background=True))
-        journal.release(lease)
-        await flushed(journal)
-        assert await other.delete("r")
-        record = await other.read("r")
-        assert record is not None
-        assert record.finish_reason is FinishReason.ABORT
-        assert await most_kept(redis) <= MIN_RETENTION

@@ -4,6 +4,7 @@ what a model of a few lines says.
 
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
+from hashlib import sha1
 from typing import Any, ClassVar
 from zlib import crc32
 
@@ -24,6 +25,7 @@ from quire_router.journal.redis.redis_connection import (
     BACKGROUND,
     CANCEL,
     CLAIM,
+    DELETE,
     FINISH,
     INDEX,
     OPEN,
@@ -31,13 +33,17 @@ from quire_router.journal.redis.redis_connection import (
     LuaScript,
     ScriptReply,
     keys,
+    tombstone,
 )
 from redis.exceptions import OutOfMemoryError, ResponseError
 
 from tests.support.redis_server import RedisServer, redis_server
 
 DONE, STALE, LOST, CANCELLED = ScriptReply.DONE, ScriptReply.STALE, ScriptReply.LOST, ScriptReply.CANCELLED
-RECORD, TOKENS = keys("r")
+DELETED = ScriptReply.DELETED
+RECORD, TOKENS = KEYS = keys("r")
+ALL_KEYS = *KEYS, tombstone("r")
+TOMBSTONE_TTL = 700
 LEASE, RUNNING, RELEASED, RETENTION = 9_000, 5_000, 900, 60  # ms, and s
 HOLDER = ""  # stands for whoever has the record
 owners = st.sampled_from(["me", "you"])
@@ -84,9 +90,10 @@ class Scripts(RuleBasedStateMachine):
         self.redis = redis.Redis.from_url(self.server.url)
         self.redis.flushall()
         self.model: Model | None = None
+        self.deleted: bytes | None = None  # the request of the record that was deleted last
 
     def run_script(self, script: LuaScript, *arguments: str | int | bytes) -> Any:
-        return self.redis.eval(script.source, 2, RECORD, TOKENS, *arguments)
+        return self.redis.eval(script.source, len(ALL_KEYS), *ALL_KEYS, *arguments)
 
     def lease(self, owner: str, age: int) -> tuple[str, int]:
         """A lease that somebody believes in: the holder's, an older one, or one that Redis has forgotten."""
@@ -103,8 +110,8 @@ class Scripts(RuleBasedStateMachine):
     @precondition(lambda self: self.model is None or self.model.reason is not None)
     @rule()
     def begin_again(self) -> None:
-        self.redis.delete(RECORD, TOKENS)
-        self.model = None
+        self.redis.delete(*ALL_KEYS)
+        self.model = self.deleted = None
         self.begin()
 
     @rule(owner=anybody, age=st.sampled_from([0, -1, 1]), request=st.sampled_from([b"A", b"A", b"B"]))
@@ -112,7 +119,9 @@ class Scripts(RuleBasedStateMachine):
         owner, epoch = self.lease(owner, age)
         before = self.model
         expected = DONE
-        if before is None:
+        if before is None and request == self.deleted:
+            expected = DELETED
+        elif before is None:
             self.model = Model(request, owner, epoch)
         elif request != before.request or (before.refusal(owner, epoch) is STALE):
             expected = STALE
@@ -197,6 +206,15 @@ class Scripts(RuleBasedStateMachine):
             self.model = replace(before, cancelled=True) if before.held else before.aborted()
         assert self.run_script(CANCEL, RETENTION) == int(going)
 
+    @rule(buffered=st.sampled_from([None, b"A", b"B"]))
+    def delete(self, buffered: bytes | None) -> None:
+        before = self.model
+        digest = "" if buffered is None else sha1(buffered, usedforsecurity=False).hexdigest()
+        if before is not None or buffered is not None:
+            self.deleted = buffered if before is None else before.request
+        self.model = None
+        assert self.run_script(DELETE, TOMBSTONE_TTL, digest) == int(before is not None)
+
     @rule(overdue=st.booleans())
     def expire(self, overdue: bool) -> None:
         """The lease expires, or the clock goes back."""
@@ -222,6 +240,8 @@ class Scripts(RuleBasedStateMachine):
     @invariant()
     def redis_holds_what_the_model_holds(self) -> None:
         fields = {name.decode(): value for name, value in self.redis.hgetall(RECORD).items()}
+        kept = self.redis.ttl(tombstone("r"))
+        assert (TOMBSTONE_TTL - 50 < kept <= TOMBSTONE_TTL) if self.deleted is not None else kept == -2
         if self.model is None:
             assert not fields
             return
@@ -277,9 +297,9 @@ def test_no_script_accepts_an_invalid_epoch(server: RedisServer, epoch: bytes) -
         client.flushall()
         client.hset(RECORD, mapping={"owner": "me", "epoch": epoch, "request": "A"})
         before = client.hgetall(RECORD)
-        for script in (OPEN, APPEND, FINISH, RELEASE, CLAIM, CANCEL):
+        for script in (OPEN, APPEND, FINISH, RELEASE, CLAIM, CANCEL, DELETE):
             with pytest.raises(ResponseError, match="DAMAGED"):
-                client.eval(script.source, 2, RECORD, TOKENS, "me", 1, 0, 0, 0, b"", 0)
+                client.eval(script.source, len(ALL_KEYS), *ALL_KEYS, "me", 1, 0, 0, 0, b"", 0)
         assert client.hgetall(RECORD) == before
 
 
@@ -293,6 +313,7 @@ def arguments(script: LuaScript) -> tuple[str | int | bytes, ...]:
         RELEASE: (*holder, RELEASED, RETENTION),
         CLAIM: ("you", "claim", LEASE, RUNNING, RETENTION),
         CANCEL: (RETENTION,),
+        DELETE: (TOMBSTONE_TTL, ""),
     }[script]
 
 
@@ -302,10 +323,10 @@ def test_a_write_refused_for_lack_of_memory_changes_nothing(
     server: RedisServer, state: str, *, cancelled: bool
 ) -> None:
     with redis.Redis.from_url(server.url) as client:
-        for script in (OPEN, APPEND, FINISH, RELEASE, CLAIM, CANCEL):
+        for script in (OPEN, APPEND, FINISH, RELEASE, CLAIM, CANCEL, DELETE):
             client.flushall()
             if state != "a stray log":
-                client.eval(OPEN.source, 2, RECORD, TOKENS, "me", 2, LEASE, RUNNING, b"A", b"p", b"", 0, "")
+                client.eval(OPEN.source, len(ALL_KEYS), *ALL_KEYS, "me", 2, LEASE, RUNNING, b"A", b"p", b"", 0, "")
             client.set(TOKENS, b"told", ex=RUNNING)
             if state == "released":
                 client.eval(RELEASE.source, 2, RECORD, TOKENS, "me", 2, RELEASED, RETENTION)
@@ -316,7 +337,7 @@ def test_a_write_refused_for_lack_of_memory_changes_nothing(
             before = client.hgetall(RECORD), client.get(TOKENS)
             client.config_set("maxmemory", 1)
             try:
-                client.eval(script.source, 2, RECORD, TOKENS, *arguments(script))
+                client.eval(script.source, len(ALL_KEYS), *ALL_KEYS, *arguments(script))
                 refused = False
             except OutOfMemoryError:
                 refused = True
@@ -324,7 +345,11 @@ def test_a_write_refused_for_lack_of_memory_changes_nothing(
                 client.config_set("maxmemory", 0)
             after = client.hgetall(RECORD), client.get(TOKENS)
             assert not refused or after == before
-            grows = script is OPEN or (script is APPEND and state == "held")
+            grows = (
+                script is OPEN
+                or (script is DELETE and state != "a stray log")
+                or (script is APPEND and state == "held")
+            )
             assert refused or not grows
 
 
