@@ -21,19 +21,24 @@ The library is imported with the first grammar: an engine that gets none starts 
 import json
 import re
 import sys
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from pathlib import Path
 from time import thread_time
 from typing import TYPE_CHECKING, TypeVar
 
 from quire_proto.errors import QuireError, invalid
-from quire_proto.json_schema import min_properties_is_ambiguous, simplify, unsupported
 from quire_proto.structured_output import Structured, StructuredKind
 
 from quire_engine.core.step import GrammarError
+from quire_engine.structured_output.json_grammar import json_grammar
 
 if TYPE_CHECKING:
     from llguidance import LLMatcher, LLTokenizer
+
+
+def _reject_constant(name: str) -> None:
+    raise ValueError(f"{name} is not a number of JSON")
+
 
 T = TypeVar("T")
 MAX_TOKEN_ID = 1 << 31
@@ -47,17 +52,15 @@ BUDGET_SECONDS_PER_TOKEN = 0.001
 # Seconds of processor time after which a matcher is rebuilt from its tokens. Its memory grows with the time that it
 # works, by tens of MiB a second at worst.
 MATCHER_RESET_SECONDS = 0.25
-# The library's warning that options of a oneOf overlap, which is documented.
-ONE_OF_AS_ANY_OF = "falling back to anyOf"
 # Tokens that are accepted between two readings of the clock.
 ACCEPT_BATCH = 64
 # Tokens that are tried after compiling: a grammar that is too large fails at its beginning.
 NUM_PROBE_STEPS = 4
-# One space, or one line break with its indentation: JSON as models write it, without endless whitespace.
-WHITESPACE = r"( |\n[ \t]{0,32})"
 MAX_REASON = 200
-EBNF = "ebnf:"
-"""Prefix of the definition of a grammar in EBNF, which the sandbox rewrites in Lark's notation."""
+EBNF, JSON, LARK = "ebnf:", "json:", "lark:"
+"""Prefixes of definitions that the sandbox still has to ``prepare``: in EBNF, a schema, in Lark's notation with schemas
+inside.
+"""
 _SUBJECTS = {
     StructuredKind.JSON_OBJECT: "json_object",
     StructuredKind.JSON_SCHEMA: "The JSON schema",
@@ -65,6 +68,8 @@ _SUBJECTS = {
     StructuredKind.CHOICE: "The choice",
     StructuredKind.GRAMMAR: "The grammar",
 }
+_SCHEMAS = re.compile(r'"(?:\\.|[^"\\\n])*"|//[^\n]*|#[^\n]*|/(?:\\.|[^/\\\n])+/|(%json)\s*')
+_DECODER = json.JSONDecoder(parse_constant=_reject_constant)
 _LOCATION = re.compile(r"^at (\d+)\(\d+\): ")
 _RULE = re.compile(r"^[ \t]*[A-Za-z0-9_-]+[ \t]*::=", re.MULTILINE)
 _TOKENS = re.compile(
@@ -111,14 +116,13 @@ class Guidance:
         from llguidance import LLMatcher
 
         try:
-            initial = LLMatcher(self._tokenizer, definition, log_level=0, limits=self._limits)
+            initial = LLMatcher(self._tokenizer, prepare(definition), log_level=0, limits=self._limits)
         except (TypeError, ValueError) as error:  # such as half of a surrogate pair
             raise RejectedError(str(error)) from None
         if initial.is_error():
             raise RejectedError(initial.get_error())
         for warning in initial.get_grammar_warnings():
-            if ONE_OF_AS_ANY_OF not in warning:
-                raise RejectedError(warning)
+            raise RejectedError(warning)
         self._probe(initial.deep_copy())
         return CompiledGrammar(initial, frozenset(self._tokenizer.eos_tokens))
 
@@ -293,9 +297,10 @@ def _define(structured: Structured) -> str:
 
     match structured.kind:
         case StructuredKind.JSON_OBJECT:
-            return _json({"type": "object"})
+            return JSON + '{"type": "object"}'
         case StructuredKind.JSON_SCHEMA:
-            return _json(_read_schema(structured))
+            _check_schema(structured)
+            return JSON + structured.text
         case StructuredKind.REGEX:
             _check_regex(structured)
             return LLMatcher.grammar_from_regex(structured.text)
@@ -303,15 +308,7 @@ def _define(structured: Structured) -> str:
             options = " | ".join(json.dumps(option) for option in structured.options)
             return lark(f"start: OPTION\nOPTION: {options}")
         case StructuredKind.GRAMMAR:
-            return lark(structured.text) if not is_ebnf(structured.text) else EBNF + structured.text
-
-
-def _json(schema: dict[str, object]) -> str:
-    from llguidance import LLMatcher
-
-    return LLMatcher.grammar_from_json_schema(
-        json.dumps(schema), overrides={"whitespace_pattern": WHITESPACE, "coerce_one_of": True}
-    )
+            return (EBNF if is_ebnf(structured.text) else LARK) + structured.text
 
 
 def _check_regex(structured: Structured) -> None:
@@ -320,36 +317,67 @@ def _check_regex(structured: Structured) -> None:
         raise rejection(structured, "it ends with a backslash that escapes nothing")
 
 
-def _read_schema(structured: Structured) -> dict[str, object]:
-    """The schema, parsed once, so that this module and the library read the same."""
+def _check_schema(structured: Structured) -> None:
+    """Raises ``QuireError`` for what is not a schema."""
     try:
         schema = json.loads(structured.text, parse_constant=_reject_constant)
-        counted, simpler = min_properties_is_ambiguous(schema), simplify(schema)
     except ValueError as error:
         raise rejection(structured, f"it is no JSON: {error}") from None
     except RecursionError:
         raise rejection(structured, "it is nested too deeply") from None
-    if schema is True:
-        return {}
-    if not isinstance(schema, dict):
+    if schema is not True and not isinstance(schema, dict):
         raise rejection(structured, "it is not a JSON object")
-    if "x-guidance" in schema:
+    if isinstance(schema, dict) and "x-guidance" in schema:
         raise rejection(structured, "x-guidance is not supported")
-    if counted:
-        raise rejection(
-            structured, "minProperties above 1 is only supported where so many properties are required by name"
-        )
-    return dict(simpler)
 
 
-def _reject_constant(name: str) -> None:
-    raise ValueError(f"{name} is not a number of JSON")
+def prepare(definition: str) -> str:
+    """A definition of ``to_llguidance`` as one of the library: schemas and EBNF are written in Lark's notation. Raises
+    ``RejectedError``.
+    """
+    try:
+        if definition.startswith(JSON):
+            return lark(_schema_grammar(definition.removeprefix(JSON)))
+        if definition.startswith(EBNF):
+            return lark(to_lark(definition.removeprefix(EBNF)))
+        return with_schemas(definition.removeprefix(LARK)) if definition.startswith(LARK) else definition
+    except ValueError as error:
+        raise RejectedError(str(error)) from None
 
 
-def lark(text: str) -> str:
-    """The definition of a grammar in Lark's notation."""
+def _schema_grammar(text: str) -> str:
+    try:
+        return json_grammar(json.loads(text, parse_constant=_reject_constant))
+    except RecursionError:
+        raise ValueError("it is nested too deeply") from None
+
+
+def lark(text: str, others: Mapping[str, str] = {}) -> str:
+    """The definition of a grammar in Lark's notation, and of ``others`` that it refers to by their names."""
     # Wrapped, because a text that begins with a brace would be read as the library's own format.
-    return json.dumps({"grammars": [{"lark_grammar": text}]})
+    named = [{"name": name, "lark_grammar": each} for name, each in others.items()]
+    return json.dumps({"grammars": [{"lark_grammar": text}, *named]})
+
+
+def with_schemas(text: str) -> str:
+    """The definition of a grammar in Lark's notation whose schemas are grammars of their own. Raises ``RejectedError``
+    with the line of a schema that cannot be used.
+    """
+    parts, grammars, at = list[str](), dict[str, str](), 0
+    for found in _SCHEMAS.finditer(text):
+        if found[1] is None or found.start() < at:
+            continue
+        try:
+            _, end = _DECODER.raw_decode(text, found.end())
+            grammar = _schema_grammar(text[found.end() : end])
+        except (ValueError, RecursionError) as error:
+            line = text.count("\n", 0, found.start()) + 1
+            raise RejectedError(f"at {line}(1): {error or 'it is nested too deeply'}") from None
+        name = f"json_{len(grammars)}"
+        grammars[name] = grammar
+        parts += [text[at : found.start()], f"@{name}", "\n" * text.count("\n", found.start(), end)]
+        at = end
+    return lark("".join([*parts, text[at:]]), grammars)
 
 
 def rejection(structured: Structured, reason: str) -> QuireError:
@@ -364,8 +392,6 @@ def _describe(structured: Structured, reason: str) -> str:
     message, line = first_sentence(reason), _LOCATION.match(reason)
     if structured.kind is StructuredKind.GRAMMAR and line is not None:
         return f", line {line[1]}: {message}"
-    if structured.kind is StructuredKind.JSON_SCHEMA and "Unimplemented" in reason:
-        message = unsupported(json.loads(structured.text), reason) or message
     return f": {message}"
 
 

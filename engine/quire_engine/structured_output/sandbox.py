@@ -20,7 +20,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-from quire_engine.structured_output.llguidance import EBNF, Guidance, RejectedError, lark, to_lark
+from quire_engine.structured_output.llguidance import Guidance, RejectedError, prepare
 
 # Seconds of processor time for one definition; the system counts them in whole seconds, so it gets up to one more.
 CPU_SECONDS = 1
@@ -137,11 +137,9 @@ def _serve(guidance: Guidance) -> None:
     _write_answer(None)
     for line in sys.stdin:
         _limit_cpu_time(CPU_SECONDS)
-        before = _resident_bytes()
         try:
-            definition, rewritten = json.loads(line), None
-            if definition.startswith(EBNF):
-                definition = rewritten = lark(to_lark(definition.removeprefix(EBNF)))
+            definition = prepare(json.loads(line))
+            before = _resident_bytes()
             grammar = guidance.compile(definition)
         except (RejectedError, ValueError) as error:
             _write_answer(str(error))
@@ -149,7 +147,7 @@ def _serve(guidance: Guidance) -> None:
             _write_answer(_TOO_LARGE)
         else:
             size = max(0, _resident_bytes() - before)
-            _write_answer(_TOO_LARGE if size > MAX_GRAMMAR_BYTES else None, size, rewritten)
+            _write_answer(_TOO_LARGE if size > MAX_GRAMMAR_BYTES else None, size, definition)
             del grammar
         # Freed memory that malloc keeps would make the next grammar look small.
         libc.malloc_trim(0)

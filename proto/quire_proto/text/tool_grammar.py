@@ -11,7 +11,6 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from quire_proto.json_schema import simplify
 from quire_proto.structured_output import MAX_TEXT, Structured, StructuredKind
 from quire_proto.text.reasoning import ReasoningFormat
 from quire_proto.text.tool_arguments import STRING, KnownTypes, is_bare_text, referred, resolved, schema_types
@@ -27,7 +26,6 @@ from quire_proto.text.tool_formats import (
 
 ANYTHING: Mapping[str, Any] = {"type": "object"}
 FINAL = "<|channel|>final<|message|>"  # Harmony's header of an answer
-_WHITESPACE = r"( |\n[ \t]{0,32})"  # bounded, so that a model cannot write white space without end
 _SCHEMA = re.compile(r"(?:reply|(?:arguments|value)_(\d+)(?:_\d+)?): %json (.*)")
 _JSON_PIECE = re.compile(r'"\{number\}"|"[^"]*"|[{}\[\]:,]|\s+')
 _LINES = re.compile(r"\n|[^\n]+")
@@ -146,8 +144,7 @@ def _regex(pattern: str) -> str:
 
 
 def _schema(schema: Mapping[str, Any]) -> str:
-    settings = {"whitespace_pattern": _WHITESPACE, "coerce_one_of": True}
-    return json.dumps({**simplify(schema), "x-guidance": settings})
+    return json.dumps(schema)
 
 
 @dataclass(slots=True)

@@ -9,7 +9,6 @@ from contextlib import aclosing
 from typing import Any, TypeVar
 
 from quire_proto.errors import QuireError, invalid
-from quire_proto.json_schema import min_properties_is_ambiguous, unsupported
 from quire_proto.structured_output import MAX_TEXT, Structured, StructuredKind
 from quire_proto.text.tokenizer import ModelTokenizer
 from quire_proto.text.tool_formats import ToolFormat
@@ -113,10 +112,6 @@ def _reply(requested: Structured) -> Mapping[str, Any]:
     schema: Mapping[str, Any] = json.loads(requested.text)
     if "x-guidance" in schema:
         raise invalid(requested.param, "x-guidance is not supported in a schema.")
-    if min_properties_is_ambiguous(schema):
-        raise invalid(
-            requested.param, "minProperties above 1 is only supported for properties that are required by name."
-        )
     return schema
 
 
@@ -149,11 +144,10 @@ def _schema_error(message: str, grammar: str, param: str) -> QuireError:
     found = None if refused is None else schema_on_line(grammar, int(refused[1]))
     if refused is None or found is None:
         return invalid(param, message)
-    tool, schema = found
-    reason = unsupported(schema, refused[2]) or refused[2]
+    tool, _ = found
     if tool is None:
-        return invalid("response_format", f"The JSON schema cannot be used: {reason}")
-    return _unusable_parameters(tool, reason)
+        return invalid("response_format", f"The JSON schema cannot be used: {refused[2]}")
+    return _unusable_parameters(tool, refused[2])
 
 
 def _unusable_parameters(tool: str, reason: str) -> QuireError:

@@ -20,9 +20,9 @@ from pydantic import Base64Bytes, SecretStr, StringConstraints, TypeAdapter
 from quire_engine.core.step import GrammarError
 from quire_engine.structured_output import llguidance, sandbox
 from quire_engine.structured_output.compiler import ModelGrammars
+from quire_engine.structured_output.json_formats import FORMATS
 from quire_engine.structured_output.llguidance import MAX_REASON, Guidance, GuidanceMatcher, is_ebnf, to_llguidance
 from quire_proto.errors import ErrorCode, QuireError
-from quire_proto.json_schema import FORMATS, simplify
 from quire_proto.structured_output import Structured, StructuredKind, choice
 
 from tests.support.grammars import (
@@ -374,8 +374,8 @@ def test_all_outputs_of_a_grammar_share_the_time_that_it_may_use(monkeypatch: py
         (schema({"type": "object", "properties": {"a": {"if": {}, "then": {}}}}), "properties.a.if is not supported"),
         (schema({"type": "array", "uniqueItems": True}), "uniqueItems"),
         (schema({"type": "array", "contains": {"type": "null"}}), "contains"),
-        (schema({"type": "object", "propertyNames": {"maxLength": 3, "pattern": "a"}}), "propertyNames"),
-        (schema({"type": "object", "propertyNames": {"enum": ["a"]}, "patternProperties": {"a": {}}}), "propertyNames"),
+        (schema({"type": "object", "propertyNames": {"anyOf": [{"pattern": "a"}, {"enum": ["b"]}]}}), "propertyNames"),
+        (schema({"patternProperties": {letter: {} for letter in "abcd"}}), "patternProperties"),
         (schema({"$defs": {"a": {"not": {}}}, "items": {"anyOf": [{"$ref": "#/$defs/a"}]}}), "$defs.a.not"),
         (schema({"properties": {"not": {"not": {}}}}), " properties.not.not is"),
         (schema({"type": "object", "dependentRequired": {"a": ["b"]}}), "dependentRequired"),
@@ -391,14 +391,13 @@ def test_all_outputs_of_a_grammar_share_the_time_that_it_may_use(monkeypatch: py
         (schema({"type": "object", "minProperties": 2}), "minProperties"),
         (schema({"properties": {"const": {"items": [{"minProperties": 3}]}}}), "minProperties"),
         (schema({"x-guidance": {"lenient": True}, "not": {}}), "x-guidance"),
-        (schema({"type": "integer", "multipleOf": 999999937}), "fuel"),
+        (schema({"type": "integer", "multipleOf": 999999937}), "multipleOf"),
         (schema([]), "not a JSON object"),
         (Structured(StructuredKind.JSON_SCHEMA, "false"), "not a JSON object"),
         (Structured(StructuredKind.JSON_SCHEMA, '{"minimum": NaN}'), "NaN"),
         (Structured(StructuredKind.JSON_SCHEMA, '{"type": '), "no JSON"),
         (Structured(StructuredKind.JSON_SCHEMA, '{"items":' * 5000 + "{}" + "}" * 5000), "nested too deeply"),
-        (Structured(StructuredKind.JSON_SCHEMA, '{"items":' * 300 + "{}" + "}" * 300), "recursion limit"),
-        (Structured(StructuredKind.JSON_SCHEMA, '{"const": "\\ud800"}'), "hex escape"),
+        (Structured(StructuredKind.JSON_SCHEMA, '{"const": "\\ud800"}'), "const has half of a surrogate"),
         (schema({"allOf": [{"anyOf": [{"pattern": f"{i}{j}"} for i in range(30)]} for j in range(9)]}), "large"),
         (regex("(a"), "unclosed group"),
         (regex("a(?=b)"), "look-around"),
@@ -502,24 +501,13 @@ def test_what_is_drawn_without_those_words_is_valid_under_the_schema_that_has_th
 
 @pytest.mark.parametrize("name", sorted(FORMATS))
 def test_a_format_that_the_library_supports_still_constrains(name: str) -> None:
-    grammar_of(schema({"type": "string", "format": name}))
-    assert simplify({"format": name}) == {"format": name}
-    if name != "unknown":
-        matcher = grammar_of(schema({"type": "string", "format": name})).new_matcher()
-        with pytest.raises(GrammarError):
-            matcher.accept_tokens(encode('" "'))
-
-
-@pytest.mark.parametrize("word", ["$ref", "properties"])
-def test_references_from_names_to_many_names_do_not_multiply(word: str) -> None:
-    many = {"$defs": {"a": {"enum": [f"n{number}" for number in range(2000)]}}}
-    asked = {**many, "anyOf": [{"propertyNames": {"$ref": "#/$defs/a"}, word: {}} for _ in range(200)]}
-    assert len(json.dumps(simplify(asked))) <= len(json.dumps(asked))
+    matcher = grammar_of(schema({"type": "string", "format": name})).new_matcher()
+    with pytest.raises(GrammarError):
+        matcher.accept_tokens(encode('" "'))
 
 
 CHAIN = "start: r0\n" + "\n".join(f"r{i}: r{i + 1}" for i in range(3500)) + '\nr3500: "b"'
 EBNF_CHAIN = "root ::= r0\n" + "\n".join(f"r{i} ::= r{i + 1}" for i in range(3500)) + '\nr3500 ::= "b"'
-LETTERS = [{"pattern": f".*{letter}.*"} for letter in "abcdefghijklmnopqrstuvwxyz"]
 
 
 @pytest.mark.parametrize(
@@ -527,7 +515,6 @@ LETTERS = [{"pattern": f".*{letter}.*"} for letter in "abcdefghijklmnopqrstuvwxy
     [
         pytest.param(lark(CHAIN), id="more rules than the stack holds"),
         pytest.param(lark(EBNF_CHAIN), id="rules that take long to be told apart"),
-        pytest.param(schema({"type": "string", "allOf": LETTERS}), id="more time than there is"),
         pytest.param(regex("a*b*" * 15000), id="more memory than is given"),
         pytest.param(regex(".?" * 30000), id="more of both"),
     ],
@@ -547,7 +534,7 @@ def test_a_process_that_does_not_answer_in_time_is_ended(model: ModelGrammars, m
     processes = [trial._process for trial in model._sandboxes if trial._process is not None]
     monkeypatch.setattr(sandbox, "ANSWER_TIMEOUT", 0.0)
     with pytest.raises(QuireError, match="in time") as late:
-        model.compile(schema({"type": "string", "allOf": LETTERS}))
+        model.compile(regex(".?" * 30000))
     assert late.value.code is ErrorCode.OVERLOADED, "nobody knows whether it is the grammar's fault"
     monkeypatch.undo()
     assert any(process.poll() is not None for process in processes)

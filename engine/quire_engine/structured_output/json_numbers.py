@@ -1,0 +1,260 @@
+"""Numbers of JSON as regular expressions: ``NumberShape`` holds what a schema asks of a number and writes the texts
+that satisfy it.
+
+Bounds are read exactly: an integer of any size as it is, and a float as the decimal that its shortest text names, as
+long as doubles can tell such decimals apart. Texts have at most ``INTEGER_DIGITS`` and ``FRACTION_DIGITS`` digits, so
+that no number is endless. All texts of one number have the same scale, a power of ten, so that an exclusive bound is
+the inclusive bound of its neighbour.
+"""
+
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass
+from decimal import Decimal
+from fractions import Fraction
+from typing import Any
+
+INTEGER_DIGITS = 40  # integers of 128 bits have 39
+FRACTION_DIGITS = 20
+MAX_FRACTION_DIGITS = 60  # where bounds need more than the usual
+MAX_LITERALS = 512
+# A multiple is found by a state for each remainder.
+MAX_REMAINDERS = 4096
+_EXACT = 1 << 53  # up to here a double is the decimal that was written
+_ANY = rf"-?(?:0|[1-9][0-9]{{0,{INTEGER_DIGITS - 1}}})(?:\.[0-9]{{1,{FRACTION_DIGITS}}})?(?:[eE][+-]?[0-9]{{1,2}})?"
+
+
+def exact(value: float) -> Fraction:
+    """The value of a number in a schema. Raises ``ValueError`` for one that is beyond a double."""
+    if isinstance(value, int):
+        return Fraction(value)
+    if not math.isfinite(value):
+        raise ValueError("has a number that is too large")
+    return Fraction(value) if abs(value) >= _EXACT else Fraction(Decimal(repr(value)))
+
+
+def is_number(value: Any) -> bool:
+    """Whether ``value`` is a number of JSON, which a truth value is not."""
+    return isinstance(value, int | float) and not isinstance(value, bool)
+
+
+@dataclass(frozen=True, slots=True)
+class Bound:
+    """The end of a range, which is part of it unless it is ``exclusive``."""
+
+    value: Fraction
+    exclusive: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class NumberShape:
+    """What schemas ask of a number: ``low`` and ``high`` are the tightest bounds, and the number is a multiple of
+    ``step``.
+    """
+
+    low: Bound | None = None
+    high: Bound | None = None
+    step: Fraction | None = None
+
+    def __and__(self, other: "NumberShape") -> "NumberShape":
+        lows = [bound for bound in (self.low, other.low) if bound is not None]
+        highs = [bound for bound in (self.high, other.high) if bound is not None]
+        steps = [step for step in (self.step, other.step) if step is not None]
+        return NumberShape(
+            max(lows, key=lambda bound: (bound.value, bound.exclusive), default=None),
+            min(highs, key=lambda bound: (bound.value, not bound.exclusive), default=None),
+            _common_multiple(steps),
+        )
+
+    def accepts(self, value: float) -> bool:
+        """Whether a number satisfies it."""
+        number, low, high = exact(value), self.low, self.high
+        if low is not None and (number < low.value or (low.exclusive and number == low.value)):
+            return False
+        if high is not None and (number > high.value or (high.exclusive and number == high.value)):
+            return False
+        return self.step is None or (number / self.step).denominator == 1
+
+    def limits(self) -> tuple[int, int, Fraction]:
+        """The least and the greatest multiple of a step that satisfy it, and the step: that of the texts where it asks
+        for none. The greatest is less than the least where no number satisfies it.
+        """
+        step = self.step or Fraction(1, 10 ** self._fraction_digits())
+        most = Fraction(10) ** max(INTEGER_DIGITS, *(_digits(bound) + 1 for bound in (self.low, self.high)))
+        low = Bound(-most, exclusive=True) if self.low is None else self.low
+        high = Bound(most, exclusive=True) if self.high is None else self.high
+        least, greatest = math.ceil(low.value / step), math.floor(high.value / step)
+        least += low.exclusive and least * step == low.value
+        greatest -= high.exclusive and greatest * step == high.value
+        return least, greatest, step
+
+    @property
+    def is_empty(self) -> bool:
+        """Whether no number satisfies it."""
+        least, greatest, _ = self.limits()
+        return least > greatest
+
+    def literals(self) -> list[str] | None:
+        """The texts of the numbers that satisfy it, where they are few multiples; None where a range is shorter."""
+        least, greatest, step = self.limits()
+        if self.step is None or _power_of_ten(step) is not None or greatest - least >= MAX_LITERALS:
+            return None
+        return [_decimal(number * step) for number in range(least, greatest + 1)]
+
+    def regex(self) -> str | None:
+        """The regular expression of its texts. None where multiples cannot be written so."""
+        least, greatest, step = self.limits()
+        power = _power_of_ten(step)
+        if self.low is None and self.high is None and self.step is None:
+            return _ANY
+        if power is None:
+            return None
+        return "|".join(_signed(least, greatest, power))
+
+    def schema(self) -> dict[str, Any] | None:
+        """A schema of multiples for llguidance, with bounds that are multiples too. None where it would read the
+        numbers in another way, or would need too much time.
+        """
+        least, greatest, step = self.limits()
+        unit = 10 ** _decimals(step)
+        ends = {"minimum": least * step, "maximum": greatest * step}
+        given = {"minimum": self.low, "maximum": self.high}
+        if step * unit > MAX_REMAINDERS or any(abs(end) * unit >= _EXACT for name, end in ends.items() if given[name]):
+            return None
+        kind = "integer" if unit == 1 else "number"
+        return {"type": kind, "multipleOf": _plain(step)} | {
+            name: _plain(end) for name, end in ends.items() if given[name]
+        }
+
+    def _fraction_digits(self) -> int:
+        """The digits after the point: enough for the bounds, and few enough for a double to tell an exclusive bound
+        from the next number.
+        """
+        bounds = [bound for bound in (self.low, self.high) if bound is not None]
+        digits = min(MAX_FRACTION_DIGITS, max(FRACTION_DIGITS, *(_decimals(bound.value) for bound in bounds), 0))
+        for bound in bounds:
+            if bound.exclusive and bound.value:
+                digits = min(digits, max(0, -math.ceil(math.log10(math.ulp(float(bound.value))))))
+        return digits
+
+
+def _common_multiple(steps: list[Fraction]) -> Fraction | None:
+    if len(steps) < 2:
+        return steps[0] if steps else None
+    one, two = steps
+    unit = math.lcm(one.denominator, two.denominator)
+    return Fraction(math.lcm(int(one * unit), int(two * unit)), unit)
+
+
+def _digits(bound: Bound | None) -> int:
+    return 0 if bound is None else len(str(abs(int(bound.value))))
+
+
+def _decimals(value: Fraction) -> int:
+    """Digits after the point; ``MAX_FRACTION_DIGITS`` of an endless fraction."""
+    return next((n for n in range(MAX_FRACTION_DIGITS) if 10**n % value.denominator == 0), MAX_FRACTION_DIGITS)
+
+
+def _power_of_ten(step: Fraction) -> int | None:
+    text, places = str(step.numerator), _decimals(step)
+    if places and step.numerator * 10**places == step.denominator:
+        return -places
+    return len(text) - 1 if step.denominator == 1 and text.strip("0") == "1" else None
+
+
+def _decimal(value: Fraction) -> str:
+    places = _decimals(value)
+    whole, rest = divmod(abs(value.numerator) * 10**places // value.denominator, 10**places)
+    return f"{'-' if value < 0 else ''}{whole}" + (f".{rest:0{places}}" if places else "")
+
+
+def _plain(value: Fraction) -> float:
+    return int(value) if value.denominator == 1 else float(value)
+
+
+def _signed(least: int, greatest: int, power: int) -> Iterator[str]:
+    """Regular expressions of the numbers from ``least`` to ``greatest`` times ten to the ``power``."""
+    if least < 0:
+        negative = "|".join(_unsigned(max(1, -greatest), -least, power))
+        yield f"-(?:{negative})"
+    if greatest >= 0:
+        yield from _unsigned(max(0, least), greatest, power)
+
+
+def _unsigned(least: int, greatest: int, power: int) -> Iterator[str]:
+    if power > 0:
+        if least == 0:
+            yield "0"
+        if greatest:
+            yield f"(?:{_whole(max(1, least), greatest)}){'0' * power}"
+        return
+    places = -power
+    if places == 0:
+        yield _whole(least, greatest)
+        return
+    first, begin = divmod(least, 10**places)
+    last, end = divmod(greatest, 10**places)
+    top = 10**places - 1
+    if first == last:
+        yield str(first) + _fraction(begin, end, places)
+        return
+    yield str(first) + _fraction(begin, top, places)
+    if first + 1 < last:
+        yield f"(?:{_whole(first + 1, last - 1)})" + _fraction(0, top, places)
+    yield str(last) + _fraction(0, end, places)
+
+
+def _whole(least: int, greatest: int) -> str:
+    """Integers without leading zeros."""
+    parts, full = [], []
+    for length in range(len(str(least)), len(str(greatest)) + 1):
+        low, high = max(least, 10 ** (length - 1) if length > 1 else 0), min(greatest, 10**length - 1)
+        if length > 1 and low == 10 ** (length - 1) and high == 10**length - 1:
+            full.append(length)
+        else:
+            parts.append(_fixed(low, high, length))
+    if full:
+        parts.append(f"[1-9][0-9]{{{full[0] - 1},{full[-1] - 1}}}")
+    return "|".join(parts)
+
+
+def _fixed(least: int, greatest: int, length: int) -> str:
+    """Numbers of exactly ``length`` digits, leading zeros included."""
+    if length == 0:
+        return ""
+    if least == 0 and greatest == 10**length - 1:
+        return f"[0-9]{{{length}}}"
+    return _digit_by_digit(least, greatest, length, _fixed)
+
+
+def _digit_by_digit(least: int, greatest: int, length: int, rest: Any) -> str:
+    """The first digit and the ``rest`` that may follow each, digits with equal rests together."""
+    unit = 10 ** (length - 1)
+    groups: dict[str, list[int]] = {}
+    for digit in range(least // unit, greatest // unit + 1):
+        low, high = max(least - digit * unit, 0), min(greatest - digit * unit, unit - 1)
+        groups.setdefault(rest(low, high, length - 1), []).append(digit)
+    parts = [f"{_digit_class(digits)}{after}" for after, digits in groups.items()]
+    return parts[0] if len(parts) == 1 else f"(?:{'|'.join(parts)})"
+
+
+def _digit_class(digits: list[int]) -> str:
+    return str(digits[0]) if len(digits) == 1 else f"[{digits[0]}-{digits[-1]}]"
+
+
+def _fraction(least: int, greatest: int, places: int) -> str:
+    """The point and the digits behind it, at most ``places``, of a fraction from ``least`` to ``greatest`` units of the
+    last place; nothing where it may be zero.
+    """
+    some = _digit_by_digit(least, greatest, places, _shorter)
+    return rf"\.{some}" if least else rf"(?:\.{some})?"
+
+
+def _shorter(least: int, greatest: int, places: int) -> str:
+    """At most ``places`` digits, where those that are missing are zeros."""
+    if places == 0:
+        return ""
+    if least == 0 and greatest == 10**places - 1:
+        return f"[0-9]{{0,{places}}}"
+    some = _digit_by_digit(least, greatest, places, _shorter)
+    return some if least else f"(?:{some})?"
