@@ -30,7 +30,7 @@ class Characters:
 
 
 @dataclass(frozen=True, slots=True)
-class Sequence:
+class InOrder:
     """Expressions one after the other."""
 
     parts: tuple["Expression", ...]
@@ -59,8 +59,8 @@ class Anchor:
     begins: bool
 
 
-Expression = Characters | Sequence | Choice | Repeat | Anchor
-EMPTY = Sequence(())
+Expression = Characters | InOrder | Choice | Repeat | Anchor
+EMPTY = InOrder(())
 
 
 def complement(ranges: Ranges) -> Ranges:
@@ -103,7 +103,7 @@ def _ends(expression: Expression, text: str, starts: frozenset[int]) -> frozense
     match expression:
         case Characters(ranges=ranges):
             return frozenset(at + 1 for at in starts if at < len(text) and _includes(ranges, ord(text[at])))
-        case Sequence(parts=parts):
+        case InOrder(parts=parts):
             for part in parts:
                 starts = _ends(part, text, starts) if starts else starts
             return starts
@@ -137,7 +137,7 @@ def span(expression: Expression) -> tuple[int, float] | None:
     match expression:
         case Characters(ranges=ranges):
             return (1, 1) if ranges else None
-        case Sequence(parts=parts):
+        case InOrder(parts=parts):
             spans = [span(part) for part in parts]
             known = [each for each in spans if each is not None]
             return (sum(low for low, _ in known), sum(high for _, high in known)) if len(known) == len(spans) else None
@@ -158,7 +158,7 @@ def lengths(expression: Expression, most: int) -> int:
     match expression:
         case Characters(ranges=ranges):
             return 2 & mask if ranges else 0
-        case Sequence(parts=parts):
+        case InOrder(parts=parts):
             return _sums([lengths(part, most) for part in parts], mask)
         case Choice(options=options):
             found = 0
@@ -202,7 +202,7 @@ def all_texts(expression: Expression, limit: int) -> list[str] | None:
         case Characters(ranges=ranges):
             count = sum(high - low + 1 for low, high in ranges)
             return [chr(code) for low, high in ranges for code in range(low, high + 1)] if count <= limit else None
-        case Sequence(parts=parts):
+        case InOrder(parts=parts):
             return _bounded((all_texts(part, limit) for part in parts), limit)
         case Choice(options=options):
             found: dict[str, None] = {}
@@ -213,7 +213,7 @@ def all_texts(expression: Expression, limit: int) -> list[str] | None:
                 found |= dict.fromkeys(texts)
             return list(found)
         case Repeat(part=part, least=least, most=most) if most is not None and most <= limit:
-            return all_texts(Choice(tuple(Sequence((part,) * count) for count in range(least, most + 1))), limit)
+            return all_texts(Choice(tuple(InOrder((part,) * count) for count in range(least, most + 1))), limit)
     return None
 
 
@@ -236,7 +236,7 @@ def _samples(expression: Expression) -> Iterator[str]:
         case Characters(ranges=ranges):
             preferred = [code for code in map(ord, "a0Az-_/ .") if _includes(ranges, code)]
             yield from map(chr, [*preferred[:3], *(low for low, _ in ranges[:2])])
-        case Sequence(parts=parts):
+        case InOrder(parts=parts):
             yield from map("".join, islice(product(*(list(islice(_samples(part), 3)) for part in parts)), 256))
         case Choice(options=options):
             for option in options:
@@ -255,7 +255,7 @@ def quoted_regex(expression: Expression) -> str:
     match expression:
         case Characters(ranges=ranges):
             return _quoted_set(ranges)
-        case Sequence(parts=parts):
+        case InOrder(parts=parts):
             return "".join(map(quoted_regex, parts))
         case Choice(options=options):
             return f"(?:{'|'.join(map(quoted_regex, options))})"

@@ -15,10 +15,10 @@ from quire_engine.structured_output.expressions import (
     Characters,
     Choice,
     Expression,
+    InOrder,
     PatternError,
     Ranges,
     Repeat,
-    Sequence,
     complement,
     normal,
 )
@@ -53,7 +53,7 @@ def _category(name: str) -> Ranges:
     return tuple(each for each in ranges if each != SURROGATES)
 
 
-class _Reader:
+class _PatternReader:
     """Reads one pattern from left to right."""
 
     def __init__(self, text: str) -> None:
@@ -89,7 +89,7 @@ class _Reader:
         parts = []
         while self._at < len(self._text) and self._text[self._at] not in "|)":
             parts.append(self._repeated(self._one()))
-        return parts[0] if len(parts) == 1 else Sequence(tuple(parts))
+        return parts[0] if len(parts) == 1 else InOrder(tuple(parts))
 
     def _one(self) -> Expression:
         character = self._take()
@@ -237,7 +237,7 @@ def _single(code: int) -> Ranges:
 
 def parse_pattern(text: str) -> Expression:
     """The expression of the whole texts in which ``text`` finds a match. Raises ``PatternError``."""
-    return _found(_Reader(text).read())
+    return _found(_PatternReader(text).read())
 
 
 def _found(expression: Expression) -> Expression:
@@ -247,7 +247,7 @@ def _found(expression: Expression) -> Expression:
         for ended, middle in _split(rest, begins=False):
             _check_no_anchor(middle)
             parts = [] if begun else [ANYTHING]
-            options.append(Sequence((*parts, middle, *([] if ended else [ANYTHING]))))
+            options.append(InOrder((*parts, middle, *([] if ended else [ANYTHING]))))
     return options[0] if len(options) == 1 else Choice(tuple(options))
 
 
@@ -270,7 +270,7 @@ def _alternatives(expression: Expression, begins: bool) -> Iterator[tuple[bool, 
         case Choice():
             for option in expression.options:
                 yield from _alternatives(option, begins)
-        case Sequence() if expression.parts:
+        case InOrder() if expression.parts:
             parts = expression.parts
             end, rest = (parts[0], parts[1:]) if begins else (parts[-1], parts[:-1])
             if not _has_anchor(end):
@@ -279,9 +279,9 @@ def _alternatives(expression: Expression, begins: bool) -> Iterator[tuple[bool, 
             for anchored, each in _alternatives(end, begins):
                 whole = (each, *rest) if begins else (*rest, each)
                 if anchored:  # a second one at the same place changes nothing
-                    yield from ((True, inner) for _, inner in _alternatives(Sequence(whole), begins))
+                    yield from ((True, inner) for _, inner in _alternatives(InOrder(whole), begins))
                 else:
-                    yield False, Sequence(whole)
+                    yield False, InOrder(whole)
         case _:
             yield False, expression
 
@@ -290,7 +290,7 @@ def _has_anchor(expression: Expression) -> bool:
     match expression:
         case Anchor():
             return True
-        case Sequence(parts=parts) | Choice(options=parts):
+        case InOrder(parts=parts) | Choice(options=parts):
             return any(map(_has_anchor, parts))
         case Repeat(part=part):
             return _has_anchor(part)
