@@ -69,6 +69,11 @@ class QuireError(Exception):
         """The HTTP and gRPC status of this error."""
         return STATUS[self.code]
 
+    def about(self, param: str | None, message: str | None = None) -> "QuireError":
+        """Returns the same error about another parameter, and in other words if there are some."""
+        words = self.message if message is None else message
+        return QuireError(self.code, words, param=param, retry_after=self.retry_after, reason=self.reason)
+
 
 def invalid(param: str, message: str) -> QuireError:
     """An INVALID error for the value of ``param``."""

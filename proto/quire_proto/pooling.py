@@ -5,7 +5,7 @@ API share them, in vLLM's words. Ranges are checked here once for all of them.
 from dataclasses import dataclass
 from enum import StrEnum
 
-from quire_proto.errors import ErrorCode, QuireError, invalid
+from quire_proto.errors import invalid
 
 MAX_DIMENSIONS = 1 << 16
 FLOAT_BYTES = 4
@@ -66,12 +66,3 @@ def check_dimensions(dimensions: int | None, pooled_size: int, matryoshka: tuple
     if matryoshka and dimensions not in matryoshka:
         allowed = ", ".join(map(str, sorted({*matryoshka, pooled_size})))
         raise invalid("dimensions", f"dimensions is {dimensions}, and this model was trained for {allowed}.")
-
-
-def check_prompt_length(num_tokens: int, max_model_len: int) -> None:
-    """Raises ``QuireError`` INVALID that names the limit, unless a prompt that is pooled fits the model."""
-    if num_tokens < 1:
-        raise invalid("prompt", "The prompt is empty.")
-    if num_tokens > max_model_len:
-        message = f"The prompt has {num_tokens} tokens, but this model's limit is {max_model_len}."
-        raise QuireError(ErrorCode.INVALID, message, param="prompt")

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from enum import StrEnum
 from typing import Literal
 
-from quire_proto.errors import ErrorCode, QuireError, invalid
+from quire_proto.errors import QuireError, invalid
 from quire_proto.structured_output import Structured
 
 MAX_TEMPERATURE = 2.0
@@ -188,20 +188,6 @@ def _refuse_together(param: str, others: dict[str, bool]) -> None:
 
 def _out_of_range(param: str, value: float, allowed: str) -> QuireError:
     return invalid(param, f"{param} is {value} but must be {allowed}.")
-
-
-def check_length(prompt_tokens: int, max_tokens: int, max_model_len: int) -> None:
-    """Raises ``QuireError`` INVALID that names the limit, unless prompt and output fit the model together."""
-    if prompt_tokens < 1:
-        raise invalid("prompt", "The prompt is empty.")
-    if prompt_tokens + max_tokens > max_model_len:
-        raise QuireError(
-            ErrorCode.INVALID,
-            f"The prompt has {prompt_tokens} {'token' if prompt_tokens == 1 else 'tokens'} "
-            f"and max_tokens is {max_tokens}, "
-            f"but this model's limit is {max_model_len} tokens for both together.",
-            param="prompt" if prompt_tokens >= max_model_len else "max_tokens",
-        )
 
 
 def choice_seed(seed: int, index: int) -> int:

@@ -183,7 +183,7 @@ def test_what_a_request_asks_for(folder: Path, small_models: SmallModels) -> Non
             engine.pool(prompts, PoolingParams(dimensions=65))
         with pytest.raises(QuireError, match="classifies no texts"):
             engine.pool(prompts, PoolingParams(Task.CLASSIFY))
-        with pytest.raises(QuireError, match="limit is 256"):
+        with pytest.raises(QuireError, match="context length is 256"):
             engine.pool([[5] * 257])
         assert len(engine.pool([[5] * 256])) == 1, "a prompt may take all of the model's length"
 

@@ -78,8 +78,8 @@ def test_snapshot_and_events_match_the_cached_blocks(engine: Engine) -> None:
     ("fields", "words"),
     [
         ({"prompt": []}, "empty"),
-        ({"prompt": [1] * 3000}, "limit is 2048 tokens"),
-        ({"prompt": [1] * 2040, "max_tokens": 9}, "limit is 2048 tokens"),
+        ({"prompt": [1] * 3000}, "context length is 2048 tokens"),
+        ({"prompt": [1] * 2040, "max_tokens": 9}, "context length is 2048 tokens"),
         ({"prompt": [1 << 30]}, "Token ids must be between"),
         ({"prompt": [-1]}, "Token ids must be between"),
         ({"prompt": PROMPT, "request_id": "no spaces"}, "request id"),

@@ -63,7 +63,7 @@ def test_the_model_is_listed(stack: Stack) -> None:
 def test_errors_are_the_openai_packages_own(stack: Stack) -> None:
     with pytest.raises(openai.NotFoundError):
         stack.openai.completions.create(model="unknown", prompt="x")
-    with pytest.raises(openai.BadRequestError, match="limit is 2048 tokens"):
+    with pytest.raises(openai.BadRequestError, match="maximum context length is 2048 tokens"):
         stack.openai.completions.create(model=MODEL, prompt="x", max_tokens=5000)
 
 

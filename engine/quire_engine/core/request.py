@@ -6,11 +6,12 @@ from dataclasses import dataclass, field, replace
 from enum import Enum, auto
 from typing import TYPE_CHECKING
 
+from quire_proto.context_length import check_length, check_pooled_length
 from quire_proto.errors import ErrorCode, QuireError, invalid
 from quire_proto.hashing import extra_key
-from quire_proto.pooling import PoolingParams, Task, check_dimensions, check_prompt_length
+from quire_proto.pooling import PoolingParams, Task, check_dimensions
 from quire_proto.priority import BEST_EFFORT
-from quire_proto.sampling import SamplingParams, check_length, choice_seed
+from quire_proto.sampling import SamplingParams, choice_seed
 
 from quire_engine.core.beam_search import BeamSearch
 from quire_engine.core.block_table import BlockTable
@@ -439,7 +440,7 @@ def check_request(request: Request, config: "SchedulerConfig", kv_cache_manager:
 def _check_pooling(request: Request, pooling: PoolingParams, config: "SchedulerConfig", limit: int) -> None:
     prompt, pooler = request.prompt_token_ids, config.pooler_config
     assert pooler is not None, "an engine that pools says how"
-    check_prompt_length(
+    check_pooled_length(
         len(prompt), limit if config.enable_chunked_prefill else min(limit, config.max_num_batched_tokens)
     )
     _check_ids("prompt", prompt, config.vocab_size)

@@ -471,7 +471,7 @@ def with_prompt_index(index: int, count: int, error: QuireError) -> QuireError:
     """``error`` with the number of its prompt in the message."""
     if count == 1:
         return error
-    return QuireError(error.code, f"Prompt {index}: {error.message}", param=error.param)
+    return error.about(error.param, f"Prompt {index}: {error.message}")
 
 
 def _read_prompt(prompt: object) -> str | list[int]:

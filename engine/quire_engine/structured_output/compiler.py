@@ -125,7 +125,7 @@ class GrammarCompiler:
             outcome = CompileOutcome.COMPILED
         except QuireError as error:
             # Without its traceback: the error is cached, and the frames reference the whole grammar.
-            rejected = QuireError(error.code, error.message, param=error.param, retry_after=error.retry_after)
+            rejected = error.about(error.param)
             outcome = CompileOutcome.REFUSED
         finally:
             self.observer(outcome, perf_counter() - begin)

@@ -14,7 +14,8 @@ from typing import Any, Self
 
 from tokenizers import Encoding, Tokenizer, decoders
 
-from quire_proto.errors import TokenizerLoadError, invalid
+from quire_proto.context_length import INPUT, MESSAGES, PROMPT, far_too_long
+from quire_proto.errors import QuireError, TokenizerLoadError, invalid
 from quire_proto.folders import no_such_path
 from quire_proto.sampling import MAX_BAD_WORDS
 from quire_proto.text.chat_template import ChatTemplate, SpecialTokenEscaper
@@ -107,7 +108,10 @@ class ModelTokenizer:
         """The tokens of ``text`` alone, as a part of a longer text: the tokenizer adds none. Raises as
         ``encode`` does.
         """
-        self._check_length(self._tokenizer, text, limit)
+        return self._encode_part(text, limit, PROMPT)
+
+    def _encode_part(self, text: str, limit: int | None, what: str) -> list[int]:
+        self._check_length(self._tokenizer, text, limit, what)
         return _encoding(self._tokenizer, text).ids
 
     def encode_text(self, text: str, limit: int | None = None, *, add_special_tokens: bool = True) -> list[int]:
@@ -119,12 +123,15 @@ class ModelTokenizer:
     ) -> list[PooledPrompt]:
         """The prompts of texts, or of pairs of texts, that are pooled. With ``truncate`` each has so many tokens at
         most, with those that the tokenizer adds: a text keeps its beginning, and of a pair the longer text is cut
-        first, as transformers does (``longest_first``). Raises as ``encode`` does.
+        first, as transformers does (``longest_first``). Raises as ``encode`` does, with the number of the text.
         """
-        for text in texts:
+        most = limit if truncate is None else MAX_TRUNCATED * limit  # one that is cut may be long, but not endless
+        for number, text in enumerate(texts):
             for part in (text,) if isinstance(text, str) else text:
-                # A text that is cut may be long, but is not read whole where it is much too long.
-                self._check_length(self._tokenizer, part, limit if truncate is None else MAX_TRUNCATED * limit)
+                try:
+                    self._check_length(self._tokenizer, part, most, INPUT)
+                except QuireError as error:
+                    raise error.about(f"prompt[{number}]") from None
         return encode_pooled(self._tokenizer, texts, truncate, add_special_tokens=add_special_tokens)
 
     def decode(self, token_ids: Sequence[int]) -> str:
@@ -214,10 +221,10 @@ class ModelTokenizer:
             messages, tools, mark = special.marked(messages, tools)
         prompt = self.render_chat_text(messages, tools, add_generation_prompt=add_generation_prompt, options=options)
         if special is None or not (mark or earlier):
-            return self._continue(earlier, prompt, None, partial(self.encode_plain, limit=limit))
+            return self._continue(earlier, prompt, None, partial(self._encode_part, limit=limit, what=MESSAGES))
 
         def encode(text: str) -> list[int]:
-            self._check_length(special.tokenizer, text, limit)
+            self._check_length(special.tokenizer, text, limit, MESSAGES)
             return special.ids(_encoding(special.tokenizer, text).ids, special.count(text))
 
         return self._continue(earlier, special.named(prompt, mark), special, encode)
@@ -284,19 +291,19 @@ class ModelTokenizer:
         matcher = StopMatcher(stop, include=include_stop) if stop else None
         return OutputTextStream(self._decode, self._standalone, visible, prompt_token_ids, matcher)
 
-    def _check_length(self, tokenizer: Tokenizer, text: str, limit: int | None) -> None:
+    def _check_length(self, tokenizer: Tokenizer, text: str, limit: int | None, what: str = PROMPT) -> None:
         """Counts a long text's tokens part by part, and stops when there are too many: each token costs a hundred bytes
         and a microsecond, also in a text that can never fit. Cuts add tokens, hence the margins.
         """
         size = len(text) if limit is None else limit * _CHARS_PER_TOKEN
         if limit is None or len(text) <= size:
             return
-        tokens, most = 0, limit + limit // 4
+        tokens, added, most = 0, 0, limit + limit // 4
         for start in range(0, len(text), size):
             tokens += len(_encoding(tokenizer, text[start : start + size]))
-            most += _TOKENS_PER_CUT
-            if tokens > most:
-                raise invalid("prompt", f"The prompt has more than {limit} tokens, which is this model's limit.")
+            added += _TOKENS_PER_CUT
+            if tokens > most + added:
+                raise far_too_long(limit, tokens - added, what)
 
     def _decode(self, token_ids: Sequence[int]) -> str:
         if len(token_ids) == 1:

@@ -12,8 +12,9 @@ from contextlib import aclosing, contextmanager
 from dataclasses import dataclass, replace
 
 import numpy as np
+from quire_proto.context_length import check_pooled_length
 from quire_proto.errors import QuireError, invalid
-from quire_proto.pooling import PoolingParams, Task, check_dimensions, check_prompt_length
+from quire_proto.pooling import PoolingParams, Task, check_dimensions
 from quire_proto.text.pooled_prompt import PooledPrompt, Texts
 from quire_proto.text.tokenizer import ModelTokenizer
 
@@ -88,10 +89,11 @@ def _embeddings(
         check_dimensions(params.dimensions, limits.pooled_size, limits.matryoshka_dimensions)
         _check_size("input", len(request.input) * params.output_size(limits.pooled_size))
     cut = _cut(request, limits)
+    names = [f"input[{number}]" if len(request.input) > 1 else "input" for number in range(len(request.input))]
     texts = [each for each in request.input if isinstance(each, str)]
     if len(texts) == len(request.input):
         before = tokenizer.prompts.text(request.prompt_name)
-        with _naming_prompt("input"):
+        with _naming_prompt(names):
             prompts = tokenizer.encode_pooled(
                 [f"{before}{text}" for text in texts],
                 limits.max_model_len,
@@ -102,7 +104,7 @@ def _embeddings(
         raise invalid("prompt_name", "prompt_name is put before texts, and input holds tokens.")
     else:
         prompts = [PooledPrompt(each[:cut]) for each in request.input if not isinstance(each, str)]
-    return PreparedPooling(_generations(template, "input", prompts, params, limits))
+    return PreparedPooling(_generations(template, names, prompts, params, limits))
 
 
 def _scores(
@@ -116,6 +118,11 @@ def _scores(
         indexes = [
             (numbers.setdefault(one, len(numbers)), numbers.setdefault(other, len(numbers))) for one, other in pairs
         ]
+        fields = dict[str, str]()
+        for pair, places in zip(pairs, request.fields_of_pairs, strict=True):
+            for text, place in zip(pair, places, strict=True):
+                fields.setdefault(text, place)
+        names = [fields[text] for text in numbers]
         before = tokenizer.prompts.text(None)
         texts: list[Texts] = [f"{before}{text}" for text in numbers]
         params = PoolingParams(Task.EMBED, use_activation=True)
@@ -125,10 +132,11 @@ def _scores(
             message = f"The model {template.model_name} knows {limits.pooled_size} classes, and a score has one."
             raise invalid("model", message)
         indexes, texts = None, [*pairs]
+        names = [place for _, place in request.fields_of_pairs]
         params = PoolingParams(Task.CLASSIFY, use_activation=request.use_activation)
-    with _naming_prompt("documents"):
+    with _naming_prompt(names):
         prompts = tokenizer.encode_pooled(texts, limits.max_model_len, truncate=cut)
-    return PreparedPooling(_generations(template, "documents", prompts, params, limits), indexes)
+    return PreparedPooling(_generations(template, names, prompts, params, limits), indexes)
 
 
 def _cut(request: PoolingBody, limits: ServedModelLimits) -> int | None:
@@ -142,17 +150,16 @@ def _cut(request: PoolingBody, limits: ServedModelLimits) -> int | None:
 
 def _generations(
     template: GenerationRequest,
-    param: str,
+    names: Sequence[str],
     prompts: Sequence[PooledPrompt],
     params: PoolingParams,
     limits: ServedModelLimits,
 ) -> tuple[GenerationRequest, ...]:
     generations = []
-    for number, prompt in enumerate(prompts):
-        name = f"{param}[{number}]" if len(prompts) > 1 else param
+    for number, (name, prompt) in enumerate(zip(names, prompts, strict=True)):
         ids = prompt.token_ids
-        with _naming_prompt(name):
-            check_prompt_length(len(ids), limits.max_model_len)
+        with _naming_prompt([name]):
+            check_pooled_length(len(ids), limits.max_model_len)
         if not 0 <= min(ids) <= max(ids) < limits.vocab_size:
             raise invalid(name, f"{name} holds a token id outside of this model's vocabulary of {limits.vocab_size}.")
         own = replace(params, second_text_start=prompt.second_text_start)
@@ -162,12 +169,13 @@ def _generations(
 
 
 @contextmanager
-def _naming_prompt(name: str) -> Iterator[None]:
-    """Lets errors about the prompt name the parameter ``name``."""
+def _naming_prompt(names: Sequence[str]) -> Iterator[None]:
+    """Lets errors about ``prompt``, and about ``prompt[1]``, name the fields that hold the prompts."""
     try:
         yield
     except QuireError as error:
-        raise invalid(name if error.param == "prompt" else error.param or name, error.message) from None
+        fields = {"prompt": names[0], **{f"prompt[{number}]": name for number, name in enumerate(names)}}
+        raise error.about(fields.get(error.param or "prompt", error.param)) from None
 
 
 def _check_size(param: str, values: int) -> None:

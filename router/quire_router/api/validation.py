@@ -10,10 +10,11 @@ from functools import partial
 from secrets import randbits
 from typing import Any, TypeVar
 
+from quire_proto.context_length import check_length
 from quire_proto.errors import QuireError, invalid
 from quire_proto.pooling import Task
 from quire_proto.priority import BEST_EFFORT
-from quire_proto.sampling import SamplingParams, check_length
+from quire_proto.sampling import SamplingParams
 from quire_proto.structured_output import Structured
 from quire_proto.text.tokenizer import ModelTokenizer, encode_bad_words
 
@@ -111,14 +112,14 @@ class Validator:
         if Task.GENERATE not in (limits.supported_tasks or (Task.GENERATE,)):
             raise wrong_task(request.model, limits, Task.GENERATE)
         defaults = {} if request.search_width else self._sampling_defaults.get(model, {})  # a search draws nothing
-        prompts, output_limit = _prompts(request, tokenizer, limits, defaults.get("max_tokens"))
+        prompts, output_limits = _prompts(request, tokenizer, limits, defaults.get("max_tokens"))
         structured = structured_of(request, tokenizer, prompts[0])
         first = GenerationRequest(
             request_id=request_id,
             model=model,
             lora=lora,
             prompt_token_ids=prompts[0],
-            params=sampling_of(request, {**defaults, "max_tokens": output_limit}, tokenizer, limits, structured),
+            params=sampling_of(request, {**defaults, "max_tokens": output_limits[0]}, tokenizer, limits, structured),
             stop=tuple(request.stop),
             include_stop=bool(request.include_stop_str_in_output),
             skip_special_tokens=request.skip_special_tokens is not False,
@@ -131,7 +132,10 @@ class Validator:
             conversation=request.conversation,
             served_name=request.model if target else "",
         )
-        generations = tuple(_for_prompt(first, number, prompt) for number, prompt in enumerate(prompts))
+        generations = tuple(
+            _for_prompt(first, number, prompt, most)
+            for number, (prompt, most) in enumerate(zip(prompts, output_limits, strict=True))
+        )
         if request.seed is None:
             generations = tuple(map(_with_random_seed, generations))
         check_response_size(generations)
@@ -187,11 +191,13 @@ class Validator:
         return priority
 
 
-def _for_prompt(first: GenerationRequest, number: int, prompt: Sequence[int]) -> GenerationRequest:
+def _for_prompt(first: GenerationRequest, number: int, prompt: Sequence[int], output_limit: int) -> GenerationRequest:
     """Returns the generation of another prompt, under an id of its own."""
     if number == 0:
         return first
-    return replace(first, request_id=prompt_request_id(first.request_id, number), prompt_token_ids=prompt)
+    params = first.params if first.params.max_tokens == output_limit else replace(first.params, max_tokens=output_limit)
+    request_id = prompt_request_id(first.request_id, number)
+    return replace(first, request_id=request_id, prompt_token_ids=prompt, params=params)
 
 
 def _with_random_seed(generation: GenerationRequest) -> GenerationRequest:
@@ -200,27 +206,27 @@ def _with_random_seed(generation: GenerationRequest) -> GenerationRequest:
 
 def _prompts(
     request: GenerationBody, tokenizer: ModelTokenizer, limits: ServedModelLimits, usual_output: int | None
-) -> tuple[list[Sequence[int]], int]:
-    """Returns the tokens of each prompt, and the most tokens of each output, which is ``usual_output`` for a
+) -> tuple[list[Sequence[int]], list[int]]:
+    """Returns the tokens of each prompt, and the most tokens of its outputs, which is ``usual_output`` for a
     conversation that does not say. Raises ``QuireError``.
     """
     if isinstance(request, ChatRequest):
         return _conversation(request, tokenizer, limits, usual_output)
     assert isinstance(request, CompletionRequest)
-    output_limit, prompts = COMPLETION_MAX_TOKENS, []
+    prompts, output_limits = [], []
     for number, given in enumerate(request.prompt):
         name = f"prompt[{number}]" if len(request.prompt) > 1 else "prompt"
         with _naming_prompt(name):
             tokens = tokenizer.encode(given, limits.max_model_len) if isinstance(given, str) else given
-        output_limit = _output_limit(request, name, len(tokens), COMPLETION_MAX_TOKENS, limits)
+        output_limits.append(_output_limit(request, name, len(tokens), COMPLETION_MAX_TOKENS, limits))
         check_ids(name, tokens, limits)
         prompts.append(array("i", tokens))
-    return [*prompts], output_limit
+    return [*prompts], output_limits
 
 
 def _conversation(
     request: ChatRequest, tokenizer: ModelTokenizer, limits: ServedModelLimits, usual_output: int | None
-) -> tuple[list[Sequence[int]], int]:
+) -> tuple[list[Sequence[int]], list[int]]:
     tools = [tool.to_template() for tool in request.offered_tools]
     options = template_options(request.chat_template_kwargs, request.reasoning_effort, tokenizer)
     encode = partial(
@@ -239,21 +245,22 @@ def _conversation(
     rest = max(1, limits.max_model_len - len(prompt))
     if request.output_limit is None and usual_output is not None:
         rest = min(rest, usual_output)
-    return [array("i", prompt)], _output_limit(request, "messages", len(prompt), rest, limits)
+    return [array("i", prompt)], [_output_limit(request, "messages", len(prompt), rest, limits)]
 
 
 def _output_limit(
     request: GenerationBody, param: str, prompt_tokens: int, default: int, limits: ServedModelLimits
 ) -> int:
-    """Returns the most output tokens: the client's limit, or ``default``, which some requests do not go beyond.
-    ``param`` names the prompt in errors.
+    """Returns the most output tokens: the client's limit, or else ``default`` or what the model's context has room for.
+    Some requests do not go beyond that. ``param`` names the prompt in errors.
     """
-    given = request.output_limit
+    given, name = request.output_limit, request.output_limit_name
     if given is not None and given < 1:
-        raise invalid("max_tokens", "max_tokens must be at least 1.")
-    output_limit = default if given is None else min(given, default) if request.fits_output else given
-    with _naming_prompt(param):
-        check_length(prompt_tokens, output_limit, limits.max_model_len)
+        raise invalid(name, f"{name} is {given} but must be at least 1.")
+    fits = given is None or request.fits_output
+    room = max(1, limits.max_model_len - prompt_tokens) if fits else given
+    output_limit = min(default if given is None else given, room)
+    check_length(prompt_tokens, output_limit, limits.max_model_len, prompt=param, output=None if fits else name)
     return output_limit
 
 
@@ -263,7 +270,7 @@ def _naming_prompt(name: str) -> Iterator[None]:
     try:
         yield
     except QuireError as error:
-        raise invalid(name if error.param == "prompt" else error.param or name, error.message) from None
+        raise error.about(name if error.param == "prompt" else error.param or name) from None
 
 
 @contextmanager

@@ -13,6 +13,7 @@ from collections.abc import Sequence
 from enum import StrEnum
 from typing import Final
 
+from quire_proto.context_length import CONTEXT_LENGTH_EXCEEDED, from_server
 from quire_proto.errors import STATUS, ErrorCode, QuireError, internal, invalid
 
 
@@ -271,7 +272,8 @@ def from_engine(error: QuireError) -> QuireError:
     if error.code is ErrorCode.CONFLICT:
         return internal()
     wait = _RETRY_AFTER.get(error.code)
-    return QuireError(error.code, error.message, param=error.param, retry_after=wait, reason=error.reason)
+    reason = error.reason or (None if from_server(error.message) is None else CONTEXT_LENGTH_EXCEEDED)
+    return QuireError(error.code, error.message, param=error.param, retry_after=wait, reason=reason)
 
 
 def engine_refused(message: str) -> QuireError:
@@ -289,11 +291,6 @@ def structured_cannot_resume(server: str) -> QuireError:
     code = ErrorCode.UNAVAILABLE
     message = "The engine that wrote the beginning of this structured output was lost, and "
     return QuireError(code, f"{message}{server} cannot go on in the middle of one.", retry_after=_RETRY_AFTER[code])
-
-
-def in_other_words(error: QuireError, message: str, param: str | None) -> QuireError:
-    """The same error, for a client of an API in which fields have other names."""
-    return QuireError(error.code, message, param=param, retry_after=error.retry_after, reason=error.reason)
 
 
 # Deadlines, and clients that are too slow.

@@ -7,6 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from quire.v1 import types_pb2 as pb
+from quire_proto.context_length import check_length
 from quire_proto.convert import (
     error_from_proto,
     error_to_proto,
@@ -17,7 +18,7 @@ from quire_proto.convert import (
 )
 from quire_proto.errors import STATUS, ErrorCode, QuireError
 from quire_proto.hashing import ROOT, extra_key, hash_block
-from quire_proto.sampling import MAX_SEED, FinishReason, SamplingParams, check_length, choice_seed
+from quire_proto.sampling import MAX_SEED, FinishReason, SamplingParams, choice_seed
 from quire_proto.structured_output import Structured, StructuredKind, choice
 
 from tests.support.hashes import hash_blocks

@@ -55,7 +55,7 @@ def test_a_text_without_the_marks_of_the_tokenizer(oracle: PreTrainedTokenizerFa
 
 def test_a_text_that_is_far_too_long_is_refused_before_it_is_read() -> None:
     tokenizer = ModelTokenizer(word_level(), None)
-    with pytest.raises(QuireError, match="more than 256 tokens"):
+    with pytest.raises(QuireError, match="context length is 256 tokens"):
         tokenizer.encode_pooled(["a " * 20_000], 256)
     (cut,) = tokenizer.encode_pooled(["a " * 20_000], 256, truncate=256)
     assert len(cut.token_ids) == 256

@@ -111,7 +111,7 @@ def test_a_text_that_can_never_fit_is_refused_by_its_beginning():
         lambda: text.encode(long, 1000),
         lambda: text.encode_chat([{"role": "user", "content": long}], 1000),
     ):
-        with pytest.raises(QuireError, match="more than 1000 tokens") as refusal:
+        with pytest.raises(QuireError, match="context length is 1000 tokens") as refusal:
             refused()
         assert (refusal.value.code, refusal.value.param) == (ErrorCode.INVALID, "prompt")
 

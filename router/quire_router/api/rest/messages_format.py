@@ -17,6 +17,7 @@ from json.encoder import encode_basestring_ascii as _quote
 from typing import Any, Final
 
 from pydantic import TypeAdapter
+from quire_proto.context_length import CONTEXT_LENGTH_EXCEEDED, in_words_of_messages
 from quire_proto.errors import ErrorCode, QuireError, internal
 from quire_proto.sampling import FinishReason
 from quire_proto.text.stream_scanner import Content, OutputPart, Reasoning, ToolCallArguments, ToolCallStart
@@ -186,7 +187,8 @@ def error_object(error: QuireError, request_id: str) -> dict[str, Any]:
     error = FIELD_NAMES.translate_error(error)
     code = error.reason or error.code.name.lower()
     kind = _KINDS.get(error.code, error.status.kind)
-    return _error_fields(kind, error.message, code, error.param, request_id)
+    message = in_words_of_messages(error.message) if code == CONTEXT_LENGTH_EXCEEDED else error.message
+    return _error_fields(kind, message, code, error.param, request_id)
 
 
 def _error_fields(kind: str, message: str, code: str, param: str | None, request_id: str) -> dict[str, Any]:

@@ -297,6 +297,11 @@ class GenerationBody(SamplingBody, StructuredBody):
         return self.max_tokens
 
     @property
+    def output_limit_name(self) -> str:
+        """The field that says it."""
+        return "max_tokens"
+
+    @property
     def output_logprobs(self) -> int | None:
         """The number of most probable tokens shown with each output token; None for no log-probabilities at all."""
         raise NotImplementedError
@@ -442,6 +447,11 @@ class ChatRequest(TemplatedBody, GenerationBody):
         if newer is not None and older is not None and newer != older:
             raise invalid("max_tokens", "max_tokens and max_completion_tokens mean the same but differ.")
         return older if newer is None else newer
+
+    @property
+    def output_limit_name(self) -> str:
+        """See ``GenerationBody``."""
+        return "max_tokens" if self.max_completion_tokens is None else "max_completion_tokens"
 
     @property
     def output_logprobs(self) -> int | None:

@@ -57,6 +57,11 @@ class ScoringBody(PoolingBody):
         raise NotImplementedError
 
     @property
+    def fields_of_pairs(self) -> Sequence[tuple[str, str]]:
+        """The fields that hold the two texts of each pair."""
+        raise NotImplementedError
+
+    @property
     def size(self) -> int:
         """See ``PoolingBody``."""
         return sum(len(one) + len(other) for one, other in self.pairs)
@@ -87,7 +92,12 @@ class ScoreRequest(ScoringBody):
     def pairs(self) -> Sequence[tuple[str, str]]:
         """See ``ScoringBody``."""
         ones, others = _listed(self.text_1), _listed(self.text_2)
-        return [*zip(ones * len(others) if len(ones) == 1 else ones, others, strict=True)]
+        return _paired(ones, others)
+
+    @property
+    def fields_of_pairs(self) -> Sequence[tuple[str, str]]:
+        """See ``ScoringBody``."""
+        return _paired(_fields("text_1", self.text_1), _fields("text_2", self.text_2))
 
 
 class Document(StrictModel):
@@ -126,6 +136,20 @@ class RerankRequest(ScoringBody):
     def pairs(self) -> Sequence[tuple[str, str]]:
         """See ``ScoringBody``."""
         return [(self.query, text) for text in self.texts]
+
+    @property
+    def fields_of_pairs(self) -> Sequence[tuple[str, str]]:
+        """See ``ScoringBody``."""
+        return [("query", field) for field in _fields("documents", self.texts)]
+
+
+def _paired(ones: Sequence[str], others: Sequence[str]) -> list[tuple[str, str]]:
+    return [*zip([*ones] * len(others) if len(ones) == 1 else ones, others, strict=True)]
+
+
+def _fields(name: str, texts: str | Sequence[str]) -> list[str]:
+    """Returns the field of each text."""
+    return [name] if isinstance(texts, str) else [f"{name}[{number}]" for number in range(len(texts))]
 
 
 def _listed(texts: str | list[str]) -> list[str]:

@@ -13,7 +13,6 @@ from quire_proto.errors import QuireError
 from quire_router.api.schemas.base import StrictModel
 from quire_router.api.schemas.openai import ChatRequest
 from quire_router.api.schemas.parameters import Parameter, Table
-from quire_router.core.errors import in_other_words
 
 FIELDS_OF_EXECUTION: Final = ("min_tokens", "stop_token_ids", "ignore_eos", "background", "priority", "store")
 """Fields by which a chat is run, which other APIs take under the same names."""
@@ -64,7 +63,7 @@ class FieldNames:
         """
         if error.message.startswith(f"{error.param} is not supported here"):
             return error
-        return in_other_words(error, self._translate(error.message), error.param and self._translate(error.param))
+        return error.about(error.param and self._translate(error.param), self._translate(error.message))
 
     def _translate(self, text: str) -> str:
         text = self._pattern.sub(lambda found: self.names[found[0].partition("[")[0]], text)

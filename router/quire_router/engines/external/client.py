@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING
 from urllib.parse import urlsplit
 
 from quire.v1 import engine_pb2
+from quire_proto.context_length import from_server
 from quire_proto.convert import sampling_from_proto
 from quire_proto.errors import internal
 from quire_proto.hashing import TOKEN_BYTES, extra_key, hash_chain, pack
@@ -317,7 +318,7 @@ class ExternalEngine:
         if error.status in _FULL and not stream.confirmed:
             stream.refuse(EngineFull(f"it cannot take it now: {error}"))
         elif error.status in _BAD_REQUEST and not stream.confirmed and not stream.expected.is_resumed:
-            stream.push(Output([], 0, FinishReason.ERROR, engine_refused(error.message)))
+            stream.push(Output([], 0, FinishReason.ERROR, from_server(error.message) or engine_refused(error.message)))
         else:
             stream.lose(EngineLost(f"the engine failed: {error}"))
 

@@ -79,7 +79,8 @@ TEMPLATE = (
 async def verdict_of_rest(stage, fields) -> tuple[ErrorCode, str]:
     path = "/v1/chat/completions" if "messages" in fields else "/v1/completions"
     answer = await ask(stage.port, "POST", path, json.dumps(fields).encode())
-    code = ErrorCode[str(answer.error["code"]).removeprefix("model_").upper()]
+    word = str(answer.error["code"]).removeprefix("model_").upper()
+    code = ErrorCode.INVALID if word == "CONTEXT_LENGTH_EXCEEDED" else ErrorCode[word]
     assert answer.status == STATUS[code].http
     return code, str(answer.error["param"] or "")
 

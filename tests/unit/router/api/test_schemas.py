@@ -392,7 +392,10 @@ def test_a_prompt_of_too_many_tokens_for_any_model_is_refused_with_the_limit(pro
 
 
 def test_a_prompt_that_is_too_long_is_refused_for_its_length_before_its_tokens_are_looked_at():
-    assert "limit is" in refusal_of(CompletionRequest, completion([VOCAB_SIZE] * (MAX_MODEL_LEN + 1))).message
+    assert (
+        "maximum context length is"
+        in refusal_of(CompletionRequest, completion([VOCAB_SIZE] * (MAX_MODEL_LEN + 1))).message
+    )
     assert "vocabulary" in refusal_of(CompletionRequest, completion([VOCAB_SIZE])).message
 
 

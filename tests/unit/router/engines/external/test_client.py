@@ -311,6 +311,7 @@ async def test_what_the_server_finds_wrong_is_the_clients_error() -> None:
         with pytest.raises(Exception, match="cannot be greater than max_model_len") as refused:
             await read(client.submit(submit(max_tokens=3000)))
         assert getattr(refused.value, "code", None) is ErrorCode.INVALID
+        assert getattr(refused.value, "reason", None) == "context_length_exceeded"
         assert client.ready
 
 
@@ -325,6 +326,7 @@ async def test_what_sglang_finds_wrong_is_the_clients_error_though_it_names_no_c
         with pytest.raises(Exception, match="maximum context length") as refused:
             await read(client.submit(submit(max_tokens=3000)))
         assert getattr(refused.value, "code", None) is ErrorCode.INVALID
+        assert getattr(refused.value, "reason", None) == "context_length_exceeded"
         assert client.ready
         with pytest.raises(EngineLost, match="maximum context length"):
             await read(client.submit(submit(max_tokens=3000, output_token_ids=[4])))
