@@ -2,6 +2,7 @@
 at fault. Below it: sampling parameters and what excludes each other beyond their ranges (which are quire_proto's).
 """
 
+import re
 from array import array
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -34,7 +35,7 @@ from quire_router.api.schemas.openai import (
 from quire_router.api.schemas.pooling import EmbeddingRequest, PoolingBody
 from quire_router.api.tools_and_reasoning import drop_unsupported_by_template, structured_of, template_options
 from quire_router.api.truncation import encode_truncated
-from quire_router.core.errors import in_other_words, model_not_ready, unknown_model
+from quire_router.core.errors import model_not_ready, unknown_model
 from quire_router.core.generation import GenerationRequest, LoRA, prompt_request_id
 from quire_router.engines.settings import ServedLoRA, ServedModelLimits
 
@@ -161,7 +162,8 @@ class Validator:
             cache_salt=caller.cache_salt,
             served_name=request.model if target else "",
         )
-        return pooled_requests(request, template, self._tokenizers[model], limits)
+        with _naming_as_sent(request):
+            return pooled_requests(request, template, self._tokenizers[model], limits)
 
     def resolve(self, name: str) -> tuple[str, LoRA | None]:
         """Returns the configured model that a request names, and the adapter; of several targets, the one with the
@@ -258,8 +260,9 @@ def _output_limit(
     if given is not None and given < 1:
         raise invalid(name, f"{name} is {given} but must be at least 1.")
     fits = given is None or request.fits_output
-    room = max(1, limits.max_model_len - prompt_tokens) if fits else given
-    output_limit = min(default if given is None else given, room)
+    output_limit = default if given is None else given
+    if fits:
+        output_limit = min(output_limit, max(1, limits.max_model_len - prompt_tokens))
     check_length(prompt_tokens, output_limit, limits.max_model_len, prompt=param, output=None if fits else name)
     return output_limit
 
@@ -279,10 +282,12 @@ def _naming_as_sent(request: StrictModel) -> Iterator[None]:
     try:
         yield
     except QuireError as error:
-        name = request.sent_names.get(error.param or "")
-        if name is None:
+        field, sent = (error.param or "").partition("[")[0], request.sent_names
+        if field not in sent:
             raise
-        raise in_other_words(error, error.message.replace(error.param or "", name), name) from None
+        named = (error.param or "").replace(field, sent[field], 1)
+        words = error.message if error.reason else re.sub(rf"\b{field}\b", sent[field], error.message)
+        raise error.about(named, words) from None
 
 
 _COPIED_FIELDS = (
