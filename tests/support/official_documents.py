@@ -149,6 +149,7 @@ _WHOLE_CHOICE = {**_CHOICE, "choices.*.routed_experts": _NULL, "choices.*.weight
 _WHOLE = {"kv_transfer_params": _NULL, "ec_transfer_params": _NULL, "metrics": _NULL}
 _PROMPT = {"prompt_token_ids": _NULL, "prompt_text": _NULL}
 _REASONING_CONTENT = "DeepSeek: the reasoning, by the name that many clients look for"
+_JOURNAL = "ours: the end of a stored answer could not be written in time"
 _STORE = "OpenAI's server and Open Responses: whether it is stored"
 
 EXTRA_FIELDS: Mapping[object, Mapping[str, str]] = {
@@ -166,6 +167,7 @@ EXTRA_FIELDS: Mapping[object, Mapping[str, str]] = {
         "choices.*.delta.reasoning": "vLLM: the reasoning",
         "choices.*.delta.reasoning_content": _REASONING_CONTENT,
         "kv_transfer_params": _NULL,
+        "quire_journal": _JOURNAL,
     },
     WholeCompletion: {
         **_WHOLE_CHOICE,
@@ -174,11 +176,12 @@ EXTRA_FIELDS: Mapping[object, Mapping[str, str]] = {
         "choices.*.prompt_logprobs": "vLLM: log-probabilities of the prompt",
         "service_tier": "vLLM: as in chats",
     },
-    CompletionChunk: {**_CHOICE, "choices.*.prompt_token_ids": _NULL},
+    CompletionChunk: {**_CHOICE, "choices.*.prompt_token_ids": _NULL, "quire_journal": _JOURNAL},
     EmbeddingList: {"id": "vLLM: as other answers", "created": "vLLM: as other answers"},
     Response: {"store": _STORE},
     ResponseStreamEvent: {
         "response.store": _STORE,
+        "quire_journal": _JOURNAL,
         "error": "ours: the error as other answers have it, which clients of chats look for",
         "name": "earlier versions of the document: the function of arguments that are complete",
     },
@@ -194,6 +197,7 @@ EXTRA_FIELDS: Mapping[object, Mapping[str, str]] = {
         "error.request_id": "ours: the id to look for in logs",
         "error.resumable": "ours: whether the stream can be read on",
     },
+    MESSAGES_EVENT: {"quire_journal": _JOURNAL},
     MessagesError: {"error.details": "ours: the field that is wrong, and the code that OpenAI's API has"},
 }
 """Fields of answers that are in no official document, with the reason for each. A path leads to them from the whole

@@ -202,6 +202,15 @@ class BufferedJournal(ABC):
             return False
         return await self._wait_ended(request)
 
+    async def settle_all(self, request_ids: Sequence[str]) -> bool:
+        """Has written what has ended here of these requests, in the time that ``settle`` takes; returns False if all of
+        them run here.
+        """
+        requests = [self._buffer.get(request_id) for request_id in request_ids]
+        ended = [each for each in requests if each is not None and each.end is not None]
+        await asyncio.gather(*map(self._wait_ended, ended))
+        return not all(each is not None and each.is_writable for each in requests)
+
     async def _wait_ended(self, request: BufferedRequest) -> bool:
         """Has the end of a request written at once; returns whether that was done in time."""
         if not (self._writer.is_failing or request.end_stored):

@@ -47,7 +47,8 @@ class JournalSettings:
     run, the longer: half a millisecond or so for each. A router that dies costs at most that many seconds of tokens,
     which are generated again. For ``settle`` after Redis was unavailable, routers may still have to write what they
     buffer. What tenants used in an hour is kept for ``usage_retention``. An answer that can be read again waits with
-    its end for ``end_timeout`` at most until that is written.
+    its end for ``end_timeout`` at most until that is written. A router that asks another one for an end waits for
+    ``ask_timeout`` at most.
     """
 
     lease: float = 4.0
@@ -57,6 +58,7 @@ class JournalSettings:
     pause: float = 0.02
     usage_retention: float = 400 * 86_400.0
     end_timeout: float = 0.2
+    ask_timeout: float = 0.5
 
     def __post_init__(self) -> None:
         if self.lease_ms > MAX_LEASE:

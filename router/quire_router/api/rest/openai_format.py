@@ -443,8 +443,9 @@ class ChunkEncoder:
             return self._event({**self._head, "choices": [], "usage": usage_object(usage), **journal}) + DONE
         if not pending:
             return DONE
-        choice = {"index": 0, **self._style.last_choice, "logprobs": None, "finish_reason": None}
-        return self._event({**self._head, "choices": [choice], **self._usage, **journal}) + DONE
+        line = f"id: {self._cursor}\n" if self._has_ids else ""
+        nothing = f'{line}{self._before[0]}""{self._after}'.removesuffix("}\n\n")
+        return f"{nothing},{json_text(journal)[1:]}\n\n".encode("ascii") + DONE
 
     def _open(self, index: int) -> bytes:
         self._cursor.open(index)

@@ -1,9 +1,14 @@
 """The journal in Redis, which any number of routers share."""
 
+import asyncio
+from collections.abc import Sequence
+
 from quire_router.clients.redis_client import RedisAccess, redis_client
+from quire_router.journal.base import RequestRecord
 from quire_router.journal.buffered_journal import BufferedJournal
 from quire_router.journal.codec import JournalSettings
 from quire_router.journal.journal_writer import JournalWriter
+from quire_router.journal.redis.owner_channel import OwnerChannel
 from quire_router.journal.redis.redis_connection import PipelinedConnection, RedisHealth
 from quire_router.journal.redis.store import RedisStore
 from quire_router.journal.redis.writer import RedisTarget
@@ -40,12 +45,27 @@ class RedisJournal(BufferedJournal):
         self._records = RedisStore(reading, settings, health)
         writer = JournalWriter(target, buffer, settings)
         super().__init__(self._records, writer, buffer, owner=owner, timeout=timeout, end_timeout=settings.end_timeout)
+        asking = redis_client(access, timeout=timeout)
+        self._owners = OwnerChannel(asking, self._owner, self.settle_all, timeout=settings.ask_timeout)
+
+    def start(self) -> None:
+        """See ``BufferedJournal``."""
+        super().start()
+        self._owners.start()
 
     async def close(self) -> None:
         """See ``Journal``."""
         await super().close()
+        await self._owners.close()
         await self._client.aclose()
         await self._writing.aclose()
+
+    async def _ask_owners(self, records: Sequence[RequestRecord]) -> bool:
+        self.start()
+        by_owner: dict[str, list[str]] = {}
+        for record in records:
+            by_owner.setdefault(record.owner, []).append(record.generation.request_id)
+        return any(await asyncio.gather(*(self._owners.ask(owner, names) for owner, names in by_owner.items())))
 
     async def _is_settling(self, request_id: str) -> bool:
         return await self._call(request_id, self._records.is_settling)
