@@ -92,8 +92,6 @@ def refusal(folder: Path) -> str:
         ("t5", "T5ForConditionalGeneration", {}, "an encoder with a decoder"),
         ("bert", "BertForMaskedLM", {}, "makes no text"),
         ("mllama", "MllamaForConditionalGeneration", {}, "more than text"),
-        ("llama", "GPT2LMHeadModel", {}, "no causal language model"),
-        ("mistral", "LlamaForCausalLM", {}, "no causal language model"),
     ],
 )
 def test_what_the_configuration_rules_out_is_refused_before_any_weight_is_read(
@@ -268,7 +266,7 @@ def test_facts_of_the_model_are_those_of_its_folder(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("changes", "said"),
     [
-        ({"auto_map": {"AutoModelForCausalLM": "evil.Model"}}, "never run"),
+        ({"auto_map": {"AutoModelForCausalLM": "evil.Model"}, "model_type": "evil"}, "never run"),
         ({"quantization_config": {"quant_method": "gptq"}}, "quantization_config"),
         ({"model_type": "evil"}, "'evil'"),
         ({"model_type": None}, "None"),

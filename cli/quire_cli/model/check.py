@@ -11,15 +11,16 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from quire_engine.checkpoint.config import architecture_of, read_config_json
+from quire_engine.checkpoint.architecture import architecture_of
+from quire_engine.checkpoint.config import read_config_json
 from quire_engine.checkpoint.stored_schemes import NUMBERS_A_BYTE, is_dequantized
 from quire_engine.checkpoint.support import UnsupportedModelError, check_support, checked_by_transformers
+from quire_engine.checkpoint.weight_files import INDEX_FILE, SINGLE_FILE, numbered_shards
 from quire_engine.errors import ModelError
 
 from quire_cli.machine.memory import ELEMENT_BYTES, GIB, loaded_bytes, memory_shortage
 from quire_cli.model.name import ModelNotFoundError
 
-SINGLE_FILE, INDEX_FILE = "model.safetensors", "model.safetensors.index.json"
 CONFIG_FILE, TOKENIZER_FILE = "config.json", "tokenizer.json"
 KV_TOKENS = 2048  # there is to be room for so many, at the least
 DISK_MARGIN = 64 << 20  # bytes that stay free
@@ -72,11 +73,13 @@ def indexed_files(folder: Path) -> set[str]:
 
 
 def weight_files(folder: Path) -> set[str]:
-    """The weight files that an engine reads: the single one where it is there, or else those of the index. Raises
-    ``ValueError`` and others for an index that cannot be read.
+    """The weight files that an engine reads: the single one where it is there, those of the index, or shards without
+    one. Raises ``ValueError`` and others for an index that cannot be read.
     """
     single = {SINGLE_FILE}
-    return single if (folder / SINGLE_FILE).is_file() else indexed_files(folder) or single
+    if (folder / SINGLE_FILE).is_file():
+        return single
+    return indexed_files(folder) or set(numbered_shards(folder)) or single
 
 
 def missing_files(folder: Path) -> list[str]:

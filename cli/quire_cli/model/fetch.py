@@ -5,11 +5,11 @@ from pathlib import Path
 from typing import Protocol
 
 from quire_engine.checkpoint.pooler_config import MODULES_FILE
+from quire_engine.checkpoint.weight_files import INDEX_FILE, SINGLE_FILE, conversion_command
+from quire_proto.text.file_names import is_text_file
 
 from quire_cli.model.check import (
     CONFIG_FILE,
-    INDEX_FILE,
-    SINGLE_FILE,
     TOKENIZER_FILE,
     MemoryNeed,
     check_config,
@@ -79,10 +79,10 @@ def fetch_folder(repository: Repository, need: MemoryNeed | None) -> Path:
 
 
 def _is_small(file: str, files: Mapping[str, int]) -> bool:
-    """Whether it is one of the JSON files and templates of the root, or says what a module of sentence-transformers
-    does, in the module's own folder.
+    """Whether it is one of the JSON files of the root, a template, or says what a module of sentence-transformers does,
+    in the module's own folder.
     """
-    if "/" not in file:
+    if "/" not in file or is_text_file(file):
         return file.endswith(SMALL_FILES)
     return MODULES_FILE in files and file.count("/") == 1 and file.endswith(f"/{CONFIG_FILE}")
 
@@ -101,12 +101,13 @@ def _check_listing(name: str, files: Mapping[str, int]) -> None:
         pickles = [file for file in files if file.endswith(PICKLES)]
         has = f"but {pickles[0]}, a pickle, which could run code" if pickles else "nor other weights"
         raise ModelNotFoundError(
-            f"{name} has no safetensors ({has}): take a revision or a copy that has them; save_pretrained of "
-            "transformers writes them."
+            f"{name} has no safetensors ({has}): take a revision or a copy that has them, or run "
+            f"{conversion_command(name.partition('@')[0], name.partition('@')[0].rpartition('/')[2])} to make one."
         )
     if TOKENIZER_FILE not in files:
         raise ModelNotFoundError(
-            f"{name} has no {TOKENIZER_FILE}: download it, and save one beside it with AutoTokenizer of transformers."
+            f"{name} has no {TOKENIZER_FILE}: take a copy that has one, or run "
+            f"{conversion_command(name.partition('@')[0], name.partition('@')[0].rpartition('/')[2])} to make one."
         )
 
 

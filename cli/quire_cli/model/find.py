@@ -5,9 +5,11 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from quire_engine.checkpoint.gguf import GGUF_SUFFIX
+from quire_engine.checkpoint.weight_files import SINGLE_FILE, what_is_there
+from quire_proto.text.file_names import missing_tokenizer
 from safetensors import SafetensorError, safe_open
 
-from quire_cli.model.check import CONFIG_FILE, MemoryNeed, check_config, missing_files, weight_files
+from quire_cli.model.check import CONFIG_FILE, TOKENIZER_FILE, MemoryNeed, check_config, missing_files, weight_files
 from quire_cli.model.fetch import fetch_folder
 from quire_cli.model.gguf import fetch_gguf, has_only_gguf
 from quire_cli.model.name import EXAMPLE, HubName, ModelNotFoundError, OciName, S3Name, Say, read_name, served_name
@@ -85,12 +87,26 @@ def _local(path: Path, need: MemoryNeed | None) -> FoundModel:
     missing = missing_files(path)
     if missing and (CONFIG_FILE not in missing or not files):
         first = CONFIG_FILE if CONFIG_FILE in missing else missing[0]
-        raise ModelNotFoundError(f"{path.resolve()} is not a model folder that can be served: it has no {first}.")
+        plain = f"{path.resolve()} is not a model folder that can be served: it has no {first}."
+        raise ModelNotFoundError(_in_other_form(path, first) or plain)
     if CONFIG_FILE in missing and len(files) > 1:
         raise ModelNotFoundError(f"{path} has {len(files)} GGUF files: name one of them, such as {files[0]}.")
     for name in sorted(weight_files(path)) if not missing else ():
         _check_weights(path / name)
     return FoundModel(path, served_name(path.resolve().name))
+
+
+def _in_other_form(folder: Path, missing: str) -> str | None:
+    """The sentence with the command that converts what a folder has in place of a ``missing`` file; None if it has no
+    such thing.
+    """
+    if missing == SINGLE_FILE:
+        sentence = what_is_there(folder)
+    elif missing == TOKENIZER_FILE:
+        sentence = missing_tokenizer(folder)
+    else:
+        return None
+    return sentence if "python -c" in sentence else None
 
 
 def _check_weights(file: Path) -> None:

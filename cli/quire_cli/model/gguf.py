@@ -6,8 +6,10 @@ from pathlib import Path
 from typing import Protocol
 
 from quire_engine.checkpoint.gguf import ARCHITECTURES, GGUF_SUFFIX
+from quire_engine.checkpoint.weight_files import INDEX_FILE, SINGLE_FILE
+from quire_proto.text.file_names import is_text_file
 
-from quire_cli.model.check import INDEX_FILE, SINGLE_FILE, TOKENIZER_FILE, MemoryNeed, check_fits_memory
+from quire_cli.model.check import TOKENIZER_FILE, MemoryNeed, check_fits_memory
 from quire_cli.model.fetch import Repository, broken_copy
 from quire_cli.model.name import ModelNotFoundError
 
@@ -15,7 +17,6 @@ _TAG = re.compile(r"(?:^|[-._])((?:UD-)?(?:I?Q\d|TQ\d|B?F16|FP16|F32|MXFP\d)\w*)
 _READ = re.compile(r"(?:UD-)?(?:Q[4568]_|B?F16|FP16|F32)", re.IGNORECASE)  # types of tensors that the engine reads
 _SPLIT = re.compile(r"-\d{5}-of-\d{5}$")
 _PROJECTOR = "mmproj"  # begins the names of what turns images into tokens
-_BESIDE = (TOKENIZER_FILE, "tokenizer_config.json", "chat_template.jinja")
 
 
 def has_only_gguf(files: Iterable[str]) -> bool:
@@ -40,10 +41,10 @@ def fetch_gguf(repository: GgufRepository, wanted: str | None, need: MemoryNeed 
     name, files = str(repository.name), repository.files
     file = choose(name.partition(":")[0], files, wanted)
     folder = file.rpartition("/")[0]
-    beside = [f"{folder}/{each}".lstrip("/") for each in _BESIDE]
-    if beside[0] not in files:
+    beside = [each for each in files if is_text_file(each, folder)]
+    if f"{folder}/{TOKENIZER_FILE}".lstrip("/") not in files:
         beside = []
-    chosen = [file, *(each for each in beside if each in files)]
+    chosen = [file, *beside]
     snapshot = repository.snapshot()
     if not all((snapshot / each).is_file() for each in chosen):
         architecture = repository.gguf_architecture

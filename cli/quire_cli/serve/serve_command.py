@@ -6,6 +6,7 @@ import os
 import shlex
 import signal
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 from time import monotonic
@@ -19,6 +20,7 @@ from quire_engine.errors import ModelError
 from quire_engine.kernels.build import needs_build
 from quire_proto.cli import join_host_port, read_settings, reject_unknown_env
 from quire_proto.pooling import Task
+from quire_proto.text.file_names import CONFIG, PROCESSOR_TEMPLATE, TEMPLATE, TEMPLATE_FOLDER
 from quire_router.config import Settings
 
 from quire_cli.machine.gpus import visible_gpus
@@ -188,13 +190,14 @@ def url_of(plan: Plan) -> str:
 
 def has_template(folder: Path) -> bool:
     """Whether the model whose tokenizer is in ``folder`` can chat."""
-    if (folder / "chat_template.jinja").is_file():
+    files = (folder / TEMPLATE, *(folder / TEMPLATE_FOLDER).glob("*.jinja"))
+    if any(file.is_file() for file in files):
         return True
-    path = folder / "tokenizer_config.json"
-    try:
-        return "chat_template" in json.loads(path.read_text())
-    except (OSError, ValueError):
-        return False
+    for name in (CONFIG, PROCESSOR_TEMPLATE):
+        with suppress(OSError, ValueError):
+            if "chat_template" in json.loads((folder / name).read_text()):
+                return True
+    return False
 
 
 def _variable_of_key() -> str:

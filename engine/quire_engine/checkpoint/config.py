@@ -17,6 +17,12 @@ from typing import TYPE_CHECKING, Any, NoReturn
 
 from quire_proto.folders import no_such_path
 
+from quire_engine.checkpoint.architecture import (
+    SUPPORTED_ARCHITECTURES,
+    architecture_of,
+    own_model_type,
+    with_served_class,
+)
 from quire_engine.checkpoint.end_tokens import end_token_ids
 from quire_engine.checkpoint.gguf import GGUF_SUFFIX, GgufFile, find_gguf, gguf_config
 from quire_engine.checkpoint.plain_config import plain_config
@@ -27,21 +33,10 @@ from quire_engine.errors import ModelError
 if TYPE_CHECKING:
     import torch
 
-# The architectures that have own code, with their model types in config.json.
-SUPPORTED_ARCHITECTURES = {
-    "LlamaForCausalLM": "llama",
-    "MistralForCausalLM": "mistral",
-    "Qwen2ForCausalLM": "qwen2",
-    "Qwen3ForCausalLM": "qwen3",
-    "MixtralForCausalLM": "mixtral",
-    "Qwen3MoeForCausalLM": "qwen3_moe",
-}
 UNIFORM_SLIDING_WINDOW = ("mistral", "mixtral", "qwen3_moe")
-POOLED_FORMS = ("Model", "ForSequenceClassification")
-"""How the names of a supported architecture end where its model pools prompts, in place of ForCausalLM."""
 OPTIONAL_ATTENTION_BIAS = ("llama", "qwen3", "qwen3_moe")
 QK_NORM_MODEL_TYPES = ("qwen3", "qwen3_moe")
-SUPPORTED_ROPE_TYPES = ("default", "linear", "dynamic", "llama3", "yarn")
+SUPPORTED_ROPE_TYPES = ("default", "linear", "dynamic", "llama3", "yarn", "longrope")
 REQUIRED_SIZES = ("hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads", "vocab_size")
 OPTIONAL_SIZES = (
     "num_key_value_heads",
@@ -102,7 +97,8 @@ class DecoderConfig(ModelConfig):
 
     ``sliding_windows`` has one entry a layer: the number of latest tokens that a token sees, itself included, or None
     for all. ``rope_frequencies`` [head_dim / 2] are radians a position with every scaling applied, and cosines and
-    sines are multiplied by ``rope_scale`` (YaRN's attention factor).
+    sines are multiplied by ``rope_scale`` (YaRN's attention factor). A model that pools prompts makes no logits, and
+    may have no head.
     """
 
     hidden_size: int
@@ -121,6 +117,7 @@ class DecoderConfig(ModelConfig):
     rope_frequencies: tuple[float, ...] = field(repr=False)
     rope_scale: float
     moe: MoEConfig | None
+    makes_logits: bool = field(default=True, kw_only=True)
 
     @classmethod
     def read(cls, folder: Path) -> "DecoderConfig":
@@ -175,19 +172,12 @@ def _with_tuples(values: dict[str, Any]) -> dict[str, Any]:
 
 def is_supported(architecture: str, raw: dict[str, Any]) -> bool:
     """Whether there is own code for the model of a ``config.json``. Some models have another's architecture, and a
-    model type of their own: those are not supported.
+    model type or an activation of their own: those are not supported.
     """
     model_type = own_model_type(architecture)
     bidirectional = raw.get("is_causal") is False or bool(raw.get("use_bidirectional_attention"))
-    return model_type is not None and raw.get("model_type", model_type) == model_type and not bidirectional
-
-
-def own_model_type(architecture: str) -> str | None:
-    """The model type of an architecture that has own code, also in the forms that pool prompts; None for others."""
-    for form in POOLED_FORMS:
-        if architecture.endswith(form):
-            architecture = f"{architecture.removesuffix(form)}ForCausalLM"
-    return SUPPORTED_ARCHITECTURES.get(architecture)
+    usual = not bidirectional and raw.get("hidden_act", "silu") == "silu"
+    return model_type is not None and raw.get("model_type", model_type) == model_type and usual
 
 
 def check_sizes(path: Path, raw: dict[str, Any]) -> None:
@@ -201,8 +191,6 @@ def check_sizes(path: Path, raw: dict[str, Any]) -> None:
             raise ModelError(f"{path} says that {name} is {value!r}, and it must be a whole number above 0.")
     if raw["num_hidden_layers"] > MAX_LAYERS:
         raise ModelError(f"{path} says that num_hidden_layers is {raw['num_hidden_layers']}; {MAX_LAYERS} can be read.")
-    if raw.get("hidden_act", "silu") != "silu":
-        raise ModelError(f"{path} says that hidden_act is {raw['hidden_act']!r}, and only silu is supported.")
 
 
 def _parse_config(path: Path, architecture: str, raw: dict[str, Any]) -> Any:
@@ -334,15 +322,13 @@ def config_path(folder: Path) -> Path:
 
 def read_config_json(folder: Path) -> dict[str, Any]:
     """The object in ``config.json``, or what a GGUF file says in its place; of a model of more than text what it says
-    of its text part. Raises ``ModelError`` when there is none, or when it needs code.
+    of its text part. Its ``architectures`` name the class that serves it. Raises ``ModelError`` when there is none, or
+    when only code of the folder knows the class.
     """
     path = config_path(folder)
     if path.suffix == GGUF_SUFFIX:
         return gguf_config(GgufFile.read(path))
-    raw = read_json(path)
-    if raw.get("auto_map"):
-        raise ModelError(f"{path} has auto_map, but code from a model folder is never run.")
-    return text_config(raw)
+    return text_config(with_served_class(path, read_json(path)))
 
 
 def quantization_of(folder: Path, raw: dict[str, Any]) -> dict[str, Any] | None:
@@ -351,17 +337,6 @@ def quantization_of(folder: Path, raw: dict[str, Any]) -> dict[str, Any] | None:
     if config is not None and not isinstance(config, dict):
         raise ModelError(f"{config_path(folder)} has a quantization_config that is not an object.")
     return config
-
-
-def architecture_of(path: Path, raw: dict[str, Any]) -> str:
-    """The name of the model's class. Raises ``ModelError`` when there is none."""
-    names = raw.get("architectures")
-    name = names[0] if isinstance(names, list) and names else None
-    if name is None:
-        raise ModelError(f"{path} names no architecture.")
-    if not isinstance(name, str):
-        raise ModelError(f"{path} names the architecture {name!r}, which is not a name.")
-    return name
 
 
 def to_hf_config(path: Path, raw: dict[str, Any], config_class: Any) -> Any:
@@ -378,8 +353,12 @@ def rope_max_length(length: int, rope: dict[str, Any]) -> int:
     """The longest sequence in tokens, for a configured ``length``: with YaRN at least the original length times its
     factor, as some configurations keep the original as ``length``.
 
-    With dynamic scaling it is the length where scaling would begin: keys in the cache cannot be rotated again.
+    With dynamic scaling and with LongRoPE it is the length where other frequencies begin: keys in the cache cannot be
+    rotated again.
     """
+    original = rope.get("original_max_position_embeddings")
+    if rope.get("rope_type") == "longrope" and original is not None:
+        return min(length, int(original))
     if rope.get("rope_type") != "yarn" or rope.get("factor") is None:
         return length
     return max(length, int(rope["factor"] * rope["original_max_position_embeddings"]))

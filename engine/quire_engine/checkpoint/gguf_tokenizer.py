@@ -11,9 +11,11 @@ import atexit
 import json
 import logging
 import os
+import re
 import shutil
 import sys
 import tempfile
+from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cache
 from hashlib import blake2b
@@ -21,6 +23,7 @@ from pathlib import Path
 from typing import Any
 
 from quire_proto.folders import user_cache_folder
+from quire_proto.text.file_names import TEMPLATE, TEMPLATE_FOLDER
 from tokenizers import Tokenizer
 
 from quire_engine.checkpoint.gguf import GGUF_SUFFIX, GgufFile, find_gguf, gguf_config
@@ -28,8 +31,9 @@ from quire_engine.errors import ModelError
 
 log = logging.getLogger(__name__)
 TOKENIZER_FILE = "tokenizer.json"
-_FORMAT = b"1"  # changes with what is written
+_FORMAT = b"2"  # changes with what is written
 _PREFIX = "tokenizer.ggml."
+_TEMPLATE = re.compile(r"tokenizer\.chat_template(?:\.(?P<name>\w{1,64}))?")
 _ARRAYS = [f"{_PREFIX}{name}" for name in ("tokens", "token_type", "scores", "merges")]
 _NORMAL, _UNKNOWN, _CONTROL, _USER_DEFINED, _UNUSED = 1, 2, 3, 4, 5  # types of tokens
 _SPACE = "\u2581"  # as SentencePiece writes it
@@ -112,6 +116,7 @@ def make_tokenizer(path: Path) -> Path:
     made = Path(tempfile.mkdtemp(prefix=f"{folder.name}.", dir=parent))
     try:
         for name, text in texts.items():
+            (made / name).parent.mkdir(exist_ok=True)
             (made / name).write_text(text, encoding="utf-8")
         made.rename(folder)
     except OSError as error:
@@ -166,8 +171,15 @@ def _texts(file: GgufFile) -> dict[str, str]:
         Tokenizer.from_str(texts[TOKENIZER_FILE])
     except Exception as error:  # noqa: BLE001 - what tokenizers raises
         raise _refusal(file, f"it is not whole: {error}") from None
-    template = file.metadata.get("tokenizer.chat_template")
-    return texts | ({"chat_template.jinja": template} if isinstance(template, str) else {})
+    return texts | dict(_templates(file))
+
+
+def _templates(file: GgufFile) -> Iterator[tuple[str, str]]:
+    """The chat templates by the names of their files: the default one, and those with a name of their own."""
+    for key, template in file.metadata.items():
+        found = _TEMPLATE.fullmatch(key)
+        if found and isinstance(template, str):
+            yield f"{TEMPLATE_FOLDER}/{found['name']}.jinja" if found["name"] else TEMPLATE, template
 
 
 class _Vocabulary:

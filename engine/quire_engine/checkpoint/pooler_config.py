@@ -11,7 +11,8 @@ from typing import TYPE_CHECKING, Any
 
 from quire_proto.pooling import Task
 
-from quire_engine.checkpoint.config import architecture_of, config_path, is_positive_int, read_json, read_json_value
+from quire_engine.checkpoint.architecture import GENERATING_FORMS, architecture_of
+from quire_engine.checkpoint.config import config_path, is_positive_int, read_json, read_json_value
 from quire_engine.core.pooling import PoolerConfig, PoolingType
 from quire_engine.errors import ModelError
 
@@ -19,7 +20,6 @@ if TYPE_CHECKING:  # it takes a quarter of a second, and a model's fetcher needs
     from quire_engine.config import ExecutorConfig
 
 MODULES_FILE, LENGTH_FILE = "modules.json", "sentence_bert_config.json"
-_GENERATES = ("ForCausalLM", "LMHeadModel", "ForConditionalGeneration", "ModelWithLMHead", "Decoder")
 _CLASSIFIES = "ForSequenceClassification"
 _POOLING_MODES = {"lasttoken": PoolingType.LAST, "mean": PoolingType.MEAN, "cls": PoolingType.CLS}
 _LEGACY_MODES = {
@@ -131,7 +131,7 @@ def num_labels(path: Path, raw: dict[str, Any], modules: SentenceModules | None 
 
 def _task(path: Path, architecture: str, modules: SentenceModules | None, settings: "ExecutorConfig") -> Task:
     """What the engine does with prompts, by its settings and by what the model was made for."""
-    generates, runner, convert = architecture.endswith(_GENERATES), settings.runner, settings.convert
+    generates, runner, convert = architecture.endswith(GENERATING_FORMS), settings.runner, settings.convert
     if runner == "auto":
         made_for_pooling = not generates or modules is not None
         pools = convert in ("embed", "classify") or (made_for_pooling and convert == "auto") or not generates

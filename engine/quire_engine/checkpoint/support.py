@@ -7,24 +7,20 @@ only transformers knows of a model without own code (``checked_by_transformers``
 from pathlib import Path
 from typing import Any
 
-from quire_engine.checkpoint.config import (
+from quire_engine.checkpoint.architecture import (
+    GENERATING_FORMS,
+    POOLED_FORMS,
     architecture_of,
-    check_sizes,
-    is_supported,
     own_model_type,
-    quantization_of,
-    rope_max_length,
+    refuse_code,
 )
+from quire_engine.checkpoint.config import check_sizes, is_supported, quantization_of, rope_max_length
 from quire_engine.checkpoint.plain_config import plain_config
 from quire_engine.checkpoint.stored_schemes import check_stored_scheme, is_dequantized
 from quire_engine.errors import ModelError
 
 STATE_LAYER_TYPES = ("linear_attention", "conv")
 SUPPORTED_LAYER_TYPES = ("full_attention", "sliding_attention", "chunked_attention", *STATE_LAYER_TYPES)
-# The ends of the names of classes that continue a text; those of others that transformers has are no model of language.
-_GENERATING = ("ForCausalLM", "LMHeadModel", "ForConditionalGeneration", "ModelWithLMHead", "Decoder")
-# Those of classes that pool prompts: encoders, with or without a head that classifies.
-_POOLING = ("Model", "ForSequenceClassification")
 _OTHER_INPUTS = ("vision_config", "audio_config", "speech_config")
 _FAMILIES = "such as Qwen 3, Llama 3 or Mistral"
 
@@ -101,9 +97,10 @@ def _check_kind(path: Path, architecture: str, raw: dict[str, Any]) -> None:
             f"{path} describes an encoder with a decoder ({architecture}); only decoders can be served.",
             f"take a decoder {_FAMILIES}",
         )
-    if architecture.endswith(_POOLING):
+    if architecture.endswith(POOLED_FORMS):
         return
-    if not architecture.endswith(_GENERATING):
+    if not architecture.endswith(GENERATING_FORMS):
+        refuse_code(path, raw)
         raise UnsupportedModelError(
             f"{path} names {architecture}, which makes no text (nor embeddings or scores, as classes do whose names "
             "end in Model or ForSequenceClassification).",

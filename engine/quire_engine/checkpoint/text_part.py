@@ -2,6 +2,7 @@
 those of a causal language model, which is served alone. What sees and hears is left unread.
 """
 
+import re
 from collections.abc import Iterable
 from typing import Any
 
@@ -33,14 +34,24 @@ _FLAT = {"qwen2_vl": "qwen2_vl_text", "qwen2_5_vl": "qwen2_5_vl_text"}
 # Those whose embeddings are tied if either the whole model or its text part says so; of others the whole model counts.
 _EITHER_TIES = ("llava", "llava_next", "llava_next_video", "llava_onevision", "qwen2_vl", "qwen2_5_vl")
 _OF_ALL_PARTS = ("eos_token_id", "quantization_config", "compression_config")
-_MROPE = {"mrope_section", "mrope_interleaved"}
-# What names of the text part begin with, and what they begin with in the model of text alone.
-_PREFIXES = (
-    ("model.language_model.", "model."),
-    ("language_model.model.", "model."),
-    ("language_model.lm_head.", "lm_head."),
-    ("lm_head.", "lm_head."),
+# What begins the names of parts that see or hear.
+_BESIDE_TEXT = (
+    "visual.",
+    "vision_",
+    "multi_modal_projector.",
+    "mm_projector.",
+    "audio_",
+    "embed_vision.",
+    "embed_audio.",
+    "image_newline",
 )
+_MROPE = {"mrope_section", "mrope_interleaved"}
+# What stands before a name of the text part: the whole model's body may come before and after it, also twice.
+_OF_TEXT_PART = re.compile(r"(?:model\.)*(?:language_model|text_model)\.(?:model\.)*(?P<rest>.+)")
+# What a decoder has in a model of text alone, of which the body may have been saved alone.
+_OF_DECODER = re.compile(r"(?:model\.)*(?P<rest>(?:layers|embed_tokens|norm|lm_head|score)(?:\..+)?)")
+_HEADS = ("lm_head", "score")
+_EMBEDDING = "model.embed_tokens.weight"
 
 
 def text_config(raw: dict[str, Any]) -> dict[str, Any]:
@@ -79,16 +90,33 @@ def _without_sections(rope: dict[str, Any]) -> dict[str, Any]:
     return plain | kinds
 
 
+def text_name(name: str) -> str:
+    """Returns the name that a tensor or a module of a text part has in a model of text alone; ``name`` itself if it is
+    of something else. Names of checkpoints, of adapters and of quantised layers are all read by it.
+    """
+    found = _OF_TEXT_PART.fullmatch(name) or _OF_DECODER.fullmatch(name)
+    if found is None:
+        return name
+    rest = found["rest"]
+    return rest if rest.partition(".")[0] in _HEADS else f"model.{rest}"
+
+
+def is_beside_text(name: str) -> bool:
+    """Whether a tensor or module is of what sees or hears, and of no text part."""
+    return name.removeprefix("model.").startswith(_BESIDE_TEXT)
+
+
 def text_names(stored: Iterable[str]) -> dict[str, str]:
-    """The names of tensors in a model of text alone, by those that are ``stored``: their own where they are of such a
-    model, and else those of the text part without what they begin with.
+    """Returns the names of tensors in a model of text alone, by those that are ``stored``: of a model of more than text
+    only those of its text part. Where two have the same name, the one that needs no change counts. Names of models
+    whose layers are called otherwise stay as they are.
     """
     names = list(stored)
-    if not any(name.startswith(before) for name in names for before, _ in _PREFIXES[:2]):
-        return dict(zip(names, names, strict=True))
-    return {
-        name: after + name.removeprefix(before)
-        for name in names
-        for before, after in _PREFIXES
-        if name.startswith(before)
-    }
+    if any(_OF_TEXT_PART.fullmatch(name) for name in names):
+        made = {name: text_name(name) for name in names if text_name(name) != name or name.startswith(_HEADS)}
+    else:
+        made = {name: text_name(name) for name in names}
+        if _EMBEDDING not in made.values() and "lm_head.weight" not in made.values():
+            made = dict(zip(names, names, strict=True))
+    exact = {name for name, target in made.items() if name == target}
+    return {name: target for name, target in made.items() if name == target or target not in exact}

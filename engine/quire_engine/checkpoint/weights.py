@@ -15,8 +15,8 @@ from typing import Any
 import torch
 from safetensors import SafetensorError, safe_open
 
-from quire_engine.checkpoint.config import read_json
-from quire_engine.checkpoint.text_part import text_names
+from quire_engine.checkpoint.text_part import text_name, text_names
+from quire_engine.checkpoint.weight_files import INDEX_FILE, WeightFiles
 from quire_engine.config import ExecutorConfig
 from quire_engine.distributed.communicator import SINGLE_RANK, Communicator, shard
 from quire_engine.distributed.pipeline import PipelineStage
@@ -24,13 +24,9 @@ from quire_engine.errors import ModelError
 
 log = logging.getLogger(__name__)
 
-SINGLE_FILE = "model.safetensors"
-INDEX_FILE = "model.safetensors.index.json"
 SAFETENSORS_DTYPES = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
+_ROWS_AT_ONCE = 4096
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
-# What a causal language model calls the body of its layers. A body that was saved alone, as embedding models are, has
-# tensors without it.
-BODY, EMBEDDING, HEADS = "model.", "embed_tokens.weight", ("lm_head.", "score.")
 # Old exports carry this buffer, which is computed from config.json.
 IGNORED_SUFFIX = "rotary_emb.inv_freq"
 
@@ -51,18 +47,17 @@ class Checkpoint:
     """
 
     def __init__(self, folder: Path) -> None:
-        listing = folder / SINGLE_FILE if (folder / SINGLE_FILE).is_file() else folder / INDEX_FILE
-        stored = _read_tensor_infos(listing)
+        files = WeightFiles.find(folder)
+        stored = _read_tensor_infos(folder, files)
         names = text_names(stored)
         if len(names) < len(stored):
             log.info("%s: %d tensors are not of the text part, and are left unread", folder, len(stored) - len(names))
-        self._list(listing, {names[name]: info for name, info in stored.items() if name in names})
+        self._list(files.source, {names[name]: info for name, info in stored.items() if name in names})
+        self._absent |= {text_name(name): folder / file for name, file in files.places.items() if name not in stored}
 
     def _list(self, source: Path, tensors: Mapping[str, TensorInfo]) -> None:
         self._source_path, self._tensors, self._unused = source, tensors, set(tensors)
-        if f"{BODY}{EMBEDDING}" not in tensors and EMBEDDING in tensors:
-            self._tensors = {_in_model(name): info for name, info in tensors.items()}
-            self._unused = set(self._tensors)
+        self._absent: dict[str, Path] = {}
 
     def __contains__(self, name: str) -> bool:
         return name in self._tensors
@@ -134,6 +129,23 @@ class Checkpoint:
         self._unused.discard(name)
         return tensor
 
+    def are_equal(self, first: str, second: str, dtype: torch.dtype) -> bool:
+        """Whether two tensors are stored as plain numbers that are the same in ``dtype``, read some rows at a time."""
+        stored = [self._tensors.get(name) for name in (first, second)]
+        if any(each is None or each.dtype not in SAFETENSORS_DTYPES for each in stored):
+            return False
+        shape = self.shape(first)
+        if shape != self.shape(second):
+            return False
+        for start in range(0, shape[0], _ROWS_AT_ONCE):
+            rows = slice(start, min(start + _ROWS_AT_ONCE, shape[0]))
+            parts = [torch.empty((rows.stop - start, *shape[1:]), dtype=dtype) for _ in range(2)]
+            for name, part in zip((first, second), parts, strict=True):
+                self._copy_slice(name, (rows, *map(slice, shape[1:])), part)
+            if not torch.equal(*parts):
+                return False
+        return True
+
     def mark_used(self, names: Iterable[str]) -> None:
         """Excludes tensors that only other ranks read from ``log_unused``."""
         self._unused.difference_update(names)
@@ -147,6 +159,9 @@ class Checkpoint:
 
     def _entry(self, name: str) -> TensorInfo:
         if name not in self._tensors:
+            if path := self._absent.get(name):
+                what = f"tensor {name}" if path.exists() else f"{path.name}, in which {name} is"
+                raise ModelError(f"{path if path.exists() else path.parent} has no {what}: {INDEX_FILE} names it.")
             raise ModelError(f"{self._source_path} has no tensor {name}.")
         return self._tensors[name]
 
@@ -167,10 +182,6 @@ class Checkpoint:
         with _open_safetensors(entry.path) as file:
             whole = tuple(target.shape) == entry.shape
             target.copy_(file.get_tensor(entry.name) if whole else file.get_slice(entry.name)[slices])
-
-
-def _in_model(name: str) -> str:
-    return name if name.startswith(HEADS) else f"{BODY}{name}"
 
 
 def _supported(name: str, entry: TensorInfo) -> TensorInfo:
@@ -209,28 +220,21 @@ def _shard_slices(shape: tuple[int, ...], dim: int, communicator: Communicator) 
     return tuple(parts)
 
 
-def _read_tensor_infos(listing: Path) -> dict[str, TensorInfo]:
-    """All tensors of the single file, or of the files that the index names."""
-    if not listing.is_file():
-        raise ModelError(f"The model folder {listing.parent} has neither {SINGLE_FILE} nor {INDEX_FILE}.")
-    if listing.name == SINGLE_FILE:
-        return dict(_file_tensors(listing))
-    names = _read_weight_map(listing)
-    found = {file: dict(_file_tensors(listing.parent / file)) for file in sorted(set(names.values()))}
-    for name, file in names.items():
-        if name not in found[file]:
-            raise ModelError(f"{listing.parent / file} has no tensor {name}, although {INDEX_FILE} says so.")
-    return {name: found[file][name] for name, file in names.items()}
-
-
-def _read_weight_map(path: Path) -> dict[str, str]:
-    names = read_json(path).get("weight_map")
-    if not isinstance(names, dict) or not names:
-        raise ModelError(f"{path} has no weight_map.")
-    for file in names.values():
-        if not isinstance(file, str) or Path(file).name != file:
-            raise ModelError(f"{path} names {file!r}, which is not a file of this folder.")
-    return names
+def _read_tensor_infos(folder: Path, files: WeightFiles) -> dict[str, TensorInfo]:
+    """All tensors of the files, whether an index lists them or not. A tensor that several have is the one of the file
+    that the index names. Files of an index may be missing: only what is needed has to be there.
+    """
+    found: dict[str, TensorInfo] = {}
+    for file in files.names:
+        if files.places and not (folder / file).exists():
+            log.warning("%s names %s, which is missing: its tensors are not read", files.source, file)
+            continue
+        for name, info in _file_tensors(folder / file):
+            if name not in found or files.places.get(name) == file:
+                found[name] = info
+    if not found:
+        raise ModelError(f"{files.source} has no tensors: none of the files is there that it names.")
+    return found
 
 
 def _file_tensors(path: Path) -> Iterator[tuple[str, TensorInfo]]:

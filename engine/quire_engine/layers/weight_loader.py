@@ -2,6 +2,7 @@
 (Shoeybi et al. 2019).
 """
 
+import logging
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -16,6 +17,8 @@ from quire_engine.layers.linear import GatheredColumnParallelLinear, RowParallel
 from quire_engine.lora.layers import LoRALayers
 from quire_engine.quantization.base import Embedding, LayerSpec, Linear, QuantizationConfig
 from quire_engine.quantization.schemes import make_quantization
+
+log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
@@ -102,16 +105,20 @@ class WeightLoader:
         return method.pack(method.read(self.checkpoint, LayerSpec([name], [outputs], inputs)), None)
 
     def embedding_and_head(
-        self, embedding: str, head: str, vocabulary: int, hidden: int, *, tied: bool
+        self, embedding: str, head: str | None, vocabulary: int, hidden: int, *, tied: bool
     ) -> tuple[Embedding, Linear]:
         """The embedding, which every rank holds whole, and the layer without bias that computes logits: each rank a
-        shard of them, and rank 0 gathers all. Both are the weight of ``embedding`` if ``tied``.
+        shard of them, and rank 0 gathers all. Both are one weight if ``tied``, unless both are stored and differ; the
+        embedding's, or the head's if that alone is stored. Without ``head`` no logits are computed.
         """
         method = self.quantization.head
+        if head is not None and tied:
+            embedding, head = self._stored_of_tied(embedding, head)
+        shared = head is None or head == embedding
         table = method.read(self.checkpoint, LayerSpec([embedding], [vocabulary], hidden))
-        if tied and self.communicator.size == 1:
+        if shared and self.communicator.size == 1:
             return method.pack_tied(table)
-        if tied:
+        if head is None or shared:
             weight = table[shard(vocabulary, self.communicator)]
         else:
             weight = method.read(self.checkpoint, LayerSpec([head], [vocabulary], hidden, 0, self.communicator))
@@ -121,6 +128,20 @@ class WeightLoader:
         padded = torch.cat((weight, weight.new_zeros(num_padding, hidden))) if num_padding else weight
         layer = GatheredColumnParallelLinear(method.pack(padded, None), vocabulary, self.communicator)
         return method.pack_embedding(table), layer
+
+    def _stored_of_tied(self, embedding: str, head: str) -> tuple[str, str]:
+        """The stored layers that a tied embedding and head are, as in transformers."""
+        names = [set(self.quantization.head.tensor_names(layer)) for layer in (embedding, head)]
+        has_embedding, has_head = (any(name in self.checkpoint for name in each) for each in names)
+        if not has_head:
+            return embedding, embedding
+        if not has_embedding:
+            return head, head
+        if self.checkpoint.are_equal(f"{embedding}.weight", f"{head}.weight", self.dtype):
+            self.checkpoint.mark_used(names[1])
+            return embedding, embedding
+        log.warning("config.json ties the head to the embedding, but another head is stored: that one is used")
+        return embedding, head
 
     def _linear(self, spec: LayerSpec, *, bias: bool) -> Linear:
         method = self.quantization.linear

@@ -1,14 +1,17 @@
 """The folder of a model that is given by its name on the Hugging Face Hub, as ``LLM("ORG/NAME")``."""
 
 import re
+from functools import partial
 from pathlib import Path
 
 from quire_proto.folders import no_such_path
+from quire_proto.text.file_names import TEMPLATE_FOLDER
 
 from quire_engine.errors import ModelError, first_line
 
 _HUB_NAME = re.compile(r"(?P<repo>[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*)(?:@(?P<revision>[^@:\s]+))?")
 FILES = ("*.json", "*.jinja", "*.safetensors")  # what is read of a repository: no code, nothing in pickle
+TEMPLATES = f"{TEMPLATE_FOLDER}/*.jinja"
 
 
 def find_model_folder(model: str | Path, *, allow_download: bool = False) -> Path:
@@ -26,14 +29,15 @@ def find_model_folder(model: str | Path, *, allow_download: bool = False) -> Pat
 
     try:
         with one_bar(found["repo"]) as bar:
-            folder = snapshot_download(
+            fetch = partial(
+                snapshot_download,
                 found["repo"],
                 revision=found["revision"],
-                allow_patterns=list(FILES),
-                ignore_patterns=["*/*"],  # copies for other libraries
                 local_files_only=not allow_download,
                 tqdm_class=bar,
             )
+            fetch(allow_patterns=[TEMPLATES])
+            folder = fetch(allow_patterns=list(FILES), ignore_patterns=["*/*"])  # there are copies for other libraries
     except errors.LocalEntryNotFoundError as error:
         if allow_download:
             raise ModelError(

@@ -20,6 +20,7 @@ from safetensors import SafetensorError
 from safetensors.torch import load
 
 from quire_engine.checkpoint.config import DecoderConfig
+from quire_engine.checkpoint.text_part import is_beside_text, text_name
 from quire_engine.errors import LoRAError, first_line
 
 CONFIG_FILE = "adapter_config.json"
@@ -218,16 +219,23 @@ def _match(patterns: Mapping[str, T], module: str, default: T) -> T:
 def _pair_weights(
     path: Path, tensors: Mapping[str, torch.Tensor], shapes: Mapping[str, tuple[int, int]], scaling: _Scaling
 ) -> dict[str, LoRAWeights]:
-    """The tensors as pairs, by layer. Raises ``LoRAError`` for a tensor that is none of a pair or fits no layer."""
+    """The tensors as pairs, by layer. Raises ``LoRAError`` for a tensor that is none of a pair or fits no layer. What
+    changes parts that see or hear is left out, as these parts are.
+    """
     pairs: dict[str, dict[str, torch.Tensor]] = {}
+    stored: dict[str, str] = {}
     for name, tensor in tensors.items():
         found = _TENSOR_NAME.fullmatch(name)
-        if found is None or found["module"] not in shapes:
+        if found is not None and is_beside_text(found["module"]):
+            continue
+        module = "" if found is None else text_name(found["module"])
+        if found is None or module not in shapes:
             raise LoRAError(
                 f"{path} has the tensor {name}, and what adapters may change here is {_layer_names(shapes)}."
             )
-        rank, _ = scaling.of(found["module"])
-        outputs, inputs = shapes[found["module"]]
+        if stored.setdefault(module, found["module"]) != found["module"]:
+            raise LoRAError(f"{path} has two names for the layer {module}: {stored[module]} and {found['module']}.")
+        rank, (outputs, inputs) = scaling.of(found["module"])[0], shapes[module]
         expected = [rank, inputs] if found["matrix"] == "A" else [outputs, rank]
         if list(tensor.shape) != expected:
             raise LoRAError(
@@ -236,10 +244,10 @@ def _pair_weights(
             )
         if tensor.dtype not in DTYPES:
             raise LoRAError(f"{path} stores {name} as {tensor.dtype}, which is not supported.")
-        pairs.setdefault(found["module"], {})[found["matrix"]] = tensor
+        pairs.setdefault(module, {})[found["matrix"]] = tensor
     if not pairs:
-        raise LoRAError(f"{path} has no tensors.")
-    return {module: _scaled(path, module, pair, scaling.of(module)[1]) for module, pair in pairs.items()}
+        raise LoRAError(f"{path} has no tensors of a text model.")
+    return {module: _scaled(path, module, pair, scaling.of(stored[module])[1]) for module, pair in pairs.items()}
 
 
 def _scaled(path: Path, module: str, pair: Mapping[str, torch.Tensor], scale: float) -> LoRAWeights:

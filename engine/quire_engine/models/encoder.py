@@ -14,9 +14,9 @@ from typing import Any
 import torch
 from torch.nn.functional import scaled_dot_product_attention
 
+from quire_engine.checkpoint.architecture import architecture_of, refuse_code
 from quire_engine.checkpoint.config import (
     ModelConfig,
-    architecture_of,
     compute_revision,
     config_path,
     is_positive_int,
@@ -58,6 +58,7 @@ class EncoderConfig(ModelConfig):
         architecture = architecture_of(path, raw)
         model_class, model_type = getattr(transformers, architecture, None), raw.get("model_type")
         if model_class is None or model_type not in transformers.CONFIG_MAPPING:
+            refuse_code(path, raw)
             raise ModelError(f"{path} names {architecture} of type {model_type!r}, which transformers does not have.")
         parsed = to_hf_config(path, raw, transformers.CONFIG_MAPPING[model_type])
         length, vocabulary = parsed.max_position_embeddings, parsed.vocab_size

@@ -66,8 +66,9 @@ class Llama:
         self._hidden_size = config.hidden_size
         if is_first(stage):
             # First, as a table that is packed for both is then freed before the layers are read.
+            head, tied = "lm_head" if config.makes_logits else None, config.tie_word_embeddings
             self._embedding, self._lm_head = weights.embedding_and_head(
-                "model.embed_tokens", "lm_head", config.vocab_size, config.hidden_size, tied=config.tie_word_embeddings
+                "model.embed_tokens", head, config.vocab_size, config.hidden_size, tied=tied
             )
         self._rope = RotaryEmbedding(config, weights.device)
         self._layers, self.weight_stats = _load_layers(config, weights, indices)

@@ -10,10 +10,10 @@ import torch
 from quire_proto.pooling import Task
 from torch.nn.functional import linear
 
+from quire_engine.checkpoint.architecture import architecture_of
 from quire_engine.checkpoint.config import (
     DecoderConfig,
     ModelConfig,
-    architecture_of,
     config_path,
     is_supported,
     quantization_of,
@@ -54,8 +54,7 @@ def read_model_config(folder: Path, settings: ExecutorConfig | None = None) -> M
         return DecoderConfig.read(folder) if supported else TransformersConfig.read(folder)
     config: ModelConfig
     if supported:
-        # No logits are made, and there may be no head for them.
-        config = replace(DecoderConfig.read(folder), tie_word_embeddings=True)
+        config = replace(DecoderConfig.read(folder), makes_logits=False)
     else:
         config = TransformersConfig.read(folder) if is_causal(raw) else EncoderConfig.read(folder)
     return replace(config, pooler_config=pooler, max_length=max_seq_length(folder, config.max_length))
@@ -122,8 +121,13 @@ def load_classifier(config: ModelConfig, folder: Path, device: torch.device) -> 
 def _model_dtype(config: ModelConfig, checkpoint: Checkpoint, options: LoadOptions) -> torch.dtype:
     """The dtype to compute in."""
     by_transformers = isinstance(config, TransformersConfig)
-    stored = checkpoint.dominant_dtype() if by_transformers else checkpoint.dtype(EMBEDDING_WEIGHT)
+    stored = checkpoint.dominant_dtype() if by_transformers else checkpoint.dtype(_table_name(checkpoint))
     return resolve_dtype(options.config.dtype, stored, options.device)
+
+
+def _table_name(checkpoint: Checkpoint) -> str:
+    """The tensor of the embedding, or of a head that is tied to it and stored in its place."""
+    return _HEAD if EMBEDDING_WEIGHT not in checkpoint and _HEAD in checkpoint else EMBEDDING_WEIGHT
 
 
 def _check_deterministic(config: ModelConfig, options: LoadOptions) -> None:

@@ -18,10 +18,9 @@ from torch.nn.functional import pad
 
 from quire_engine.attention.base import AttentionBackend, LayerAttention, LayerKV
 from quire_engine.attention.mixed import BatchAttention
+from quire_engine.checkpoint.architecture import GENERATING_FORMS, SUPPORTED_ARCHITECTURES, architecture_of, refuse_code
 from quire_engine.checkpoint.config import (
-    SUPPORTED_ARCHITECTURES,
     ModelConfig,
-    architecture_of,
     compute_revision,
     eos_token_ids,
     is_positive_int,
@@ -69,10 +68,10 @@ class TransformersConfig(ModelConfig):
         """
         path = folder / "config.json"
         raw = read_config_json(folder)
-        architecture = architecture_of(path, raw)
+        architecture, config_class = _classes(path, architecture_of(path, raw), raw)
         # Weights that are quantised are made plain numbers before transformers has them.
-        plain = {key: value for key, value in raw.items() if key != "quantization_config"}
-        parsed = to_hf_config(path, plain, _config_class(path, architecture, raw))
+        plain = {key: value for key, value in raw.items() if key not in ("quantization_config", "auto_map")}
+        parsed = to_hf_config(path, plain, config_class)
         _check_text_only(path, parsed)
         model_class = _model_class(path, architecture, parsed)
         vocab_size = _positive_int(path, parsed, "vocab_size")
@@ -87,17 +86,23 @@ class TransformersConfig(ModelConfig):
         )
 
 
-def _config_class(path: Path, architecture: str, raw: dict[str, Any]) -> Any:
+def _classes(path: Path, architecture: str, raw: dict[str, Any]) -> tuple[str, Any]:
+    """The name of the model's class, and the class of its configuration: those of its model type, as transformers has
+    it, if ``architecture`` is no other task's.
+    """
     from transformers import CONFIG_MAPPING, __version__
     from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
     model_type = raw.get("model_type")
-    if not isinstance(model_type, str) or MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.get(model_type) != architecture:
-        raise ModelError(
-            f"{path} names {architecture} of type {model_type!r}, which is no causal language model of transformers "
-            f"{__version__}; own code is there for {', '.join(SUPPORTED_ARCHITECTURES)}."
-        )
-    return CONFIG_MAPPING[model_type]
+    known = MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.get(model_type) if isinstance(model_type, str) else None
+    if known is not None and (architecture == known or architecture.endswith(GENERATING_FORMS)):
+        return known, CONFIG_MAPPING[model_type]
+    if known is None:
+        refuse_code(path, raw)
+    raise ModelError(
+        f"{path} names {architecture} of type {model_type!r}, which is no causal language model of transformers "
+        f"{__version__}; own code is there for {', '.join(SUPPORTED_ARCHITECTURES)}."
+    )
 
 
 def _model_class(path: Path, architecture: str, parsed: Any) -> Any:
@@ -152,7 +157,7 @@ def max_sequence_length(parsed: Any) -> int:
     length = int(parsed.max_position_embeddings)
     if "chunked_attention" in (getattr(parsed, "layer_types", None) or ()):
         length = min(length, int(parsed.attention_chunk_size))
-    return min([MAX_PROBED_LENGTH, *(_rope_length(length, rope) for rope in _rope_parameters(parsed))])
+    return min([MAX_PROBED_LENGTH, *(rope_max_length(length, rope) for rope in _rope_parameters(parsed))])
 
 
 def _rope_parameters(parsed: Any) -> list[dict[str, Any]]:
@@ -160,13 +165,6 @@ def _rope_parameters(parsed: Any) -> list[dict[str, Any]]:
     parameters = getattr(parsed, "rope_parameters", None) or {}
     nested = [each for each in parameters.values() if isinstance(each, dict)]
     return nested or [parameters]
-
-
-def _rope_length(length: int, rope: dict[str, Any]) -> int:
-    original = rope.get("original_max_position_embeddings")
-    if rope.get("rope_type") == "longrope" and original is not None:
-        return min(length, int(original))
-    return rope_max_length(length, rope)
 
 
 @dataclass(slots=True)

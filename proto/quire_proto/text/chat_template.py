@@ -120,22 +120,19 @@ class ChatTemplate:
         options: Mapping[str, Any] = {},
     ) -> str:
         """The prompt that asks the assistant to answer ``messages``, for which it may use ``tools``, in the shape of
-        the OpenAI API with arguments as objects. ``options`` are further variables. Raises ``QuireError`` INVALID with
-        the template's own words where it refuses them, and where it takes too much time or memory for them.
+        the OpenAI API with arguments as objects. ``options`` are further variables, also in place of special tokens.
+        Raises ``QuireError`` INVALID with the template's own words where it refuses them, and where it takes too much
+        time or memory for them.
         """
         start = thread_time()
         size, number = size_of(tools, _MAX_SIZE) + sum(map(_size, messages)), len(messages) + len(tools)
         seconds = _SECONDS + _SECONDS_PER_MESSAGE * number + _SECONDS_PER_CHARACTER * size
         try:
             with bounded(seconds, _CHARACTERS + _TIMES * size):
-                return self._template.render(
-                    **options,
-                    messages=[self._adapted(message) for message in messages],
-                    tools=[dict(tool) for tool in tools] or None,
-                    documents=None,
-                    add_generation_prompt=add_generation_prompt,
-                    **self._special_tokens,
-                )
+                variables = {"documents": None, **self._special_tokens, **options}
+                variables["messages"] = [self._adapted(message) for message in messages]
+                variables["tools"] = [dict(tool) for tool in tools] or None
+                return self._template.render(variables | {"add_generation_prompt": add_generation_prompt})
         except SandboxLimitError as error:
             raise invalid("messages", "The model's chat template takes too much time or memory.") from error
         except _RefusalError as refusal:
@@ -217,6 +214,13 @@ def _refuse_private(name: str) -> None:
 
 def _plain_dict(*args: Any, **kwargs: Any) -> dict[Any, Any]:
     return dict(*(each if isinstance(each, Mapping) else compared(each) for each in args), **kwargs)
+
+
+def _from_keys(keys: Iterable[Any], value: object = None) -> dict[Any, Any]:
+    return dict.fromkeys(compared(keys), value)
+
+
+_plain_dict.fromkeys = _from_keys  # type: ignore[attr-defined]  # as templates write it
 
 
 def _raise_exception(message: object) -> NoReturn:

@@ -3,15 +3,19 @@ engines tell routers which model they have, and the sampling that its authors re
 """
 
 import json
+import logging
+from collections.abc import Iterator
 from hashlib import blake2b
 from pathlib import Path
 from typing import Any
 
 from tokenizers import Tokenizer
 
-from quire_proto.errors import QuireError
+from quire_proto.errors import QuireError, TokenizerLoadError
 from quire_proto.sampling import SamplingParams
+from quire_proto.text.tokenizer_files import read_tokenizer
 
+log = logging.getLogger(__name__)
 DIGEST_BYTES = 16
 _MAX_CONFIG_BYTES = 1 << 20
 # What ``generation_config.json`` says of sampling, and its name here; as vLLM reads it.
@@ -19,6 +23,7 @@ _RECOMMENDED = {
     **{name: name for name in ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")},
     "max_new_tokens": "max_tokens",
 }
+_WHOLE = ("top_k", "max_new_tokens")  # some files have them as 50.0
 _SIZES = (
     "model_type",
     "hidden_size",
@@ -47,8 +52,8 @@ def vocabulary_digest(tokenizer: Tokenizer) -> bytes:
 def folder_vocabulary_digest(folder: Path) -> bytes:
     """``vocabulary_digest`` of a model folder's ``tokenizer.json``; empty if it is missing or cannot be read."""
     try:
-        return vocabulary_digest(Tokenizer.from_str((folder / "tokenizer.json").read_text(encoding="utf-8")))
-    except Exception:  # noqa: BLE001 - what tokenizers raises
+        return vocabulary_digest(read_tokenizer(folder))
+    except TokenizerLoadError:
         return b""
 
 
@@ -75,17 +80,29 @@ def read_config(folder: Path) -> dict[str, Any]:
 
 def recommended_sampling(folder: Path) -> dict[str, Any]:
     """The fields of ``SamplingParams`` that a model folder's ``generation_config.json`` sets; none without that file.
-    Raises ``ValueError`` for one that cannot be used.
+    A hint that cannot be used is left out, and logged. Raises ``ValueError`` for a file that holds no object.
     """
     path = folder / "generation_config.json"
     try:
         config = json.loads(path.read_bytes()) if path.is_file() else {}
         if not isinstance(config, dict):
             raise TypeError("it is no object")
-        given = {ours: config[name] for name, ours in _RECOMMENDED.items() if config.get(name) is not None}
-        if given.get("top_k") == -1:  # all tokens, as vLLM has it
-            given["top_k"] = 0
-        SamplingParams(**given)
-    except (OSError, ValueError, TypeError, QuireError) as error:
+    except (OSError, ValueError, TypeError, RecursionError) as error:
         raise ValueError(f"{path} cannot be used: {error}") from None
-    return given
+    hints = {name: value for name in _RECOMMENDED if (value := config.get(name)) is not None}
+    return {_RECOMMENDED[name]: value for name, hint in hints.items() for value in _usable(path, name, hint)}
+
+
+def _usable(path: Path, name: str, hint: object) -> Iterator[float]:
+    """Yields the value of a hint, if it can be used: 0 for -1 of ``top_k``, which are all tokens in vLLM."""
+    value = int(hint) if isinstance(hint, float) and hint.is_integer() and name in _WHOLE else hint
+    value = 0 if name == "top_k" and value == -1 else value
+    try:
+        if not isinstance(value, int | float) or isinstance(value, bool):
+            raise TypeError("it is not a number")
+        fields: dict[str, Any] = {_RECOMMENDED[name]: value}
+        SamplingParams(**fields)
+    except (ValueError, TypeError, OverflowError, QuireError) as error:
+        log.warning("%s: %s is %.80r, which is ignored: %s", path, name, hint, error)
+        return
+    yield value

@@ -5,9 +5,9 @@
 programs have the same model: one of the tokenizer's vocabulary, one of the sizes in ``config.json``.
 """
 
-import json
+import logging
 import re
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import cached_property, lru_cache, partial
 from pathlib import Path
 from typing import Any, Self
@@ -15,8 +15,7 @@ from typing import Any, Self
 from tokenizers import Encoding, Tokenizer, decoders
 
 from quire_proto.context_length import INPUT, MESSAGES, PROMPT, far_too_long
-from quire_proto.errors import QuireError, TokenizerLoadError, invalid
-from quire_proto.folders import no_such_path
+from quire_proto.errors import QuireError, invalid
 from quire_proto.sampling import MAX_BAD_WORDS
 from quire_proto.text.chat_template import ChatTemplate, SpecialTokenEscaper
 from quire_proto.text.detokenizer import REPLACEMENT, Decode, OutputTextStream, StopMatcher
@@ -31,9 +30,12 @@ from quire_proto.text.pooled_prompt import (
     encode_pooled,
 )
 from quire_proto.text.reasoning import ReasoningFormat
+from quire_proto.text.template_trial import template_findings
+from quire_proto.text.tokenizer_files import DEFAULT, TOOL_USE, TokenizerFiles, read_object
 from quire_proto.text.tool_formats import ToolFormat
 
-_SPECIAL_TOKENS = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
+log = logging.getLogger(__name__)
+
 _CHARS_PER_TOKEN = 8  # more than common text has
 _TOKENS_PER_CUT = 512  # tokens that a cut through one long token may add
 _LAST_TOKENS = 32  # of a prompt: enough to contain its last marker
@@ -42,30 +44,37 @@ Conversation = Sequence[Mapping[str, Any]]
 
 
 class ModelTokenizer:
-    """Text to tokens and back for one model. ``template`` is None for a model without a chat template. ``token_bytes``
-    gives the bytes of a single token. Special tokens in the messages of a conversation are encoded as text, unless
+    """Text to tokens and back for one model. ``template`` is None for a model without a chat template, and
+    ``tool_template`` is the one for conversations with tools, if it is another. ``token_bytes`` gives the bytes of a
+    single token. Special tokens in the messages of a conversation are encoded as text, unless
     ``allow_special_tokens_in_content``. Raises ``TokenizerLoadError`` if they cannot be distinguished from text.
     """
 
     def __init__(
-        self, tokenizer: Tokenizer, template: ChatTemplate | None, *, allow_special_tokens_in_content: bool = False
+        self,
+        tokenizer: Tokenizer,
+        template: ChatTemplate | None,
+        tool_template: ChatTemplate | None = None,
+        *,
+        allow_special_tokens_in_content: bool = False,
     ) -> None:
         tokenizer.no_truncation()  # a file may contain the settings of a training run
         tokenizer.no_padding()
         self._tokenizer = tokenizer
-        self._template = template
+        self._template, self._tool_template = template, tool_template or template
+        self._templates = [each for each in dict.fromkeys((template, self._tool_template)) if each is not None]
         # Both are called for every token of every output.
         self._decode_cached = lru_cache(_CACHED_TOKENS)(self._decode_one)
         self._standalone = lru_cache(_CACHED_TOKENS)(self._standalone_text)
         self._special_tokens: SpecialTokenEscaper | None = None
-        if template is not None and not allow_special_tokens_in_content:
-            self._special_tokens = SpecialTokenEscaper(tokenizer, template.reasoning)
+        if self._templates and not allow_special_tokens_in_content:
+            self._special_tokens = SpecialTokenEscaper(tokenizer, self.reasoning)
         self.prompts = SentencePrompts()
         self._special = frozenset(
             token_id for token_id, token in tokenizer.get_added_tokens_decoder().items() if token.special
         )
         added = {token.content: token_id for token_id, token in tokenizer.get_added_tokens_decoder().items()}
-        texts = [*_marked_texts(template)]
+        texts = [*_marked_texts(self.tool_format, self.reasoning)]
         self._markers = {
             token: token_id
             for token, token_id in added.items()
@@ -80,21 +89,23 @@ class ModelTokenizer:
 
     @classmethod
     def load(cls, folder: Path, *, allow_special_tokens_in_content: bool = False) -> Self:
-        """Reads ``tokenizer.json``, ``tokenizer_config.json`` and ``chat_template.jinja``; the last two may be
-        missing. Raises ``TokenizerLoadError``.
+        """Reads a folder in Hugging Face's layout, and logs what its chat templates cannot render. Raises
+        ``TokenizerLoadError``.
         """
-        if folder.is_file():
-            raise TokenizerLoadError(
-                f"{folder} is a file: name the folder that it is in, which has to have a tokenizer.json beside it."
-            )
-        config = _read_config(folder / "tokenizer_config.json")
-        tokenizer = _read_tokenizer(folder / "tokenizer.json")
-        loaded = cls(
-            tokenizer,
-            _read_template(folder, config, tokenizer),
-            allow_special_tokens_in_content=allow_special_tokens_in_content,
+        files = TokenizerFiles.read(folder)
+        added = [token.content for token in files.tokenizer.get_added_tokens_decoder().values()]
+        default, tool_use = (
+            None
+            if (source := files.templates.get(name)) is None
+            else ChatTemplate(source.text, files.special_tokens, str(source.origin), added, files.response_template)
+            for name in (DEFAULT, TOOL_USE)
         )
-        loaded.prompts = SentencePrompts.read(folder / SENTENCE_CONFIG, _read_config(folder / SENTENCE_CONFIG))
+        loaded = cls(
+            files.tokenizer, default, tool_use, allow_special_tokens_in_content=allow_special_tokens_in_content
+        )
+        if found := "; ".join(template_findings(default, tool_use or default)):
+            log.warning("%s: %s", folder, found)
+        loaded.prompts = SentencePrompts.read(folder / SENTENCE_CONFIG, read_object(folder / SENTENCE_CONFIG))
         return loaded
 
     def encode(self, text: str, limit: int | None = None) -> list[int]:
@@ -147,25 +158,26 @@ class ModelTokenizer:
         """The function ``vocabulary_digest`` of this tokenizer. The first call reads the whole vocabulary."""
         return vocabulary_digest(self._tokenizer)
 
-    @property
-    def template_variables(self) -> frozenset[str]:
-        """The names of the variables that the chat template uses."""
-        return frozenset() if self._template is None else self._template.variables
+    def template_variables(self, *, with_tools: bool) -> frozenset[str]:
+        """The names of the variables that the chat template uses, of conversations with or without tools."""
+        template = self._tool_template if with_tools else self._template
+        return frozenset() if template is None else template.variables
 
     @property
     def renders_slowly(self) -> bool:
         """Whether the chat template takes long even for short conversations; see ``ChatTemplate``."""
-        return self._template is not None and self._template.is_slow
+        return any(template.is_slow for template in self._templates)
 
     @property
     def tool_format(self) -> ToolFormat | None:
         """The format of the model's tool calls; None if its chat template has no known one."""
-        return None if self._template is None else self._template.tool_format
+        both = (self._tool_template, self._template)
+        return next((template.tool_format for template in both if template and template.tool_format), None)
 
     @property
     def reasoning(self) -> ReasoningFormat | None:
         """How the model marks what it reasons before it answers; None if it does not reason."""
-        return None if self._template is None else self._template.reasoning
+        return next((template.reasoning for template in self._templates if template.reasoning), None)
 
     @property
     def marker_tokens(self) -> Mapping[str, int]:
@@ -195,9 +207,11 @@ class ModelTokenizer:
         encoding it gives other tokens than ``encode_chat``. Raises ``QuireError`` INVALID when the model has no
         template, and when the template refuses the messages.
         """
-        if self._template is None:
-            raise invalid("messages", "This model has no chat template; use the completions API.")
-        return self._template.render(messages, tools, add_generation_prompt=add_generation_prompt, options=options)
+        template = self._tool_template if tools else self._template
+        if template is None:
+            without = " for conversations without tools" if self._tool_template else ""
+            raise invalid("messages", f"This model has no chat template{without}; use the completions API.")
+        return template.render(messages, tools, add_generation_prompt=add_generation_prompt, options=options)
 
     def encode_chat(
         self,
@@ -339,82 +353,12 @@ def _encoding(tokenizer: Tokenizer, text: str, *, special: bool = False) -> Enco
         raise invalid("prompt", "The text holds half of a surrogate pair, which is no character.") from None
 
 
-def _marked_texts(template: ChatTemplate | None) -> Iterator[str]:
+def _marked_texts(tool_format: ToolFormat | None, reasoning: ReasoningFormat | None) -> Iterator[str]:
     """What a model writes around calls and reasoning."""
-    if template is not None and template.tool_format is not None:
-        yield from template.tool_format.texts
-    if template is not None and template.reasoning is not None:
-        yield from MARKS if template.reasoning.is_harmony else (template.reasoning.begin, template.reasoning.end)
-
-
-def _read_tokenizer(path: Path) -> Tokenizer:
-    try:
-        return Tokenizer.from_str(path.read_text(encoding="utf-8"))
-    except OSError as error:
-        reason = error.strerror if path.parent.exists() else no_such_path(str(path.parent))
-        raise TokenizerLoadError(f"{path}: the tokenizer cannot be read: {reason}.") from error
-    except Exception as error:  # what tokenizers raises
-        raise TokenizerLoadError(f"{path}: this is not a tokenizer: {error}.") from error
-
-
-def _read_config(path: Path) -> dict[str, Any]:
-    if not path.exists():
-        return {}
-    try:
-        config = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError, RecursionError) as error:
-        raise TokenizerLoadError(f"{path}: this is not JSON: {error}.") from error
-    if not isinstance(config, dict):
-        raise TokenizerLoadError(f"{path}: an object was expected.")
-    return config
-
-
-def _read_template(folder: Path, config: Mapping[str, Any], tokenizer: Tokenizer) -> ChatTemplate | None:
-    """Prefers the file ``chat_template.jinja`` to the configuration's ``chat_template``."""
-    path = folder / "chat_template.jinja"
-    if not path.exists():
-        origin = folder / "tokenizer_config.json"
-        source = _template_in_config(config.get("chat_template"), origin)
-    else:
-        origin, source = path, _read_text(path)
-    if source is None:
-        return None
-    added = [token.content for token in tokenizer.get_added_tokens_decoder().values()]
-    return ChatTemplate(source, _special_tokens(config), str(origin), added, config.get("response_template"))
-
-
-def _read_text(path: Path) -> str:
-    try:
-        return path.read_text(encoding="utf-8")
-    except (OSError, ValueError) as error:
-        raise TokenizerLoadError(f"{path}: the file cannot be read as text: {error}.") from error
-
-
-def _template_in_config(value: object, origin: Path) -> str | None:
-    """The source in ``chat_template``: a string, or the ``default`` of a list of named templates."""
-    if value is None or isinstance(value, str):
-        return value
-    if isinstance(value, list):
-        return _default_template(value)
-    raise TokenizerLoadError(f"{origin}: chat_template must be a string or a list.")
-
-
-def _default_template(entries: Iterable[object]) -> str | None:
-    for entry in entries:
-        if isinstance(entry, dict) and entry.get("name") == "default" and isinstance(entry.get("template"), str):
-            return str(entry["template"])
-    return None
-
-
-def _special_tokens(config: Mapping[str, Any]) -> dict[str, str]:
-    """The special tokens by the names that templates use. A token may be a string or an object with ``content``."""
-    tokens = {}
-    for name in _SPECIAL_TOKENS:
-        token = config.get(name)
-        content = token.get("content") if isinstance(token, dict) else token
-        if isinstance(content, str):
-            tokens[name] = content
-    return tokens
+    if tool_format is not None:
+        yield from tool_format.texts
+    if reasoning is not None:
+        yield from MARKS if reasoning.is_harmony else (reasoning.begin, reasoning.end)
 
 
 _FALLBACK = re.compile(r"<0x([0-9A-Fa-f]{2})>")

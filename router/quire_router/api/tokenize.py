@@ -143,7 +143,9 @@ def _tokens_of(request: TokenizeRequest, tokenizer: ModelTokenizer) -> list[int]
         MAX_PROMPT_TOKENS,
         tools=tools,
         add_generation_prompt=request.add_generation_prompt is not False,
-        options=template_options(request.chat_template_kwargs, request.reasoning_effort, tokenizer),
+        options=template_options(
+            request.chat_template_kwargs, request.reasoning_effort, tokenizer, with_tools=bool(tools)
+        ),
         earlier=request.earlier_token_ids,
     )
 

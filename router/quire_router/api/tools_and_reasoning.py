@@ -158,7 +158,7 @@ def detect_tool_format(tokenizer: ModelTokenizer) -> ToolFormat:
     """Returns how the model writes tool calls. Raises ``QuireError`` where it has none, or an unknown format."""
     if tokenizer.tool_format is not None:
         return tokenizer.tool_format
-    if "tools" in tokenizer.template_variables:
+    if "tools" in tokenizer.template_variables(with_tools=True):
         raise invalid("tools", "This model writes tool calls in a format that is not supported here.")
     raise invalid("tools", "This model's chat template knows no tools.")
 
@@ -181,7 +181,7 @@ def drop_unsupported_by_template(request: TemplatedT, tokenizer: ModelTokenizer)
 
 def _ignored_thinking(request: TemplatedBody, tokenizer: ModelTokenizer) -> Iterator[str]:
     """Yields reasoning efforts and switches that the template does not read, where they would change anything."""
-    known, effort = tokenizer.template_variables, request.reasoning_effort
+    known, effort = tokenizer.template_variables(with_tools=bool(request.offered_tools)), request.reasoning_effort
     stops = tokenizer.reasoning is None or not known.isdisjoint(_THINKING_SWITCHES)
     if effort is not None and "reasoning_effort" not in known and not (effort == "none" and stops):
         yield "reasoning_effort"
@@ -201,7 +201,9 @@ def _thinking_switches(given: TemplateOptions | None) -> dict[str, bool]:
     return {name: value for name, value in values.items() if value is not None}
 
 
-def template_options(given: TemplateOptions | None, effort: str | None, tokenizer: ModelTokenizer) -> Mapping[str, Any]:
+def template_options(
+    given: TemplateOptions | None, effort: str | None, tokenizer: ModelTokenizer, *, with_tools: bool
+) -> Mapping[str, Any]:
     """Returns the variables that a request sets in the model's template, of those that the template reads. The effort
     ``none`` turns thinking off, where it can be.
     """
@@ -209,7 +211,8 @@ def template_options(given: TemplateOptions | None, effort: str | None, tokenize
     if effort == "none":
         options |= dict.fromkeys(_THINKING_SWITCHES, False)
     options |= _thinking_switches(given)
-    return {name: value for name, value in options.items() if name in tokenizer.template_variables}
+    known = tokenizer.template_variables(with_tools=with_tools)
+    return {name: value for name, value in options.items() if name in known}
 
 
 def _tool_spec(tool: Tool, call_required: bool) -> ToolSpec:

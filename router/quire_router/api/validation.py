@@ -230,7 +230,9 @@ def _conversation(
     request: ChatRequest, tokenizer: ModelTokenizer, limits: ServedModelLimits, usual_output: int | None
 ) -> tuple[list[Sequence[int]], list[int]]:
     tools = [tool.to_template() for tool in request.offered_tools]
-    options = template_options(request.chat_template_kwargs, request.reasoning_effort, tokenizer)
+    options = template_options(
+        request.chat_template_kwargs, request.reasoning_effort, tokenizer, with_tools=bool(tools)
+    )
     encode = partial(
         tokenizer.encode_chat,
         limit=limits.max_model_len,

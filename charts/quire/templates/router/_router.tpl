@@ -152,7 +152,7 @@
 {{- define "quire.routerDownloads" -}}
 {{- range $key, $model := include "quire.models" . | fromYaml -}}
 {{- $source := include "quire.tokenizerSource" $model | fromYaml -}}
-{{- $patterns := list "config.json" "generation_config.json" "tokenizer.json" "tokenizer_config.json" "chat_template.jinja" -}}
+{{- $patterns := list "config.json" "generation_config.json" "tokenizer.json" "tokenizer_config.json" "special_tokens_map.json" "added_tokens.json" "chat_template.jinja" "chat_template.json" "additional_chat_templates/*.jinja" -}}
 {{- include "quire.download" (dict "root" $ "key" $key "source" $source "values" $.Values.router "image" (include "quire.routerImage" $) "patterns" $patterns) -}}
 {{- end -}}
 {{- end -}}

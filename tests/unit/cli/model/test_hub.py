@@ -103,7 +103,7 @@ VISION = {"architectures": ["MllamaForConditionalGeneration"], "model_type": "ml
 HYBRID = {"architectures": ["BambaForCausalLM"], "model_type": "bamba", "layer_types": ["mamba", "attention"]}
 MAMBA = {"architectures": ["MambaForCausalLM"], "model_type": "mamba"}
 BITSANDBYTES = {"quantization_config": {"quant_method": "bitsandbytes"}}
-CODE = {"auto_map": {"AutoModelForCausalLM": "modeling.Own"}}
+CODE = {"architectures": ["OwnLM"], "model_type": "own", "auto_map": {"AutoModelForCausalLM": "modeling.Own"}}
 
 
 @pytest.mark.parametrize(
@@ -123,7 +123,10 @@ CODE = {"auto_map": {"AutoModelForCausalLM": "modeling.Own"}}
             MAMBA, "org/wrong/config.json names MambaForCausalLM, which keeps a state", marks=pytest.mark.soak
         ),
         (BITSANDBYTES, "The weights are quantised by 'bitsandbytes', and read are awq, gptq"),
-        (CODE, "has auto_map, but code from a model folder is never run: take another model."),
+        (
+            CODE,
+            "has auto_map, but code from a model folder is never run, and no other class serves OwnLM",
+        ),
         ({"hidden_size": None}, "org/wrong/config.json says that hidden_size is None"),
     ],
     ids=[

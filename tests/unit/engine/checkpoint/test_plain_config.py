@@ -13,7 +13,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from quire_engine.checkpoint import config as config_module
-from quire_engine.checkpoint.config import SUPPORTED_ARCHITECTURES, DecoderConfig
+from quire_engine.checkpoint.architecture import SUPPORTED_ARCHITECTURES
+from quire_engine.checkpoint.config import DecoderConfig
 from quire_engine.checkpoint.plain_config import plain_config
 from quire_engine.errors import ModelError
 

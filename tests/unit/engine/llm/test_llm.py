@@ -280,10 +280,14 @@ def test_the_default_parameters_are_those_that_the_model_recommends(tmp_path):
     assert offline.llm.get_default_sampling_params().max_tokens == 7
 
 
-@pytest.mark.parametrize("config", [[], {"temperature": "warm"}, {"top_p": 7}])
-def test_recommended_parameters_that_are_none_are_refused(tmp_path, config):
+def test_recommended_parameters_that_are_none_are_refused(tmp_path):
     with pytest.raises(ModelError, match=r"generation_config\.json cannot be used: "):
-        with_generation_config(tmp_path, config)
+        with_generation_config(tmp_path, [])
+
+
+def test_a_recommended_parameter_that_cannot_be_used_is_left_out(tmp_path):
+    params = with_generation_config(tmp_path, {"temperature": "warm", "top_p": 7, "top_k": 20.0}).llm
+    assert params.get_default_sampling_params() == SamplingParams(top_k=20)
 
 
 def test_a_parameter_that_is_assigned_is_checked_with_the_request(offline):

@@ -68,7 +68,40 @@ def test_the_file_is_read_as_vllm_reads_it(tmp_path):
     assert recommended_sampling(tmp_path) == {"temperature": 0.6, "top_k": 0, "max_tokens": 5}
 
 
-@pytest.mark.parametrize("content", ["[]", "{", '{"top_p": 3}', '{"temperature": "hot"}', "\xff"])
+@pytest.mark.parametrize(
+    ("key", "hint"),
+    [
+        ("top_p", 0.0),
+        ("top_p", 3),
+        ("temperature", "0.7"),
+        ("temperature", 30),
+        ("temperature", float("nan")),
+        ("top_k", "50"),
+        ("top_k", 50.5),
+        ("top_k", True),
+        ("top_k", [50]),
+        ("min_p", {"a": 1}),
+        ("repetition_penalty", 0),
+        ("max_new_tokens", 1e300),
+        ("max_new_tokens", -5),
+    ],
+)
+def test_a_hint_that_cannot_be_used_is_left_out_and_logged(tmp_path, caplog, key, hint):
+    path = tmp_path / "generation_config.json"
+    path.write_text(json.dumps({"min_p": 0.05, key: hint} if key != "min_p" else {key: hint}))
+    assert recommended_sampling(tmp_path) == ({"min_p": 0.05} if key != "min_p" else {})
+    (line,) = caplog.messages
+    assert line.startswith(f"{path}: {key} is ")
+
+
+def test_whole_numbers_may_be_written_with_a_point(tmp_path, caplog):
+    config = {"top_k": 50.0, "max_new_tokens": 7.0, "temperature": 1}
+    (tmp_path / "generation_config.json").write_text(json.dumps(config))
+    assert recommended_sampling(tmp_path) == {"top_k": 50, "max_tokens": 7, "temperature": 1}
+    assert not caplog.messages
+
+
+@pytest.mark.parametrize("content", ["[]", "{", "\xff"])
 def test_a_file_that_cannot_be_used_is_named_at_the_start_unless_it_is_not_read(tmp_path, content):
     path = tmp_path / "generation_config.json"
     path.write_text(content, encoding="latin-1")

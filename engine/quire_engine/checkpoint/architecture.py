@@ -1,0 +1,103 @@
+"""Which class a ``config.json`` asks for, by its ``architectures`` and its ``model_type``.
+
+``architectures`` may be missing, or name a class of code in the folder (``auto_map``), which is never run. Then the
+class of the model type counts, as in transformers with ``trust_remote_code=False``.
+"""
+
+import logging
+from pathlib import Path
+from typing import Any
+
+from quire_engine.errors import ModelError
+
+log = logging.getLogger(__name__)
+
+# The architectures that have own code, with their model types in config.json.
+SUPPORTED_ARCHITECTURES = {
+    "LlamaForCausalLM": "llama",
+    "MistralForCausalLM": "mistral",
+    "Qwen2ForCausalLM": "qwen2",
+    "Qwen3ForCausalLM": "qwen3",
+    "MixtralForCausalLM": "mixtral",
+    "Qwen3MoeForCausalLM": "qwen3_moe",
+}
+_OWN_CLASSES = {model_type: name for name, model_type in SUPPORTED_ARCHITECTURES.items()}
+POOLED_FORMS = ("Model", "ForSequenceClassification")
+"""How the names of a supported architecture end where its model pools prompts, in place of ForCausalLM."""
+GENERATING_FORMS = ("ForCausalLM", "LMHeadModel", "ForConditionalGeneration", "ModelWithLMHead", "Decoder")
+"""How the names of classes end that continue a text."""
+
+
+def architecture_of(path: Path, raw: dict[str, Any]) -> str:
+    """Returns the name of the model's class. Raises ``ModelError`` if there is none."""
+    names = _listed(raw)
+    if not names:
+        raise ModelError(f"{path} names no architecture, and no model_type that is known: add one of them.")
+    return names[0]
+
+
+def with_served_class(path: Path, raw: dict[str, Any]) -> dict[str, Any]:
+    """Returns ``raw`` with one architecture, as far as it can be found without transformers, which takes seconds to
+    import; where nothing is named but a model type, transformers is asked.
+
+    ``auto_map`` is dropped if a class with own code serves the model, and left for transformers' way otherwise.
+    """
+    names, model_type = _listed(raw), raw.get("model_type")
+    if model_type == "mistral" and "layer_types" in raw:  # transformers reads such a file as Ministral's
+        raw, model_type, names = {**raw, "model_type": "ministral"}, "ministral", ["MinistralForCausalLM"]
+    name = _own_class(names, model_type) or next(iter(names), None) or _class_of_type(model_type)
+    if name is None:
+        refuse_code(path, raw)
+        return raw
+    made = {**raw, "architectures": [name]}
+    own = own_model_type(name)
+    if own is not None and made.get("model_type", own) == own and made.pop("auto_map", None):
+        log.info("%s names code (auto_map), which is not run: the model runs as %s", path, name)
+    return made
+
+
+def refuse_code(path: Path, raw: dict[str, Any]) -> None:
+    """Raises ``ModelError`` if a model whose class is unknown brings code of its own."""
+    if raw.get("auto_map"):
+        name = next(iter(_listed(raw)), "a model")
+        raise ModelError(
+            f"{path} has auto_map, but code from a model folder is never run, and no other class serves {name} of type "
+            f"{raw.get('model_type')!r}."
+        )
+
+
+def own_model_type(architecture: str) -> str | None:
+    """Returns the model type of an architecture that has own code, also in the forms that pool prompts; None for
+    others.
+    """
+    for form in POOLED_FORMS:
+        if architecture.endswith(form):
+            architecture = f"{architecture.removesuffix(form)}ForCausalLM"
+    return SUPPORTED_ARCHITECTURES.get(architecture)
+
+
+def _listed(raw: dict[str, Any]) -> list[str]:
+    """The names in ``architectures``, which some files have as one text, and others with nulls."""
+    names = raw.get("architectures")
+    return [name for name in (names if isinstance(names, list) else [names]) if isinstance(name, str) and name]
+
+
+def _own_class(names: list[str], model_type: object) -> str | None:
+    """The class of a model type that has own code: the first of ``names`` that is a form of it, or the one that
+    continues a text if all names are of such classes. None if there is no own code, or if a name says otherwise.
+    """
+    own = _OWN_CLASSES.get(model_type) if isinstance(model_type, str) else None
+    named = next((name for name in names if own_model_type(name) == model_type), None)
+    if own is None or named is not None:
+        return named
+    return own if all(name.endswith(GENERATING_FORMS) for name in names) else None
+
+
+def _class_of_type(model_type: object) -> str | None:
+    """transformers' class for a model type; None if it has none that makes text."""
+    if not isinstance(model_type, str):
+        return None
+    from transformers.models.auto import modeling_auto as auto
+
+    named: str | None = auto.MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.get(model_type)
+    return named or auto.MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES.get(model_type)
