@@ -23,6 +23,7 @@ _RECOMMENDED = {
     **{name: name for name in ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")},
     "max_new_tokens": "max_tokens",
 }
+_MOST = 2**31
 _WHOLE = ("top_k", "max_new_tokens")  # some files have them as 50.0
 _SIZES = (
     "model_type",
@@ -100,6 +101,8 @@ def _usable(path: Path, name: str, hint: object) -> Iterator[float]:
     try:
         if not isinstance(value, int | float) or isinstance(value, bool):
             raise TypeError("it is not a number")
+        if name in _WHOLE and not (isinstance(value, int) and value < _MOST):
+            raise TypeError(f"it is not a whole number below {_MOST}")
         fields: dict[str, Any] = {_RECOMMENDED[name]: value}
         SamplingParams(**fields)
     except (ValueError, TypeError, OverflowError, QuireError) as error:

@@ -74,9 +74,21 @@ def test_a_name_that_clients_could_not_ask_for_is_changed(tmp_path: Path) -> Non
 
 @pytest.mark.parametrize("missing", ["tokenizer.json", "model.safetensors", "config.json"])
 def test_a_folder_that_lacks_a_file_is_refused(tmp_path: Path, missing: str) -> None:
-    folder = write(tmp_path, {name: each for name, each in model_files().items() if name != missing})
+    files = {name: each for name, each in model_files().items() if name not in (missing, "pytorch_model.bin")}
+    folder = write(tmp_path, files)
     with pytest.raises(ModelNotFoundError, match=f"not a model folder that can be served.*{missing}"):
         find_model(str(folder))
+
+
+def test_a_folder_in_another_form_is_refused_with_what_converts_it(tmp_path: Path) -> None:
+    pickled = {**model_files(), "pytorch_model.bin": b""}
+    del pickled["model.safetensors"]
+    with pytest.raises(ModelNotFoundError, match=r"pytorch_model\.bin is a pickle.* run python -c .* to convert it\."):
+        find_model(str(write(tmp_path / "pickle", pickled)))
+    slow = {**model_files(), "vocab.json": b"{}"}
+    del slow["tokenizer.json"]
+    with pytest.raises(ModelNotFoundError, match=r"vocab\.json is another form.* run python -c .* to convert it\."):
+        find_model(str(write(tmp_path / "slow", slow)))
 
 
 def test_a_folder_without_a_shard_is_refused(tmp_path: Path) -> None:

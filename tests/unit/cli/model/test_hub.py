@@ -159,7 +159,7 @@ def test_quantisation_that_the_model_cannot_have_is_refused_before(user: User) -
     ("without", "others", "part"),
     [
         ("model.safetensors", {}, "has no safetensors (but pytorch_model.bin, a pickle, which could run code): take"),
-        ("tokenizer.json", {}, "has no tokenizer.json: download it"),
+        ("tokenizer.json", {}, "has no tokenizer.json: take a copy that has one, or run python -c"),
         ("config.json", {"adapter_config.json": b"{}"}, "is an adapter (LoRA), not a model: serve its base model"),
         ("config.json", {"model_index.json": b"{}"}, "is a pipeline of diffusers"),
         ("config.json", {}, "has no config.json"),

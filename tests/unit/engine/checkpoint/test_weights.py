@@ -302,7 +302,7 @@ def cut(name: str, size: int) -> Breakage:
         (cut(SINGLE, 300), SINGLE),
         (cut(SINGLE, 5000), SINGLE),
         (containing(SINGLE, "x" * 5000), SINGLE),
-        (shutil.rmtree, "does not exist"),
+        (shutil.rmtree, "There is no model to load: no folder"),
     ],
 )
 def test_a_broken_folder_is_refused_in_one_sentence(folder: Path, broken: Breakage, named: str) -> None:
