@@ -175,7 +175,7 @@ VERSION := $(shell sed -n 's/^version = "\(.*\)"/\1/p' router/pyproject.toml)
 DEVICES ?= cpu
 DOCKER  ?= docker
 BUILD = $(DOCKER) build --build-arg VERSION=$(VERSION) --build-arg REVISION=$$(git rev-parse HEAD) \
-  $(foreach name,BASE BASE_DIGEST EXTRA_INDEX TORCH_CPU_INDEX TORCH_CUDA_INDEX FLASHINFER_INDEX,$(if $($(name)),--build-arg $(name)='$($(name))')) \
+  $(foreach name,BASE BASE_DIGEST EXTRA_INDEX TORCH_CPU_INDEX TORCH_CUDA_INDEX FLASHINFER_INDEX,$(if $(filter-out undefined,$(origin $(name))),--build-arg $(name)='$($(name))')) \
   $(BUILD_ARGS)
 
 clients: $(READY)

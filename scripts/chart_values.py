@@ -196,6 +196,8 @@ def _taken(setting: Schema, *, unit: str | None) -> Schema:
     if "const" in kind or "enum" in kind:
         return {"enum": kind.get("enum") or [kind["const"]]}
     taken = {name: kind[name] for name in _BOUNDS if name in kind}
+    if taken.get("type") == "array":
+        taken["items"] = {"type": "string"}
     # A bound of a schema holds for numbers alone, so the engine checks those that have a unit.
     return {**taken, "type": [kind["type"], "string"]} if unit else taken
 

@@ -19,9 +19,14 @@ METRICS = "v1beta1.external.metrics.k8s.io"
 
 def unavailable(cluster: Cluster, mode: str) -> str | None:
     """Why a mode cannot be tried, or None."""
-    has_keda = cluster.serves("keda.sh/v1alpha1")
     if mode == "keda":
-        return None if has_keda else "KEDA is not installed"
+        if not cluster.serves("keda.sh/v1alpha1"):
+            return "KEDA is not installed"
+        # Definitions alone scale nothing.
+        running = cluster.kubectl(
+            "get", "deployments", "--namespace", "keda", "--output", "jsonpath={..availableReplicas}"
+        )
+        return None if running.strip() else "KEDA's definitions are there, and its operator is not running"
     if METRICS in cluster.kubectl("get", "apiservices", "--output", "name"):
         return f"{METRICS} has a server already"
     return None if cluster.minor() >= 37 else "a HorizontalPodAutoscaler goes to none from Kubernetes 1.37 on"

@@ -26,7 +26,7 @@ OF_GROUPS = {name for name in EngineConfig.model_fields if name.startswith("data
 """Those of engines that share experts, each of which needs an address: the chart makes no such groups."""
 SET_FOR_ROUTERS = {
     "engine_dns_period", "http_port", "grpc_port", "journal_file", "journal_max_bytes", "metrics_port",
-    "oidc_ca_file", "scaling_client_ca", "scaling_client_name", "scaling_namespace", "engine_api_key",
+    "scaling_client_ca", "scaling_client_name", "scaling_namespace", "engine_api_key",
     "picker_cert", "picker_key", "picker_client_ca",
 }  # fmt: skip
 """Settings of the router that the chart leaves as they are."""

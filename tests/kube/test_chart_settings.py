@@ -1,6 +1,8 @@
 """The settings that the chart renders are valid: the services' own settings classes read the manifests."""
 
 import copy
+import math
+from typing import Any
 
 import pytest
 
@@ -8,6 +10,7 @@ from tests.kube.conftest import Examples
 from tests.kube.helm import Helm
 from tests.kube.manifests import components, matches
 from tests.kube.settings import Reader, environment
+from tests.kube.test_chart_flags import FLAGS, snake
 from tests.kube.values import EXAMPLES, example_values, with_values
 
 PORTS = {
@@ -67,6 +70,68 @@ def test_routers_look_for_engines_that_others_have_written_too(helm: Helm, reade
     engines = reader.read(release, router).engine
     assert engines[1:] == others
     assert len(engines) == 2 + 1
+
+
+VALUES = {
+    "boolean": [True, False],
+    "string": ["text"],
+    "array": [["a=/x"], ["a=/x", "b=/y"]],
+    "integer": [1 << 24],
+    "number": [0.25],
+}
+
+
+def values_of(flag: str) -> list[Any]:
+    """Returns a few values of each kind that a flag takes, by its schema; its numbers need not be within its bounds."""
+    schema = FLAGS[flag]
+    if "enum" in schema:
+        return list(schema["enum"])
+    types = schema["type"] if isinstance(schema["type"], list) else [schema["type"]]
+    values = [value for kind in types for value in VALUES[kind]]
+    return [value for value in values if not _is_out_of_bounds(schema, value)] or [
+        schema.get("maximum", schema.get("minimum"))
+    ]
+
+
+def _is_out_of_bounds(schema: dict[str, Any], value: Any) -> bool:
+    if isinstance(value, bool) or not isinstance(value, int | float):
+        return False
+    return value > schema.get("maximum", math.inf) or value < schema.get("minimum", -math.inf)
+
+
+def as_variable(value: Any) -> str:
+    """Returns a value as the services read it from a variable."""
+    if isinstance(value, bool):
+        return str(value).lower()
+    return ",".join(value) if isinstance(value, list) else str(value)
+
+
+@pytest.mark.parametrize("flag", FLAGS)
+def test_a_flag_of_any_kind_is_rendered_as_the_engine_reads_it(helm: Helm, flag: str) -> None:
+    for value in values_of(flag):
+        release = helm.render(with_values(example_values("cpu-demo"), models__demo__flags={flag: value}))
+        (engine,) = components(release, "engine")
+        assert environment(engine.containers[0])[f"QUIRE_ENGINE_{snake(flag).upper()}"] == as_variable(value)
+
+
+@pytest.mark.parametrize("modules", [["polite=/adapters/polite"], ["polite=/adapters/polite", "sql=/adapters/sql"]])
+def test_a_list_of_adapters_reaches_the_engine(helm: Helm, reader: Reader, modules: list[str]) -> None:
+    flags = {"enableLora": True, "loraModules": modules}
+    release = helm.render(with_values(example_values("cpu-demo"), models__demo__flags=flags))
+    (engine,) = components(release, "engine")
+    assert reader.read(release, engine).lora_modules == modules
+
+
+def test_sizes_and_durations_of_values_may_have_units(helm: Helm, reader: Reader) -> None:
+    changes = {
+        "models__demo__flags": {"kvCacheMemory": "256MiB", "stallTimeout": "2m"},
+        "router__limits__maxBodyBytes": "8Mi",
+    }
+    release = helm.render(with_values(example_values("cpu-demo"), **changes))
+    (engine,), (router,) = components(release, "engine"), components(release, "router")
+    assert reader.read(release, engine).kv_cache_memory == 256 << 20
+    assert reader.read(release, engine).stall_timeout == 120
+    assert reader.read(release, router).max_body_bytes == 8 << 20
 
 
 def test_a_flag_with_a_digit_in_it_reaches_the_engine(helm: Helm, reader: Reader) -> None:

@@ -1,8 +1,11 @@
 {{/* How values become environment variables. */}}
 
-{{/* A number or a word as a program reads it: numbers of values are floating, and large ones would have an exponent. */}}
+{{/* A number, a word or a list as a program reads it. Numbers of values are floating, and large ones would have an exponent; lists
+     have commas. */}}
 {{- define "quire.scalar" -}}
-{{- if kindIs "float64" . -}}
+{{- if kindIs "slice" . -}}
+{{- join "," . -}}
+{{- else if kindIs "float64" . -}}
 {{- ternary (printf "%.0f" .) (printf "%v" .) (eq . (floor .)) -}}
 {{- else -}}
 {{- . -}}
@@ -32,9 +35,17 @@
 {{- if and (regexMatch "(HTTPS?|ALL)_PROXY" $names) (not (contains "NO_PROXY" $names)) }}
 {{- range list "NO_PROXY" "no_proxy" }}
 - name: {{ . }}
-  value: localhost,127.0.0.1,.svc,.{{ $.root.Values.clusterDomain }},$(KUBERNETES_SERVICE_HOST),10.0.0.0/8,172.16.0.0/12,192.168.0.0/16
+  value: localhost,127.0.0.1,.svc,.{{ $.root.Values.clusterDomain }},{{ with include "quire.tracingHost" $.root }}{{ . }},{{ end }}$(KUBERNETES_SERVICE_HOST),10.0.0.0/8,172.16.0.0/12,192.168.0.0/16
 {{- end }}
 {{- end }}
+{{- end -}}
+
+{{/* The host of the collector of traces, if there is one: in the cluster a name may have two parts, which no pattern covers. Takes
+     the root. */}}
+{{- define "quire.tracingHost" -}}
+{{- with .Values.telemetry.otlpEndpoint -}}
+{{- regexReplaceAll "^(?:[a-z]+://)?(?:\\[([^]]*)\\]|([^:/]*)).*$" . "${1}${2}" -}}
+{{- end -}}
 {{- end -}}
 
 {{/* The env of tracing. Takes the root. */}}

@@ -51,7 +51,7 @@
 {{- end -}}
 {{- $own := dict -}}
 {{- range $volume := .values.volumes -}}
-{{- if or (has $volume.name (list "tmp" "kernels" "shared-memory" "tls" "tenants" "targets" "redis-password" "redis-ca" "scaling" "keda" "trust")) (hasPrefix "model-" $volume.name) (hasKey $own $volume.name) -}}
+{{- if or (has $volume.name (list "tmp" "kernels" "shared-memory" "tls" "tenants" "targets" "redis-password" "redis-ca" "oidc-ca" "scaling" "keda" "trust")) (hasPrefix "model-" $volume.name) (hasKey $own $volume.name) -}}
 {{- fail (printf "%s.volumes has a volume %s, and there is one of that name already: give it another." $path $volume.name) -}}
 {{- end -}}
 {{- $_ := set $own $volume.name false -}}
@@ -228,8 +228,8 @@
 {{- if and $oidc.issuerUrl (not $oidc.clientId) -}}
 {{- fail "router.auth.oidc.issuerUrl is set and router.auth.oidc.clientId is empty: tokens for anybody would be accepted. Set it to the audience that tokens for this service have." -}}
 {{- end -}}
-{{- if and (not $oidc.issuerUrl) (or $oidc.clientId $oidc.jwksUrl) -}}
-{{- fail "router.auth.oidc.clientId or jwksUrl is set and router.auth.oidc.issuerUrl is empty: name the issuer of tokens." -}}
+{{- if and (not $oidc.issuerUrl) (or $oidc.clientId $oidc.jwksUrl $oidc.caSecret) -}}
+{{- fail "router.auth.oidc.clientId, jwksUrl or caSecret is set and router.auth.oidc.issuerUrl is empty: name the issuer of tokens." -}}
 {{- end -}}
 {{- if and (ne $auth.mode "existing") $auth.existingSecret -}}
 {{- fail (printf "router.auth.existingSecret is %s and router.auth.mode is %s: the Secret is used with mode existing only." $auth.existingSecret $auth.mode) -}}

@@ -2,6 +2,7 @@
 
 import json
 import logging
+import socket
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from http import HTTPStatus
 from http.server import ThreadingHTTPServer
@@ -395,7 +396,7 @@ class ProbeServer:
 
         Handler.registry = registry
         try:
-            self._server = ThreadingHTTPServer((host, port), Handler)
+            self._server = _server_class(host, port)((host, port), Handler)
         except OSError as error:
             raise OSError(describe_listen_error("--metrics-port", host, port, error)) from error
         self._server.daemon_threads = True
@@ -406,6 +407,21 @@ class ProbeServer:
         """Stops serving."""
         self._server.shutdown()
         self._server.server_close()
+
+
+def _server_class(host: str, port: int) -> type[ThreadingHTTPServer]:
+    """Returns a server for the family of an address. ``::`` takes IPv4 too, as gRPC's ports do. Raises ``OSError``."""
+    family, *_ = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)[0]
+
+    class Server(ThreadingHTTPServer):
+        address_family = family
+
+        def server_bind(self) -> None:
+            if self.address_family == socket.AF_INET6:
+                self.socket.setsockopt(socket.IPPROTO_IPV6, socket.IPV6_V6ONLY, 0)
+            super().server_bind()
+
+    return Server
 
 
 def describe_listen_error(flag: str, host: str, port: int, error: OSError) -> str:

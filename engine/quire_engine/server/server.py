@@ -186,7 +186,7 @@ class EngineServer:
         port = _listen(server, self._config.host, self._config.port, self._certificates)
         await server.start()
         name, over = self._description.served_model_names[0], "" if self._certificates is None else " over TLS"
-        log.info("serving %s on %s:%d%s", name, self._config.host, port, over)
+        log.info("serving %s on %s%s", name, join_host_port(self._config.host, port), over)
         return server, checks
 
     def _run_core(self) -> None:

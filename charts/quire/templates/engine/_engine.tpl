@@ -54,6 +54,10 @@ spec:
   securityContext:
     {{- include "quire.podSecurity" (dict "user" $.root.Values.security.runAsUser "group" $.root.Values.security.runAsGroup) | nindent 4 }}
   {{- include "quire.scheduling" (merge (dict "placement" $.model) (pick $ "root" "component" "key")) | trim | nindent 2 }}
+  {{- with $.model.resourceClaims }}
+  resourceClaims:
+    {{- toYaml . | nindent 4 }}
+  {{- end }}
   {{- with $.model.schedulerName }}
   schedulerName: {{ . | quote }}
   {{- end }}

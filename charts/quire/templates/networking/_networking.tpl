@@ -14,20 +14,23 @@
         cidr: {{ . | quote }}
     {{- end }}
   ports:
-    - port: 53
+    {{- range .Values.networkPolicy.dnsPorts }}
+    - port: {{ int . }}
       protocol: UDP
-    - port: 53
+    - port: {{ int . }}
       protocol: TCP
+    {{- end }}
 {{- end -}}
 
-{{/* Egress to addresses. Takes cidrs and ports. */}}
+{{/* Egress to addresses; without any to every address, as no block of addresses has nodes of the cluster in it for some plugins. Takes
+     cidrs and ports. */}}
 {{- define "quire.cidrEgress" -}}
-- to:
-    {{- range .cidrs }}
+- {{ with .cidrs }}to:
+    {{- range . }}
     - ipBlock:
         cidr: {{ . | quote }}
     {{- end }}
-  ports:
+  {{ end }}ports:
     {{- range .ports }}
     - port: {{ int . }}
     {{- end }}
@@ -39,8 +42,7 @@
 {{- $ports := default (list 443) $policy.downloadPorts -}}
 {{- range .sources -}}
 {{- with (default dict .download).endpoint -}}
-{{- $host := regexReplaceAll "^https?://([^/]*).*$" . "${1}" -}}
-{{- $ports = append $ports (regexFind ":[0-9]+$" $host | trimPrefix ":" | default (ternary "443" "80" (hasPrefix "https:" .))) -}}
+{{- $ports = append $ports (include "quire.urlPort" .) -}}
 {{- end -}}
 {{- end -}}
 {{- if include "quire.downloads" . -}}
@@ -55,6 +57,26 @@
 {{- with .Values.telemetry.otlpEndpoint }}
 - ports:
     - port: {{ regexFind "[0-9]+$" (trimSuffix "/" .) | default (ternary "443" "4317" (hasPrefix "https:" .)) }}
+{{- end }}
+{{- end -}}
+
+{{/* The port of a URL. Takes it. */}}
+{{- define "quire.urlPort" -}}
+{{- $host := regexReplaceAll "^https?://([^/]*).*$" . "${1}" -}}
+{{- regexFind ":[0-9]+$" $host | trimPrefix ":" | default (ternary "443" "80" (hasPrefix "https:" .)) -}}
+{{- end -}}
+
+{{/* Egress to the issuer of tokens, whose name no policy can have, if there is one. Takes the root. */}}
+{{- define "quire.oidcEgress" -}}
+{{- with default dict .Values.router.auth.oidc }}
+{{- if .issuerUrl }}
+{{- $ports := list (include "quire.urlPort" .issuerUrl) }}
+{{- with .jwksUrl }}{{ $ports = append $ports (include "quire.urlPort" .) }}{{ end }}
+- ports:
+    {{- range uniq $ports }}
+    - port: {{ . }}
+    {{- end }}
+{{- end }}
 {{- end }}
 {{- end -}}
 

@@ -81,6 +81,10 @@
 - name: QUIRE_ROUTER_OIDC_JWKS_URL
   value: {{ . | quote }}
 {{- end }}
+{{- if .caSecret }}
+- name: QUIRE_ROUTER_OIDC_CA_FILE
+  value: /etc/quire/oidc/ca.crt
+{{- end }}
 {{- end }}
 {{- end }}
 {{- end -}}
@@ -179,6 +183,11 @@
   mountPath: /etc/quire/redis
   readOnly: true
 {{- end }}
+{{- if include "quire.hasOidcCa" . }}
+- name: oidc-ca
+  mountPath: /etc/quire/oidc
+  readOnly: true
+{{- end }}
 {{- if eq .Values.autoscaling.mode "hpa" }}
 - name: scaling
   mountPath: /etc/quire/scaling
@@ -228,6 +237,15 @@
       - key: {{ .Values.redis.external.tls.caKey | quote }}
         path: ca.crt
 {{- end }}
+{{- if include "quire.hasOidcCa" . }}
+- name: oidc-ca
+  secret:
+    secretName: {{ .Values.router.auth.oidc.caSecret | quote }}
+    defaultMode: 0440
+    items:
+      - key: {{ default "ca.crt" .Values.router.auth.oidc.caKey | quote }}
+        path: ca.crt
+{{- end }}
 {{- if eq .Values.autoscaling.mode "hpa" }}
 - name: scaling
   secret:
@@ -252,4 +270,9 @@
 {{/* Whether Redis' certificate is checked with an authority of its own. Takes the root. */}}
 {{- define "quire.hasRedisCa" -}}
 {{- if and (eq .Values.redis.mode "external") .Values.redis.external.tls.caSecret -}}true{{- end -}}
+{{- end -}}
+
+{{/* Whether the issuer's certificate is checked with an authority of its own. Takes the root. */}}
+{{- define "quire.hasOidcCa" -}}
+{{- with default dict .Values.router.auth.oidc -}}{{- if and .issuerUrl .caSecret -}}true{{- end -}}{{- end -}}
 {{- end -}}

@@ -46,12 +46,7 @@ spec:
   enableServiceLinks: false
   securityContext:
     {{- include "quire.podSecurity" (dict "user" $values.security.runAsUser "group" $values.security.runAsGroup) | nindent 4 }}
-  {{- with $values.image.pullSecrets }}
-  imagePullSecrets:
-    {{- range . }}
-    - name: {{ . | quote }}
-    {{- end }}
-  {{- end }}
+  {{- include "quire.scheduling" (merge (dict "placement" $values.tests) $of) | trim | nindent 2 }}
   containers:
     - name: {{ .api }}
       image: {{ include "quire.routerImage" .root | quote }}
@@ -91,11 +86,7 @@ spec:
               key: {{ $values.router.auth.apiKeysKey | quote }}
         {{- end }}
       resources:
-        requests:
-          cpu: 100m
-          memory: 128Mi
-        limits:
-          memory: 256Mi
+        {{- toYaml $values.tests.resources | nindent 8 }}
       securityContext:
         {{- include "quire.containerSecurity" true | nindent 8 }}
 {{- end -}}
