@@ -413,7 +413,7 @@ def _server_class(host: str, port: int) -> type[ThreadingHTTPServer]:
     """Returns a server for the family of an address. ``::`` takes IPv4 too, as gRPC's ports do. Raises ``OSError``."""
     family, *_ = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)[0]
 
-    class Server(ThreadingHTTPServer):
+    class ProbeHttpServer(ThreadingHTTPServer):
         address_family = family
 
         def server_bind(self) -> None:
@@ -421,7 +421,7 @@ def _server_class(host: str, port: int) -> type[ThreadingHTTPServer]:
                 self.socket.setsockopt(socket.IPPROTO_IPV6, socket.IPV6_V6ONLY, 0)
             super().server_bind()
 
-    return Server
+    return ProbeHttpServer
 
 
 def describe_listen_error(flag: str, host: str, port: int, error: OSError) -> str:

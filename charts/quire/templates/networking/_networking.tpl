@@ -14,7 +14,7 @@
         cidr: {{ . | quote }}
     {{- end }}
   ports:
-    {{- range .Values.networkPolicy.dnsPorts }}
+    {{- range default (list 53) .Values.networkPolicy.dnsPorts }}
     - port: {{ int . }}
       protocol: UDP
     - port: {{ int . }}

@@ -86,7 +86,8 @@ spec:
               key: {{ $values.router.auth.apiKeysKey | quote }}
         {{- end }}
       resources:
-        {{- toYaml $values.tests.resources | nindent 8 }}
+        {{- /* Upgrades that reuse the values of a release before this one have none. */}}
+        {{- toYaml (default (dict "requests" (dict "cpu" "100m" "memory" "128Mi") "limits" (dict "memory" "256Mi")) $values.tests.resources) | nindent 8 }}
       securityContext:
         {{- include "quire.containerSecurity" true | nindent 8 }}
 {{- end -}}
