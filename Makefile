@@ -19,7 +19,7 @@ export TORCH_SIZE
 # Hundreds of processes start in the tests: what Python compiles of our sources is kept, whatever the user's shell says.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: up test ready system programs kernels bytecode cluster-test soak chaos lint types style layers bench bench-router bench-scale bench-simulation bench-fleet peers clients images dist first-hour proto proto-check clean help
+.PHONY: up test ready system programs kernels bytecode cluster-test soak chaos lint types style layers bench bench-router bench-scale bench-simulation bench-fleet peers peer-suites clients images dist first-hour proto proto-check clean help
 
 help:
 	@echo "make up [MODEL=/path/to/folder] [NAME=name] [ENGINES=2] [ARGS='--port 80']   quire serve, from this checkout"
@@ -30,6 +30,7 @@ help:
 	@echo "make lint                                     style, types, stale stubs"
 	@echo "make bench [ARGS='--rounds 3']                speed, offline and served, beside installed peers', and more; then one table"
 	@echo "make peers                                    vLLM's CPU build and llama.cpp, each in an environment of its own"
+	@echo "make peer-suites [ARGS='vllm']                the HTTP tests of vLLM, llama.cpp and SGLang, against Quire; new parameters of theirs"
 	@echo "make clients [OPEN_WEBUI=1]                   clients that others wrote, installed in .clients, talk to a router"
 	@echo "make bench-router                             what the router costs, and what some clients do to others"
 	@echo "make bench-scale                              what fleets of 10 to 1,000 engines cost a router (ten minutes)"
@@ -163,6 +164,10 @@ bench-scale: $(READY)
 
 peers:
 	scripts/peers.sh .peers $(PYTHON)
+
+peer-suites: $(READY)
+	PYTHON=$(PYTHON) scripts/peer_suites.sh .run/peers
+	$(BIN)/python -m tests.peers.run .run/peers $(ARGS)
 
 bench-simulation: $(READY)
 	$(BIN)/python -m tests.bench.simulation $(TRACE) $(ARGS)

@@ -1,0 +1,1 @@
+"""Other servers' own HTTP suites, run against ``quire serve``, and lists of their parameters."""

@@ -1,0 +1,32 @@
+"""Makes the small checkpoints that stand for other projects' models: ``python -m tests.peers.checkpoints FOLDER``."""
+
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+from tests.support.sentence_folders import cross_encoder_folder, encoder_folder
+
+ROOT = Path(__file__).parents[2]
+
+
+def flags_in(text: str) -> list[str]:
+    """Returns the flags that a help text lists."""
+    return sorted(set(re.findall(r"^\s+(--[a-z][a-z-]*)", text, re.MULTILINE)))
+
+
+def main(folder: Path) -> None:
+    """Makes what is missing in the folder: a chat model, an encoder and a cross-encoder, and the list of flags."""
+    folder.mkdir(parents=True, exist_ok=True)
+    if not (folder / "chat").exists():
+        (folder / "chat").symlink_to(ROOT / "demo" / "model")
+    for name, make in (("embed", encoder_folder), ("rerank", cross_encoder_folder)):
+        if not (folder / name).exists():
+            make(folder / name)
+    command = [sys.executable, "-m", "quire_cli.main", "serve", "--help"]
+    shown = subprocess.run(command, capture_output=True, text=True, check=True).stdout
+    (folder / "flags.txt").write_text("\n".join(flags_in(shown)))
+
+
+if __name__ == "__main__":
+    main(Path(sys.argv[1]))

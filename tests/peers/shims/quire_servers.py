@@ -1,0 +1,137 @@
+"""Servers of Quire in place of another project's: what its tests would start becomes a ``quire serve``.
+
+The shims of this folder are loaded into environments of other projects, so this file imports the standard library only.
+"""
+
+import atexit
+import json
+import os
+import shlex
+import socket
+import subprocess
+import time
+import urllib.request
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+KEPT = 2
+"""Servers that run at a time. Most modules of a suite start one of their own."""
+
+_START_SECONDS = 240
+_KINDS = {
+    "rerank": ("reranker", "cross-encoder", "rerank"),
+    "embed": ("e5-", "bge-", "minilm", "embed", "gte-", "jina", "arctic", "bert"),
+}
+"""Words in the names of models, by the checkpoint that stands for them; all others are the chat model."""
+_OWN = {"--port", "--host", "--model", "--seed", "--served-model-name", "--http-port"}
+_DROPPED = {"--dtype", "--gpu-memory-utilization", "--device", "--kv-cache-memory-bytes", "--block-size"}
+"""Flags about the hardware that the other project's tests run on."""
+
+
+def checkpoint_kind(model: str) -> str:
+    """Returns which checkpoint stands for a model: ``chat``, ``embed`` or ``rerank``."""
+    name = model.lower()
+    return next((kind for kind, words in _KINDS.items() if any(word in name for word in words)), "chat")
+
+
+def options(arguments: Iterable[str]) -> list[tuple[str, list[str]]]:
+    """Returns the flags of a command line, each with its values."""
+    found: list[tuple[str, list[str]]] = []
+    for argument in arguments:
+        if argument.startswith("--"):
+            name, equals, value = argument.partition("=")
+            found.append((name, [value] if equals else []))
+        elif found:
+            found[-1][1].append(argument)
+    return found
+
+
+def serve_arguments(model: str, arguments: Sequence[str], known: frozenset[str], max_len: int) -> list[str]:
+    """Returns the arguments of ``quire serve`` for those of another server: flags that both have, but for the
+    hardware's, and no longer context than the checkpoint has.
+    """
+    given = options(arguments)
+    names = [value for name, values in given if name == "--served-model-name" for value in values]
+    chosen = ["--served-model-name", ",".join(names or [model])]
+    for name, values in given:
+        too_long = name == "--max-model-len" and not (values and values[0].isdigit() and int(values[0]) <= max_len)
+        if name in known and name not in _OWN | _DROPPED and not too_long:
+            chosen += [name, *values]
+    return chosen
+
+
+@dataclass
+class Server:
+    """A running ``quire serve``."""
+
+    process: subprocess.Popen[bytes]
+    port: int
+
+    def stop(self) -> None:
+        """Ends it and what it started."""
+        self.process.terminate()
+        try:
+            self.process.wait(20)
+        except subprocess.TimeoutExpired:
+            self.process.kill()
+            self.process.wait()
+
+
+class Servers:
+    """The servers of one run, kept by their arguments while later tests may want the same."""
+
+    def __init__(self) -> None:
+        self._command = shlex.split(os.environ["QUIRE_COMMAND"])
+        self._checkpoints = Path(os.environ["QUIRE_CHECKPOINTS"])
+        self._known = frozenset((self._checkpoints / "flags.txt").read_text().split())
+        self._running: dict[tuple[str, ...], Server] = {}
+        atexit.register(self.stop)
+
+    def get(self, model: str, arguments: Sequence[str]) -> Server:
+        """Returns a server of the checkpoint that stands for ``model``. Raises ``RuntimeError`` if none starts."""
+        folder = self.folder(model)
+        config = json.loads((folder / "config.json").read_text())
+        own = serve_arguments(model, arguments, self._known, config.get("max_position_embeddings", 512))
+        key = (str(folder), *own)
+        server = self._running.pop(key, None)
+        if server is None or server.process.poll() is not None:
+            while len(self._running) >= KEPT:
+                self._running.pop(next(iter(self._running))).stop()
+            server = self._start(key)
+        self._running[key] = server
+        return server
+
+    def folder(self, model: str) -> Path:
+        """Returns the folder of the checkpoint that stands for a model."""
+        return self._checkpoints / checkpoint_kind(model)
+
+    def _start(self, key: tuple[str, ...]) -> Server:
+        port = free_port()
+        log = (self._checkpoints / f"server-{port}.log").open("wb")
+        fixed = ["--port", str(port), "--no-journal", "--device", "cpu", "--max-num-seqs", "16"]
+        flags = [*key, *(each for each in fixed if "--max-num-seqs" not in key or each not in fixed[-2:])]
+        process = subprocess.Popen([*self._command, "serve", *flags], stdout=log, stderr=log)
+        server = Server(process, port)
+        deadline = time.monotonic() + _START_SECONDS
+        while time.monotonic() < deadline and process.poll() is None:
+            try:
+                with urllib.request.urlopen(f"http://127.0.0.1:{port}/ready", timeout=2):
+                    return server
+            except OSError:
+                time.sleep(0.3)
+        server.stop()
+        raise RuntimeError(f"quire serve {shlex.join(key)} did not start: see {log.name}")
+
+    def stop(self) -> None:
+        """Ends all of them."""
+        for server in self._running.values():
+            server.stop()
+        self._running.clear()
+
+
+def free_port() -> int:
+    """Returns a port that nothing listens on."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])

@@ -1,0 +1,88 @@
+"""A pytest plugin for vLLM's tests: their ``RemoteOpenAIServer`` is a server of Quire. It replaces ``tests.utils``,
+whose own imports need vLLM's compiled parts.
+"""
+
+import sys
+import types
+from typing import Any
+
+import anthropic
+import openai
+import pytest
+import quire_servers
+import transformers
+
+SERVERS = quire_servers.Servers()
+
+
+class RemoteOpenAIServer:
+    """What vLLM's tests call a server, with the methods that they use."""
+
+    DUMMY_API_KEY = "token-abc123"
+
+    def __init__(self, model: str, vllm_serve_args: list[str], **_: object) -> None:
+        self.host = "127.0.0.1"
+        self.port = SERVERS.get(model, [str(each) for each in vllm_serve_args]).port
+
+    def __enter__(self) -> "RemoteOpenAIServer":
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        """The server is kept for the next module that wants the same."""
+
+    @property
+    def url_root(self) -> str:
+        """The address, without a path."""
+        return f"http://{self.host}:{self.port}"
+
+    def url_for(self, *parts: str) -> str:
+        """Returns the address of a path."""
+        return "/".join([self.url_root, *(part.strip("/") for part in parts if part)])
+
+    def get_client(self, **options: Any) -> openai.OpenAI:
+        """Returns OpenAI's client of it."""
+        return openai.OpenAI(base_url=self.url_for("v1"), **self._options(options))
+
+    def get_async_client(self, **options: Any) -> openai.AsyncOpenAI:
+        """Returns OpenAI's asynchronous client of it."""
+        return openai.AsyncOpenAI(base_url=self.url_for("v1"), **self._options(options))
+
+    def get_client_anthropic(self, **options: Any) -> anthropic.Anthropic:
+        """Returns Anthropic's client of it."""
+        return anthropic.Anthropic(base_url=self.url_root, **self._options(options))
+
+    def get_async_client_anthropic(self, **options: Any) -> anthropic.AsyncAnthropic:
+        """Returns Anthropic's asynchronous client of it."""
+        return anthropic.AsyncAnthropic(base_url=self.url_root, **self._options(options))
+
+    def _options(self, options: dict[str, Any]) -> dict[str, Any]:
+        return {"api_key": self.DUMMY_API_KEY, "max_retries": 0, "timeout": 100, **options}
+
+
+def _unneeded(name: str) -> Any:
+    """Returns what stands for other names of ``tests.utils``: marks and decorators, which do nothing here."""
+    if name.startswith("__"):
+        raise AttributeError(name)
+    if name.isupper():
+        return []
+    return lambda function=None, *_, **__: function if callable(function) else (lambda inner: inner)
+
+
+utils = types.ModuleType("tests.utils")
+utils.RemoteOpenAIServer = RemoteOpenAIServer  # type: ignore[attr-defined]
+utils.__getattr__ = _unneeded  # type: ignore[method-assign]
+sys.modules["tests.utils"] = utils
+
+_from_pretrained = transformers.AutoTokenizer.from_pretrained
+
+
+def _tokenizer(name: str, *arguments: Any, **options: Any) -> Any:
+    return _from_pretrained(str(SERVERS.folder(str(name))), *arguments, **{**options, "trust_remote_code": False})
+
+
+transformers.AutoTokenizer.from_pretrained = _tokenizer
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Keeps the tests of one server together."""
+    items.sort(key=lambda item: item.nodeid.partition("::")[0])
