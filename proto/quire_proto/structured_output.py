@@ -8,6 +8,8 @@ from quire_proto.errors import invalid
 
 MAX_TEXT = 1 << 16
 MAX_OPTIONS = 1024
+AVOID = "x-avoid"
+"""A key of a whole schema: texts that no string and no name may contain as it is written."""
 
 
 class StructuredKind(StrEnum):

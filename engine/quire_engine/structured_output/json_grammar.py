@@ -9,6 +9,8 @@ import json
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
+from quire_proto.structured_output import AVOID
+
 from quire_engine.structured_output.expressions import (
     CHARACTER,
     Expression,
@@ -34,8 +36,6 @@ from quire_engine.structured_output.schema_shapes import (
 
 # One space, or one line break with its indentation: JSON as models write it, without endless whitespace.
 WHITESPACE = r"( |\n[ \t]{0,32})"
-AVOID = "x-avoid"
-"""A key of a whole schema: texts that no string or name may contain as it is written."""
 _HEADER = f'%llguidance {{"ignore_once": true}}\n%ignore /{WHITESPACE}/'
 _COMMA = '","'
 _MAX_STATES = 4000  # of one object whose properties are counted
@@ -46,9 +46,10 @@ def json_grammar(schema: Any) -> str:
     """The grammar of the values of ``schema``. Raises ``SchemaError`` for one that cannot be enforced or satisfied, and
     ``RecursionError`` for one that is nested too deeply.
     """
-    avoid = schema.get(AVOID, ()) if isinstance(schema, Mapping) else ()
+    avoid = schema.get(AVOID) if isinstance(schema, Mapping) else None
+    marks = [each for each in avoid if isinstance(each, str) and each] if isinstance(avoid, list) else []
     reader = SchemaReader(schema)
-    return _Writer([str(each) for each in avoid if each]).grammar(reader.read(), reader.nodes)
+    return _Writer(marks).grammar(reader.read(), reader.nodes)
 
 
 def _quoted(text: str) -> str:

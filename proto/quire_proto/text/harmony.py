@@ -107,9 +107,19 @@ class HarmonyParser(StreamParser):
             for mark in ENDS:
                 if (yield from self._reads(mark.removeprefix(_MARK))):
                     return mark if mark in (START, CHANNEL) else ""
+            if self._is_cut_here and self._begins_mark():
+                break
             emit(_MARK)
-        emit(search.take())
+        rest = search.take()
+        emit("" if self._is_cut else rest)
         return ""
+
+    def _begins_mark(self) -> bool:
+        """Whether the rest of the output is the beginning of a mark that ends a message. It is dropped."""
+        rest = self._source.take_rest()
+        begins = any(mark.removeprefix(_MARK).startswith(rest) for mark in ENDS)
+        self._source.put_back("" if begins else rest)
+        return begins
 
     def _emit_content(self, text: str) -> None:
         if text:

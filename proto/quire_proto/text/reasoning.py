@@ -98,9 +98,15 @@ class ReasoningParser:
             self._state()
         return self._drain()
 
-    def finish(self) -> list[OutputPart]:
-        """Returns what was held back, at the end of the output."""
-        self._emit(self._space.take() + self._begin_marker.take() + self._gap.take() + self._end_marker.take())
+    def finish(self, *, cut: bool = False) -> list[OutputPart]:
+        """Returns what was held back, at the end of the output. The beginning of a mark at the end of an output that
+        was ``cut`` is dropped.
+        """
+        space, begun, gap, ended = (
+            each.take() for each in (self._space, self._begin_marker, self._gap, self._end_marker)
+        )
+        if not cut or not (begun or ended):
+            self._emit(space + begun + gap + ended)
         return self._drain()
 
     def _read_start(self) -> None:

@@ -98,6 +98,13 @@ class StreamReader:
         self.advance(at)
         return text
 
+    def take_rest(self) -> str:
+        """All the text that is left."""
+        rest = TextBuffer()
+        while self.has_more():
+            rest.push(self.take(len(self.text)))
+        return rest.take()
+
     def space_end(self, end: int | None = None) -> int:
         """The index at which white space that begins at the cursor ends, at most ``end``."""
         spaces = _SPACES.match(self.text, self.at, len(self.text) if end is None else end)
@@ -285,6 +292,8 @@ class StreamParser(ABC):
         self._source = StreamReader()
         self._parts: list[OutputPart] = []
         self._ended = False  # the output is complete
+        self._is_cut = False  # it did not end by itself
+        self._met_end = False  # more was wanted than the output has
         self._steps = self._parse()
 
     def push(self, text: str) -> list[OutputPart]:
@@ -294,9 +303,11 @@ class StreamParser(ABC):
             next(self._steps, None)
         return self._drain()
 
-    def finish(self) -> list[OutputPart]:
-        """Returns what was held back, at the end of the output."""
-        self._ended = True
+    def finish(self, *, cut: bool = False) -> list[OutputPart]:
+        """Returns what was held back, at the end of the output. The beginning of a mark, or of a call, at the end of an
+        output that was ``cut`` is dropped.
+        """
+        self._ended, self._is_cut = True, cut
         next(self._steps, None)
         return self._drain()
 
@@ -308,9 +319,15 @@ class StreamParser(ABC):
         """Waits for text to read. Returns whether there is any, which is false only at the end of the output."""
         while not self._source.has_more():
             if self._ended:
+                self._met_end = True
                 return False
             yield
         return True
+
+    @property
+    def _is_cut_here(self) -> bool:
+        """Whether what is being read was cut off with the output."""
+        return self._is_cut and self._met_end
 
     def _drain(self) -> list[OutputPart]:
         parts, self._parts = self._parts, []

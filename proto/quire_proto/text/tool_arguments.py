@@ -14,6 +14,8 @@ grammar writes as JSON, in quotes, because its schema asks for more than a bare 
 
 NAME_KEYS, ARGUMENTS_KEYS = ("name", "tool_name"), ("arguments", "parameters")
 """The keys of a call in JSON."""
+OTHERS = ""
+"""What stands in place of a name for all parameters that the schema does not name."""
 QUOTED = "quoted"
 STRING = "string"
 _MAX_DEPTH = 64  # of lists and objects inside of each other
@@ -30,11 +32,13 @@ def parameter_types(schema: Mapping[str, Any]) -> dict[str, tuple[str, ...]]:
     """
     properties = schema.get("properties")
     found, known = dict[str, tuple[str, ...]](), KnownTypes()
-    for name, each in properties.items() if isinstance(properties, Mapping) else ():
+    named = dict(properties) if isinstance(properties, Mapping) else {}
+    for name, each in {OTHERS: schema.get("additionalProperties", True), **named}.items():
         types = schema_types(each, schema, known)
-        if types == {STRING} and not is_bare_text(resolved(each, schema)):
+        if types <= {STRING} and each is not False and not is_bare_text(resolved(each, schema)):
             types = {STRING, QUOTED}
-        if types and types != {STRING}:
+        if OTHERS in found or (types and types != {STRING}):
+            types = types or {STRING}
             found[str(name)] = tuple(sorted(types))
     return found
 
@@ -85,8 +89,15 @@ def referred(reference: str, root: Mapping[str, Any]) -> Any:
 
 
 def is_bare_text(schema: Any) -> bool:
-    """Whether a grammar can hold a bare text to this schema of a string."""
-    return isinstance(schema, Mapping) and not schema.keys() - _TEXT_BOUNDS - _ANNOTATIONS
+    """Whether a grammar can hold a bare text to this schema of a string. Listed texts that could contain a mark cannot
+    be bare: in quotes they have escapes.
+    """
+    if schema is True:
+        return True
+    if not isinstance(schema, Mapping) or schema.keys() - _TEXT_BOUNDS - _ANNOTATIONS:
+        return False
+    listed = [*(schema["enum"] if isinstance(schema.get("enum"), list) else []), schema.get("const")]
+    return not any(isinstance(text, str) and "<" in text for text in listed)
 
 
 def json_type(text: str) -> str:

@@ -51,12 +51,22 @@ class TaggedCall:
     value_end: str
     tail: str
 
+    @property
+    def value_marks(self) -> tuple[str, ...]:
+        """What ends a value, wherever it stands."""
+        return (self.value_end.split()[0],)
+
 
 @dataclass(frozen=True, slots=True)
 class PythonCall:
     """``get(city="Rome", days=3)``, ``listed`` as in ``[get(city="Rome"), now()]``."""
 
     listed: bool = True
+
+    @property
+    def value_marks(self) -> tuple[str, ...]:
+        """No mark ends a value, since strings are in quotes."""
+        return ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,6 +75,11 @@ class GemmaCall:
 
     quote: str
     tail: str
+
+    @property
+    def value_marks(self) -> tuple[str, ...]:
+        """What ends a value, wherever it stands."""
+        return (self.quote, self.tail)
 
 
 @dataclass(frozen=True, slots=True)

@@ -6,12 +6,14 @@ of an answer alone. ``_Text`` writes marks as the tokens that they are.
 """
 
 import json
+import math
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from quire_proto.structured_output import MAX_TEXT, Structured, StructuredKind
+from quire_proto.structured_output import AVOID, MAX_TEXT, Structured, StructuredKind
+from quire_proto.text.harmony import ENDS as HARMONY_ENDS
 from quire_proto.text.reasoning import ReasoningFormat
 from quire_proto.text.tool_arguments import STRING, KnownTypes, is_bare_text, referred, resolved, schema_types
 from quire_proto.text.tool_formats import (
@@ -143,8 +145,9 @@ def _regex(pattern: str) -> str:
     return "/" + re.sub(r"(?<!\\)((?:\\\\)*)/", r"\1\\/", pattern).replace("\n", "\\n") + "/"
 
 
-def _schema(schema: Mapping[str, Any]) -> str:
-    return json.dumps(schema)
+def _schema(schema: Any, avoid: Sequence[str] = ()) -> str:
+    """A schema, the strings of which must not contain the marks ``avoid``."""
+    return json.dumps({**(schema if isinstance(schema, Mapping) else {}), AVOID: avoid} if avoid else schema)
 
 
 @dataclass(slots=True)
@@ -258,9 +261,11 @@ class _Calls:
         if isinstance(call, (JsonCall, NamedCall)):
             tail = "" if self.format is HARMONY else self._written(call, call.tail, tool.name)
             yield f"{rule}{self._written(call, call.head, tool.name)} {arguments} {tail}"
-            yield f"{arguments}: %json {_schema({'type': 'object', **tool.schema})}"
+            # Harmony's parser does not look for quotes, so that its marks end a call even in a string.
+            avoid = HARMONY_ENDS if self.format is HARMONY else ()
+            yield f"{arguments}: %json {_schema({'type': 'object', **tool.schema}, avoid)}"
             return
-        members = _Members(self.text, number, tool)
+        members = _Members(self.text, number, tool, call.value_marks)
         if isinstance(call, TaggedCall):
             head, tail = self._written(call, call.head, tool.name), self.text.write(call.tail)
             yield f"{rule}{head} {arguments} {tail}"
@@ -290,7 +295,7 @@ class _Calls:
         after = after.replace("{kind}", "true" if is_text else "false")
         head = f"{self.text.write(before)} {members.tag(key)} {self.text.write(after)}"
         if not is_text:
-            return f"{head} {members.json(schema)} {self.text.write(call.value_end)}"
+            return f"{head} {members.tagged_json(schema)} {self.text.write(call.value_end)}"
         return f"{head} {members.until(schema, call.value_end)}"
 
     def _gemma(self, call: GemmaCall, members: "_Members", key: str | None, schema: Any) -> str:
@@ -302,11 +307,13 @@ class _Calls:
 
 class _Members:
     """The rules of one tool's arguments, one after the other: in the order of the schema, those that are not required
-    may be missing. ``number`` is the tool's. Raises ``UnsupportedSchemaError`` for a schema that asks for more.
+    may be missing. ``number`` is the tool's; no value contains one of ``marks``. Raises ``UnsupportedSchemaError`` for
+    a schema that asks for more.
     """
 
-    def __init__(self, text: _Text, number: int, tool: ToolSpec) -> None:
+    def __init__(self, text: _Text, number: int, tool: ToolSpec, marks: Sequence[str]) -> None:
         self._text = text
+        self._marks = marks
         self._number = number
         self._tool = tool
         self._rules: list[str] = []
@@ -316,18 +323,25 @@ class _Members:
         unknown = sorted(schema.keys() - _OBJECT_KEYS)
         if unknown:
             raise UnsupportedSchemaError(tool.name, unknown[0])
-        self._properties: dict[str, Any] = dict(schema.get("properties") or {})
-        self._properties = {name: resolved(each, schema) for name, each in self._properties.items()}
-        self._required = [name for name in schema.get("required") or () if isinstance(name, str)]
-        self._properties |= {name: {} for name in self._required if name not in self._properties}
-        is_open = not self._properties and schema.get("additionalProperties") is not False
-        self._others = schema.get("additionalProperties", {}) if is_open else False
+        declared, required = schema.get("properties") or {}, schema.get("required") or []
+        if not isinstance(declared, Mapping) or not isinstance(required, list):
+            raise UnsupportedSchemaError(tool.name, "such a value of properties or required")
+        others = schema.get("additionalProperties", {})
+        self._properties = {name: resolved(each, schema) for name, each in declared.items()}
+        self._required = [name for name in required if isinstance(name, str)]
+        self._properties |= {name: others for name in self._required if name not in self._properties}
+        missing = next((name for name in self._required if self._properties[name] is False), None)
+        if missing is not None:
+            raise UnsupportedSchemaError(tool.name, f"a value of the required {missing!r}")
+        self._others = others if not self._properties else False
         self._check_counts(schema)
 
     def _check_counts(self, schema: Mapping[str, Any]) -> None:
-        if schema.get("minProperties", 0) > len(self._required):
+        least, most = schema.get("minProperties", 0), schema.get("maxProperties", math.inf)
+        if not isinstance(least, int | float) or least > len(self._required):
             raise UnsupportedSchemaError(self._tool.name, "minProperties")
-        if schema.get("maxProperties", len(self._properties)) < len(self._properties):
+        possible = math.inf if self._others is not False else len(self._properties)
+        if not isinstance(most, int | float) or most < possible:
             raise UnsupportedSchemaError(self._tool.name, "maxProperties")
 
     def rules(self, member: Callable[[str | None, Any], str], separator: str) -> Iterator[str]:
@@ -358,6 +372,8 @@ class _Members:
         """A name, or any; in quotes where it is not plain."""
         if name is None:
             return _NAME
+        if any(mark in name for mark in self._marks):
+            raise UnsupportedSchemaError(self._tool.name, f"the name {name!r}")
         return _quoted(name if _PLAIN_NAME.fullmatch(name) else json.dumps(name, ensure_ascii=False))
 
     def tag(self, name: str | None) -> str:
@@ -369,7 +385,13 @@ class _Members:
     def is_text(self, schema: Any) -> bool:
         """Whether a value of this schema is written as bare text."""
         types = schema_types(schema, self._tool.schema, self._known)
-        return types == {STRING} and is_bare_text(schema) if types else True
+        return types <= {STRING} and is_bare_text(schema)
+
+    def tagged_json(self, schema: Any) -> str:
+        """The rule of a value in JSON between tags: a string where the schema does not say a type."""
+        if isinstance(schema, Mapping) and not schema_types(schema, self._tool.schema, self._known):
+            schema = {**schema, "type": STRING}
+        return self.json(schema)
 
     def json(self, schema: Any) -> str:
         """The rule of a value in JSON."""
@@ -380,7 +402,7 @@ class _Members:
             if any(referred(each, definitions) is None for each in references):
                 raise UnsupportedSchemaError(self._tool.name, "$ref outside of $defs")
             schema = {**schema, **definitions}
-        return self._rule(f"value_{self._number}_{len(self._rules)}", f"%json {_schema(schema)}")
+        return self._rule(f"value_{self._number}_{len(self._rules)}", f"%json {_schema(schema, self._marks)}")
 
     def until(self, schema: Any, mark: str) -> str:
         """The rule of a bare text and the mark behind it."""
@@ -389,14 +411,13 @@ class _Members:
         rule = f"value_{self._number}_{len(self._rules)}"
         least, most = bounds.get("minLength", 0), bounds.get("maxLength")
         if values is not None:
-            texts = [each for each in values if isinstance(each, str)]
+            texts = [each for each in values if _fits(each, bounds)]
+            if not texts:
+                raise UnsupportedSchemaError(self._tool.name, f"a string that is none of {str(values)[:60]}")
             return self._rule(rule, f"({' | '.join(map(_quoted, texts))}) {self._text.write(mark)}")
-        text, word = "TEXT", mark.split(maxsplit=1)[0]
-        if least or most is not None or not mark.startswith(word):
-            length = f"{{{least},{'' if most is None else most}}}"
-            text = self._text.terminal(
-                f"TEXT_{self._number}_{len(self._rules)}", rf"/(?s:.){length}/ & ~/(?s:.*){_escaped(word)}(?s:.*)/"
-            )
+        length = f"{{{least},{'' if most is None else most}}}"
+        without = " & ".join(f"~/(?s:.*){_escaped(each)}(?s:.*)/" for each in self._marks)
+        text = self._text.terminal(f"TEXT_{self._number}_{len(self._rules)}", f"/(?s:.){length}/ & {without}")
         self._rules.append(self._text.until(rule, mark, text))
         return rule
 
@@ -406,6 +427,13 @@ class _Members:
         if self._size > MAX_TEXT:
             raise GrammarTooLargeError
         return name
+
+
+def _fits(value: Any, bounds: Mapping[str, Any]) -> bool:
+    """Whether a value is a string that other bounds of its schema allow."""
+    if not isinstance(value, str) or ("enum" in bounds and value not in bounds["enum"]):
+        return False
+    return bool(bounds.get("minLength", 0) <= len(value) <= bounds.get("maxLength", math.inf))
 
 
 def _escaped(text: str) -> str:

@@ -33,6 +33,7 @@ from quire_proto.text.stream_scanner import (
 from quire_proto.text.tool_arguments import (
     ARGUMENTS_KEYS,
     NAME_KEYS,
+    OTHERS,
     QUOTED,
     STRING,
     ParameterTypes,
@@ -92,13 +93,14 @@ class ToolParser(CallReader):
         self._types = types
         self._exact = exact
         self._marks = tool_format.begin.split()
+        self._has_content = False
         self._last_is_call = False  # the last emitted part belongs to a call
         self._gap = TrailingSpace()
         self._opening = ""  # the space and the mark before the possible call
 
     def _parse(self) -> Steps[None]:
-        if self._format.preface:
-            yield from self._reads(self._format.preface)
+        if self._format.preface and not (yield from self._reads(self._format.preface)) and self._is_cut_here:
+            self._source.take_rest()
         if self._format.bare:
             yield from self._read_bare()
         search = MarkerSearch(self._marks[0]) if self._marks else None
@@ -110,12 +112,18 @@ class ToolParser(CallReader):
             self._emit_content(self._gap.push(content))
             if found:
                 yield from self._read_section(self._gap.take() + self._marks[0])
-        content = self._gap.take() + ("" if search is None else search.take())
+        gap, begun = self._gap.take(), "" if search is None else search.take()
+        content = "" if self._is_cut and self._is_mark(gap, begun) else gap + begun
         if not self._last_is_call or content.strip(SPACE):  # else it is the space after the last call
             self._emit_content(content)
 
+    def _is_mark(self, gap: str, begun: str) -> bool:
+        """Whether ``begun``, with which the output was cut off, is the beginning of a mark, and not of a word."""
+        return bool(begun) and (not begun.isalnum() or "\n" in gap or not self._has_content)
+
     def _emit_content(self, text: str) -> None:
         if text:
+            self._has_content = True
             self._parts.append(Content(text))
             self._last_is_call = False
 
@@ -158,8 +166,12 @@ class ToolParser(CallReader):
             while (yield from self._reads_another()):
                 yield from self._read_call()
         except NotACallError:
-            self._emit_content(self._opening)
-            if self._source.log is not None:
+            is_dropped = self._is_cut_here and (not self._opening or bool(self._opening.strip(SPACE)))
+            if not is_dropped:
+                self._emit_content(self._opening)
+            if is_dropped:
+                self._source.take_rest()
+            elif self._source.log is not None:
                 self._source.put_back(self._source.log.take())
         self._source.log = None
 
@@ -208,8 +220,11 @@ class ToolParser(CallReader):
         before, after = head.split("{name}")
         yield from self._read_marks(before.removesuffix(_PREFIX))
         yield from self._skip_space()
-        name = (yield from self._read_word(_NAME)).removeprefix(_PREFIX)
+        word = yield from self._read_word(_NAME)
+        name = word.removeprefix(_PREFIX)
         if name not in self._names:
+            known = [*self._names, *(_PREFIX + each for each in self._names)]
+            self._met_end = self._met_end and _begins(word, known, ended=False)
             raise NotACallError
         if after.startswith(_COUNT):
             after = after.removeprefix(_COUNT)
@@ -264,7 +279,10 @@ class ToolParser(CallReader):
 
     def _read_gemma_call(self, call: GemmaCall) -> Steps[None]:
         name = yield from self._read_head("call:{name}")
-        body, _ = yield from self._read_until(call.tail)
+        body, found = yield from self._read_until(call.tail)
+        while found and body.count(call.quote) % 2:  # the mark is in a string
+            more, found = yield from self._read_until(call.tail)
+            body += call.tail + more
         self._emit_whole(name, lambda: gemma_arguments(body.strip(), call.quote))
 
     # JSON
@@ -371,13 +389,14 @@ class ToolParser(CallReader):
         """
         name = yield from self._read_head(call.head)
         types, before = self._types.get(name, {}), "{"
+        others = types.get(OTHERS, _TEXT)
         try:
             while (found := (yield from self._read_key(call))) is not None:
                 key, kind = found
                 if before == "{":
                     self._commit(name)
                 self._emit_arguments(f"{before}{json.dumps(key, ensure_ascii=False)}: ")
-                if not (yield from self._read_value(call, _KINDS.get(kind) or types.get(key, _TEXT))):
+                if not (yield from self._read_value(call, _KINDS.get(kind) or types.get(key, others))):
                     return  # the output ended
                 before = ", "
                 self._begin(MAX_HEADER_CHARS)
@@ -412,38 +431,68 @@ class ToolParser(CallReader):
 
     def _is_cut_off(self, call: TaggedCall) -> bool:
         """Whether the output ended inside of a tag, which is dropped."""
-        rest = self._source.text[self._source.at :].strip(SPACE)
-        ended = self._ended and any(tag.startswith(rest) for tag in (call.tail, call.key))
-        if ended:
-            self._source.advance(len(self._source.text))
-        return ended
+        rest = self._source.take_rest()
+        ended = self._ended and any(tag.startswith(rest.strip(SPACE)) for tag in (call.tail, call.key))
+        self._source.put_back("" if ended or self._is_cut_here else rest)
+        return ended or self._is_cut_here
 
     def _read_value(self, call: TaggedCall, types: Collection[str]) -> Steps[bool]:
         """Emits the value of an argument. Returns whether it ended before the output."""
-        trim, mark = call.key.endswith("\n"), call.value_end.split()[0]
+        trim = call.key.endswith("\n")
         if STRING in types and not (set(types) - _TEXT_TYPES or (self._exact and QUOTED in types)):
-            return (yield from self._stream_text(mark, "", trim=trim))
-        source, search, body = self._source, MarkerSearch(mark), TextBuffer()
+            return (yield from self._stream_text(call, "", trim=trim))
+        source, search, body = self._source, MarkerSearch(call.value_marks[0]), TextBuffer()
         begin = source.position
         while (yield from self._more()):
             stop = min(len(source.text), source.at + begin + MAX_CALL_CHARS - source.position)
             text, found = search.read(source, stop)
             body.push(text)
-            if found:
+            if found and (inside := (yield from self._not_the_end(call))):
+                body.push(inside)
+            elif found:
                 value = body.take()
                 value = value.removeprefix("\n").removesuffix("\n") if trim else value
                 self._emit_arguments(to_json(value, types, exact=self._exact))
                 return True
             if source.position - begin >= MAX_CALL_CHARS:  # too long to be held back: a text
                 source.put_back(search.take())
-                return (yield from self._stream_text(mark, body.take(), trim=trim))
+                return (yield from self._stream_text(call, body.take(), trim=trim))
         return False
 
-    def _stream_text(self, mark: str, begun: str, *, trim: bool) -> Steps[bool]:
-        """Emits a text up to ``mark`` as a string of JSON while it arrives, without the line breaks at its ends if it
-        is to ``trim``. Returns whether the mark was found.
+    def _not_the_end(self, call: TaggedCall) -> Steps[str]:
+        """Returns the mark that was read as the end of a value, and the space behind it, if they are a part of the
+        value: neither another argument nor the end of the call follows. Returns nothing, and reads nothing, if they do.
         """
-        search, is_first, held = MarkerSearch(mark), trim, ""
+        source, log = self._source, TextBuffer()
+        following = [PLACES.split(call.key)[0].split()[0], *call.tail.split()[:1], *self._format.end.split()[:1]]
+        limit, is_end = source.position + MAX_MARKER_SPACE, False
+        while (yield from self._more()) and source.position < limit:
+            log.push(source.take(source.space_end(min(len(source.text), source.at + limit - source.position))))
+            if source.at < len(source.text):
+                break
+        else:
+            is_end = source.position < limit  # of the output
+        for mark in following:
+            is_end = is_end or (yield from self._stands(mark))
+        if not is_end:
+            return call.value_marks[0] + log.take()
+        source.put_back(log.take())
+        return ""
+
+    def _stands(self, mark: str) -> Steps[bool]:
+        """Whether ``mark`` is next, or the output ends within it."""
+        if (yield from self._reads(mark)):
+            self._source.put_back(mark)
+            return True
+        rest = self._source.take_rest() if self._met_end else ""
+        self._source.put_back(rest)
+        return self._met_end and mark.startswith(rest)
+
+    def _stream_text(self, call: TaggedCall, begun: str, *, trim: bool) -> Steps[bool]:
+        """Emits a text up to the end of a value as a string of JSON while it arrives, without the line breaks at its
+        ends if it is to ``trim``. Returns whether the end was found.
+        """
+        search, is_first, held = MarkerSearch(call.value_marks[0]), trim, ""
         self._emit_arguments('"')
         while (yield from self._more()):
             text, found = search.read(self._source)
@@ -454,7 +503,10 @@ class ToolParser(CallReader):
             if trim and text.endswith("\n"):
                 text, held = text[:-1], "\n"
             self._emit_arguments(json.dumps(text, ensure_ascii=False)[1:-1])
-            if found:
+            if found and (begun := (yield from self._not_the_end(call))):
+                begun = held + begun
+                held = ""
+            elif found:
                 self._emit_arguments('"')
                 return True
         return False

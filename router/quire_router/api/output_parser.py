@@ -87,7 +87,7 @@ class OutputParser:
         """As ``parse``, but returns the parts in their order, without reasoning that is hidden."""
         parts = self._push(delta.text)
         if delta.finish_reason is not None:
-            parts = [*parts, *self._finish()]
+            parts = [*parts, *self._finish(cut=delta.finish_reason is not FinishReason.STOP)]
         self.kinds.update(map(type, parts))
         return [part for part in parts if not isinstance(part, Reasoning)] if self._hide_reasoning else parts
 
@@ -97,9 +97,9 @@ class OutputParser:
             parts = self._reasoning_parser.push(text)
         return self._split_calls(parts)
 
-    def _finish(self) -> list[OutputPart]:
-        parts = self._split_calls(self._reasoning_parser.finish()) if self._reasoning_parser is not None else []
-        return parts if self._tool_parser is None else [*parts, *self._tool_parser.finish()]
+    def _finish(self, *, cut: bool) -> list[OutputPart]:
+        parts = self._split_calls(self._reasoning_parser.finish(cut=cut)) if self._reasoning_parser is not None else []
+        return parts if self._tool_parser is None else [*parts, *self._tool_parser.finish(cut=cut)]
 
     def _split_calls(self, parts: list[OutputPart]) -> list[OutputPart]:
         """Returns the same parts, with the tool calls split from the content."""

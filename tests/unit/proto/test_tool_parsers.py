@@ -502,7 +502,7 @@ def test_what_cannot_be_a_call_stays_text(name, text):
 
 
 def test_what_follows_a_malformed_call_is_content():
-    text = "<tool_call><function=get><parameter=city>a</parameter> and so on"
+    text = "<tool_call><function=get><parameter=city>a</parameter></function> and so on"
     assert calls(BY_NAME["qwen3-coder"], text) == [START, ToolCallArguments('{"city": "a"}'), Content(" and so on")]
 
 
@@ -588,12 +588,17 @@ def test_literals_of_python_are_what_they_mean(value):
         ({"properties": {"a": {"type": ["integer", "null"]}}}, {"a": ("integer", "null")}),
         ({"properties": {"a": {"enum": [1, "x"]}}}, {"a": ("integer", "string")}),
         ({"properties": {"a": {"$ref": "#/$defs/n"}}, "$defs": {"n": {"type": "number"}}}, {"a": ("number",)}),
-        ({"properties": {"a": {"$ref": "#/$defs/n"}}, "$defs": {"n": {"$ref": "#/$defs/n"}}}, {}),
+        ({"properties": {"a": {"$ref": "#/$defs/n"}}, "$defs": {"n": {"$ref": "#/$defs/n"}}},
+         {"a": ("quoted", "string")}),
+        ({"properties": {"a": {"pattern": "^a"}, "b": {"enum": ["<b>"]}}},
+         {"a": ("quoted", "string"), "b": ("quoted", "string")}),
+        ({"properties": {"a": {"type": "string"}}, "additionalProperties": {"type": "integer"}},
+         {"": ("integer",), "a": ("string",)}),
         ({"properties": {"a": {"type": "string", "format": "date"}}}, {"a": ("quoted", "string")}),
         ({"properties": {"a": True}}, {}),
         ({}, {}),
     ],
-)
+)  # fmt: skip
 def test_the_types_of_parameters_are_those_of_the_schema(schema, types):
     assert parameter_types(schema) == types
 
