@@ -137,7 +137,9 @@ class SamplingParams:
         if self.max_tokens < 1:
             raise _out_of_range("max_tokens", self.max_tokens, "at least 1")
         if not 0 <= self.min_tokens <= self.max_tokens:
-            raise _out_of_range("min_tokens", self.min_tokens, "between 0 and max_tokens")
+            raise _out_of_range(
+                "min_tokens", self.min_tokens, f"between 0 and {self.max_tokens}, the most tokens of the output"
+            )
         if len(self.stop_token_ids) > MAX_STOP_TOKEN_IDS:
             raise invalid("stop_token_ids", f"stop_token_ids holds at most {MAX_STOP_TOKEN_IDS} ids.")
 

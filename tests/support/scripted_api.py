@@ -72,9 +72,11 @@ class ScriptedPool:
     model_limits: Limits | None = field(default_factory=Limits)
     served_loras: dict[str, ServedLoRA] = field(default_factory=dict)
     without_engine: set[str] = field(default_factory=set)
+    limits_of: dict[str, Limits] = field(default_factory=dict)
+    """Those of models that have others than ``model_limits``."""
 
     def limits(self, model: str) -> Limits | None:
-        return self.model_limits
+        return self.limits_of.get(model, self.model_limits)
 
     def ready(self, model: str, lora: LoRA | None = None) -> int:
         return 0 if model in self.without_engine else self.engines

@@ -13,6 +13,7 @@ The same tags show which tenant is ahead of the others by more than that credit.
 delays the others' next requests, and no order here can change that any more.
 """
 
+from collections import Counter
 from collections.abc import Hashable
 from dataclasses import dataclass, field
 from heapq import heapify, heappop, heappush
@@ -23,6 +24,7 @@ from quire_proto.priority import BEST_EFFORT
 
 from quire_router.admission.tenants import Tenants
 from quire_router.core.errors import RefusalReason, queue_full, tenant_queue_full
+from quire_router.core.generation import PROMPT_SEPARATOR
 
 Name = TypeVar("Name", bound=Hashable)
 
@@ -57,10 +59,17 @@ class QueuedRequest:
         """Whether it goes behind all that are not."""
         return self.priority == BEST_EFFORT
 
+    @property
+    def list_id(self) -> str:
+        """The id of the request that it is a prompt of, or its own."""
+        return self.request_id.partition(PROMPT_SEPARATOR)[0]
+
 
 @dataclass(frozen=True, slots=True)
 class QueueBounds:
-    """The most that may wait in one queue: requests, and the bytes that they take in memory."""
+    """The most that may wait in one queue: requests, and the bytes that they take in memory. A list of prompts that is
+    the only request in the queue, or its tenant's only one, may have any number.
+    """
 
     max_requests: int = 512
     max_bytes: int = 256 * 2**20
@@ -86,6 +95,7 @@ class FairQueue:
         self._finish_tags: LazyHeap[str] = LazyHeap()  # of the same tenants
         self._most_requests: LazyHeap[str] = LazyHeap()
         self._most_bytes: LazyHeap[str] = LazyHeap()
+        self._lists: Counter[str] = Counter()
         self._virtual_time = 0.0
         self._bytes = 0
 
@@ -174,8 +184,9 @@ class FairQueue:
     def _check(self, request: QueuedRequest) -> None:
         tenant = self._tenants[request.tenant]
         backlog = self._backlogs.get(request.tenant)
-        if tenant.max_queued is not None and backlog is not None and len(backlog.requests) >= tenant.max_queued:
-            raise tenant_queue_full(tenant.max_queued)
+        full = tenant.max_queued is not None and backlog is not None and len(backlog.requests) >= tenant.max_queued
+        if full and backlog is not None and backlog.lists.keys() != {request.list_id}:
+            raise tenant_queue_full(tenant.max_queued or 0)
         if request.bytes > self._bounds.max_bytes:
             raise queue_full(RefusalReason.QUEUE_BYTES)
 
@@ -185,7 +196,9 @@ class FairQueue:
             backlog = self._backlogs[request.tenant] = _Backlog(request.tenant)
             self._start_tags.put(request.tenant, self._start_tag(request.tenant))
         self._waiting[request.request_id] = request
+        self._lists[request.list_id] += 1
         backlog.requests[request.request_id] = request
+        backlog.lists[request.list_id] += 1
         backlog.order.put(request.request_id, request.priority)
         self._update_sizes(backlog, request.bytes)
 
@@ -203,6 +216,10 @@ class FairQueue:
 
     def _unlink(self, backlog: "_Backlog", request: QueuedRequest) -> None:
         del self._waiting[request.request_id]
+        for lists in (self._lists, backlog.lists):
+            lists[request.list_id] -= 1
+            if not lists[request.list_id]:
+                del lists[request.list_id]
         backlog.order.discard(request.request_id)
         self._update_sizes(backlog, -request.bytes)
 
@@ -222,6 +239,8 @@ class FairQueue:
 
     def _exceeded_bound(self) -> RefusalReason | None:
         """Returns which bound is exceeded, None if none is."""
+        if len(self._lists) <= 1:
+            return None
         if len(self._waiting) > self._bounds.max_requests:
             return RefusalReason.QUEUE_FULL
         return RefusalReason.QUEUE_BYTES if self._bytes > self._bounds.max_bytes else None
@@ -292,4 +311,5 @@ class _Backlog:
     tenant: str
     requests: dict[str, QueuedRequest] = field(default_factory=dict)
     order: LazyHeap[str] = field(default_factory=LazyHeap)
+    lists: Counter[str] = field(default_factory=Counter)
     bytes: int = 0

@@ -9,16 +9,17 @@ that is no JSON, and one without a model, are refused.
 from array import array
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Annotated, Any, Final
+from typing import Any, Final, Self
 
-from pydantic import ConfigDict, Field
+from pydantic import ConfigDict
 from quire_proto.errors import ErrorCode, QuireError
+from quire_proto.pooling import Task
 from quire_proto.sampling import SamplingParams
 
 from quire_router.api.auth import Identity
 from quire_router.api.prepared_request import RequestOptions, opaque_session
 from quire_router.api.schemas.anthropic import MessagesRequest
-from quire_router.api.schemas.base import StrictModel, check_complexity
+from quire_router.api.schemas.base import ModelName, StrictModel, check_complexity
 from quire_router.api.schemas.openai import ChatRequest, CompletionRequest, GenerationBody, TemplatedBody
 from quire_router.api.schemas.pooling import EmbeddingRequest, PoolingBody, RerankRequest, ScoreRequest
 from quire_router.api.schemas.response_items import History
@@ -44,7 +45,7 @@ class _AnyRequest(StrictModel):
 
     model_config = ConfigDict(extra="ignore")
 
-    model: Annotated[str, Field(min_length=1, max_length=128)]
+    model: ModelName = ""
     max_tokens: Any = None
     max_completion_tokens: Any = None
     max_output_tokens: Any = None
@@ -70,6 +71,16 @@ class ForwardedBody:
     size: int
     request: Body | None = None
     output_limit: int = ASSUMED_OUTPUT_TOKENS
+
+    @property
+    def tasks(self) -> Sequence[Task]:
+        """See ``StrictModel``."""
+        return () if self.request is None else self.request.tasks
+
+    def with_model(self, model: str) -> Self:
+        """See ``StrictModel``."""
+        request = None if self.request is None else self.request.with_model(model)
+        return replace(self, model=model, request=request)
 
 
 @dataclass(frozen=True, slots=True)

@@ -119,8 +119,8 @@ class MultiPromptRunner:
     def _acquire_slots(self, prompts: int) -> Iterator[ExitStack]:
         """Acquires a slot for each prompt but the first, which has one already."""
         with ExitStack() as slots:
-            for _ in range(prompts - 1):
-                slots.enter_context(self._concurrency.acquire())
+            for own in range(1, prompts):
+                slots.enter_context(self._concurrency.acquire(own=own))
             yield slots
 
 

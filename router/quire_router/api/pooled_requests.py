@@ -7,24 +7,29 @@ of theirs, as in vLLM: each text is embedded once, in however many pairs it is.
 
 import asyncio
 from array import array
-from collections.abc import AsyncGenerator, Iterator, Sequence
+from collections import deque
+from collections.abc import AsyncGenerator, Callable, Coroutine, Iterator, Sequence
 from contextlib import aclosing, contextmanager
 from dataclasses import dataclass, replace
+from typing import Any
 
 import numpy as np
 from quire_proto.context_length import check_pooled_length
-from quire_proto.errors import QuireError, invalid
+from quire_proto.errors import ErrorCode, QuireError, invalid
 from quire_proto.pooling import PoolingParams, Task, check_dimensions
 from quire_proto.text.pooled_prompt import PooledPrompt, Texts
 from quire_proto.text.tokenizer import ModelTokenizer
 
+from quire_router.api.multi_prompt import total_usage
 from quire_router.api.request_limits import MAX_VALUES
 from quire_router.api.schemas.pooling import EmbeddingRequest, PoolingBody, ScoringBody
-from quire_router.core.errors import model_not_ready, request_cancelled
+from quire_router.core.errors import RefusalReason, model_not_ready, request_cancelled
 from quire_router.core.generation import Delta, GenerationRequest, Usage, prompt_request_id
 from quire_router.engines.settings import ServedModelLimits
 
 _VECTORS_PER_TURN = 64
+PROMPTS_AT_ONCE = 128  # of one request
+_A_MINUTE = (RefusalReason.REQUESTS_PER_MINUTE, RefusalReason.TOKENS_PER_MINUTE)
 _UNSUPPORTED = {
     Task.GENERATE: "The model {} makes no text, only {}.",
     Task.EMBED: "The model {} makes no embeddings; its engine would with --convert embed.",
@@ -184,16 +189,57 @@ def _check_size(param: str, values: int) -> None:
         raise invalid(param, message)
 
 
-async def collect(generations: Sequence[GenerationRequest], deltas: AsyncGenerator[Delta]) -> PooledAnswer:
-    """Waits for all prompts of a request. Raises ``QuireError``: the first error, or that somebody cancelled it."""
-    pooled, usage = [b""] * len(generations), Usage(0, 0)
+PoolOne = Callable[[GenerationRequest, int], Coroutine[Any, Any, tuple[bytes, Usage]]]
+"""Pools one prompt of a request, of which so many others hold slots; 0 for one that has the slot of the request itself.
+Raises ``QuireError``.
+"""
+
+
+async def pool_all(generations: Sequence[GenerationRequest], pool_one: PoolOne) -> PooledAnswer:
+    """Returns what all prompts of a request are pooled to. At most ``PROMPTS_AT_ONCE`` of them run or wait at a time,
+    so that a long list does not fill the queue. If a limit refuses one while others of the list run, it comes again
+    when one of these has ended: no list is refused for its own length. Raises the first error.
+    """
+    answers: dict[int, tuple[bytes, Usage]] = {}
+    waiting, running = deque(range(len(generations))), dict[asyncio.Task[tuple[bytes, Usage]], int]()
+    room, first = PROMPTS_AT_ONCE, -1
+    try:
+        while waiting or running:
+            while waiting and len(running) < room:
+                number = waiting.popleft()
+                first, others = (first, len(running)) if first in running.values() else (number, 0)
+                running[asyncio.create_task(pool_one(generations[number], others))] = number
+            done, _ = await asyncio.wait(running, return_when=asyncio.FIRST_COMPLETED)
+            ended = {running.pop(task): task for task in done}
+            refused = [number for number, task in ended.items() if _is_refusal(task)]
+            if refused and len(refused) == len(ended) and not running:
+                ended[refused[0]].result()  # raises
+            answers |= {number: task.result() for number, task in ended.items() if number not in refused}
+            waiting.extendleft(sorted(refused, reverse=True))
+            room = max(1, len(running)) if refused else min(PROMPTS_AT_ONCE, room + 1)
+    finally:
+        for task in running:
+            task.cancel()
+        await asyncio.gather(*running, return_exceptions=True)
+    ordered = [answers[number] for number in range(len(generations))]
+    return PooledAnswer([pooled for pooled, _ in ordered], total_usage([usage for _, usage in ordered]))
+
+
+def _is_refusal(task: asyncio.Task[tuple[bytes, Usage]]) -> bool:
+    """Whether a prompt was refused for what is in progress."""
+    error = None if task.cancelled() else task.exception()
+    return isinstance(error, QuireError) and error.code is ErrorCode.OVERLOADED and error.reason not in _A_MINUTE
+
+
+async def collect(deltas: AsyncGenerator[Delta]) -> tuple[bytes, Usage]:
+    """Returns what one prompt is pooled to. Raises ``QuireError``, also if somebody cancelled it."""
+    pooled, usage = b"", Usage(0, 0)
     async with aclosing(deltas):
         async for delta in deltas:
-            pooled[delta.index] = delta.pooled or pooled[delta.index]
-            usage = delta.usage or usage
-    if not all(pooled):
+            pooled, usage = delta.pooled or pooled, delta.usage or usage
+    if not pooled:
         raise request_cancelled()
-    return PooledAnswer(pooled, usage)
+    return pooled, usage
 
 
 def vector_of(pooled: bytes) -> np.ndarray:

@@ -39,9 +39,11 @@ class ConcurrencyLimit:
         return self._draining
 
     @contextmanager
-    def acquire(self) -> Iterator[None]:
-        """Holds a slot for one request. Raises ``QuireError`` OVERLOADED or, after ``close``, UNAVAILABLE."""
-        self._check_accepting()
+    def acquire(self, *, own: int = 0) -> Iterator[None]:
+        """Holds a slot for one request, or for one more prompt of a request that holds ``own`` slots: the only request
+        may hold any number. Raises ``QuireError`` OVERLOADED or, after ``close``, UNAVAILABLE.
+        """
+        self._check_accepting(own)
         self._in_progress += 1
         try:
             yield
@@ -56,10 +58,10 @@ class ConcurrencyLimit:
         """Refuses new requests from now on; those in progress continue."""
         self._draining, self._accepting = True, False
 
-    def _check_accepting(self) -> None:
+    def _check_accepting(self, own: int) -> None:
         if not self._accepting:
             raise shutting_down()
-        if self._in_progress >= self._limit:
+        if self._in_progress >= max(self._limit, own + 1 if self._in_progress == own else 0):
             raise router_busy(f"{self._limit} requests are in progress")
 
 

@@ -15,12 +15,13 @@ from contextlib import (
 from dataclasses import replace
 from secrets import token_hex
 from time import time
-from typing import Any, Protocol, TypeVar
+from typing import Any, Protocol, Self, TypeVar
 
 from opentelemetry import trace
 from opentelemetry.context import Context
 from opentelemetry.trace import SpanKind, StatusCode
 from quire_proto.errors import ErrorCode, QuireError
+from quire_proto.pooling import Task
 from quire_proto.telemetry import Attribute, Span
 from quire_proto.text.tokenizer import ModelTokenizer
 from quire_proto.tracing import extract, is_recording
@@ -32,7 +33,7 @@ from quire_router.api.auth import ANONYMOUS, Authenticator, Identity
 from quire_router.api.forwarded_requests import ForwardedBody, ForwardedRequest, forwarded_generations, read_forwarded
 from quire_router.api.model_cards import ModelCard, ModelCards
 from quire_router.api.multi_prompt import MultiPromptRunner
-from quire_router.api.pooled_requests import PooledAnswer, PreparedPooling, collect
+from quire_router.api.pooled_requests import PooledAnswer, PreparedPooling, collect, pool_all
 from quire_router.api.prepared_request import (
     NO_OPTIONS,
     EnginePoolView,
@@ -53,8 +54,8 @@ from quire_router.api.tokenize import DetokenizeRequest, TokenizeRequest, Tokeni
 from quire_router.api.tokenizer_pool import TokenizerPool
 from quire_router.api.validation import Validator
 from quire_router.core import metrics
-from quire_router.core.errors import unknown_model
-from quire_router.core.generation import GenerationRequest
+from quire_router.core.errors import model_missing, unknown_model
+from quire_router.core.generation import GenerationRequest, Usage
 from quire_router.core.usage import UsageRow
 
 _TRACER = trace.get_tracer("quire.router")
@@ -75,6 +76,11 @@ class SizedRequest(Protocol):
 
     @property
     def size(self) -> int: ...  # noqa: D102
+
+    @property
+    def tasks(self) -> Sequence[Task]: ...  # noqa: D102
+
+    def with_model(self, model: str) -> Self: ...  # noqa: D102
 
 
 SizedT = TypeVar("SizedT", bound=SizedRequest)
@@ -219,7 +225,11 @@ class ApiService:
 
     async def pool(self, prepared: PreparedPooling) -> PooledAnswer:
         """Returns what became of all prompts of a request. Raises ``QuireError``."""
-        return await collect(prepared.generations, await self.responses.run(prepared.generations))
+        return await pool_all(prepared.generations, self._pool_one)
+
+    async def _pool_one(self, generation: GenerationRequest, own: int) -> tuple[bytes, Usage]:
+        with self.concurrency.acquire(own=own) if own else nullcontext():
+            return await collect(await self.responses.run([generation]))
 
     async def _admit(
         self,
@@ -380,6 +390,8 @@ class ApiService:
 
         def checked() -> SizedT:
             request = read()
+            if not request.model:
+                return request.with_model(self._only_model(caller, request.tasks))
             self._check_model(request.model, caller)
             return request
 
@@ -415,6 +427,18 @@ class ApiService:
         """Charges one request that reaches no engine. Raises ``QuireError`` OVERLOADED when none is left."""
         if self._tenant_limits is not None:
             await self._tenant_limits.consume_request(caller.tenant)
+
+    def _only_model(self, caller: Identity, tasks: Sequence[Task]) -> str:
+        """Returns the one model that the caller may use for one of these ``tasks``. Adapters count where there is
+        nothing else. Raises ``QuireError`` INVALID with the models there are. May be called on any thread.
+        """
+        names = [name for name in self._cards.names() if caller.may_use(name)]
+        loras = self._engine_pool.loras()
+        usable = [name for name in names if name not in loras] or names
+        fitting = [name for name in usable if self._validator.can_do(name, tasks)]
+        if len(fitting) != 1:
+            raise model_missing(fitting or usable)
+        return fitting[0]
 
     def _check_model(self, name: str, caller: Identity) -> None:
         """Raises ``QuireError`` FORBIDDEN for a model that the caller may not use, and NOT_FOUND with names of those

@@ -12,7 +12,7 @@ from quire_proto.text.tokenizer import ModelTokenizer
 
 from quire_router.api.schemas import parameters
 from quire_router.api.schemas.anthropic import CountTokensRequest, TranslatedMessages
-from quire_router.api.schemas.base import MAX_PROMPT_TOKENS, StrictModel
+from quire_router.api.schemas.base import MAX_PROMPT_TOKENS, ModelName, StrictModel
 from quire_router.api.schemas.conversation import ChatMessage, check_messages, check_tools, to_template_messages
 from quire_router.api.schemas.openai import MAX_MESSAGES, TemplatedBody
 from quire_router.api.schemas.parameters import Table
@@ -26,7 +26,7 @@ class TokenizeRequest(TemplatedBody):
 
     foreign: ClassVar[Table] = parameters.TOKENIZE
 
-    model: Annotated[str, Field(min_length=1, max_length=128)]
+    model: ModelName = ""
     prompt: str | None = parameters.named(parameters.TOKENIZE, "prompt", None)
     messages: Annotated[list[ChatMessage], Field(min_length=1, max_length=MAX_MESSAGES, fail_fast=True)] | None = None
     add_special_tokens: bool | None = None
@@ -87,7 +87,7 @@ class DetokenizeRequest(StrictModel):
 
     foreign: ClassVar[Table] = parameters.DETOKENIZE
 
-    model: Annotated[str, Field(min_length=1, max_length=128)]
+    model: ModelName = ""
     tokens: Annotated[list[Annotated[int, Field(ge=0, lt=2**31)]], Field(max_length=MAX_PROMPT_TOKENS, fail_fast=True)]
 
     @property

@@ -178,6 +178,12 @@ class Validator:
             raise unknown_model(name)
         return served.model, served.lora
 
+    def can_do(self, name: str, tasks: Sequence[Task]) -> bool:
+        """Returns whether what requests name so can do one of these ``tasks``, as far as its engines are known."""
+        limits = self._limits(self.resolve(name)[0])
+        supported = None if limits is None else limits.supported_tasks
+        return not tasks or supported is None or not set(tasks).isdisjoint(supported)
+
     def tokenizer(self, model: str) -> ModelTokenizer:
         """Returns the tokenizer of what requests name so. Raises ``QuireError`` NOT_FOUND."""
         return self._tokenizers[self.resolve(model)[0]]
@@ -333,7 +339,7 @@ def check_stream(request: GenerationBody) -> None:
     if not request.stream:
         return
     unstreamable = {
-        "best_of": (request.effective_best_of or 0) > (request.n or 1),
+        "best_of": (request.effective_best_of or 0) > max(1, request.n or 1),
         "use_beam_search": bool(request.use_beam_search),
         "beam_width": bool(request.beam_width),
         "prompt_logprobs": request.prompt_logprobs is not None,

@@ -135,6 +135,13 @@ def unknown_model(model: str, served: Sequence[str] = ()) -> QuireError:
     return QuireError(ErrorCode.NOT_FOUND, message, param="model", reason="model_not_found")
 
 
+def model_missing(served: Sequence[str]) -> QuireError:
+    """The request names no model, and there is not exactly one that is meant."""
+    names = " or ".join(repr(name) for name in served[:_NAMED_MODELS])
+    more = f" or one of {len(served) - _NAMED_MODELS} more" if len(served) > _NAMED_MODELS else ""
+    return invalid("model", f"model is missing: there is not exactly one{f'; send {names}{more}' if names else ''}.")
+
+
 def unknown_lora(name: str) -> QuireError:
     """No engine has an adapter of this name."""
     message = f"There is no adapter named {name[:128]!r} here."

@@ -70,7 +70,7 @@ class PoolingHandler(Generic[BodyT]):
 
         size = len(body)
         prepared = await self._service.prepare_pooling(read, exchange.request_id, exchange.caller, options, size=size)
-        body.hold_until_queued(prepared.first.request_id)
+        body.hold_until_queued(prepared.generations[-1].request_id)
         answer = await self._service.pool(prepared)
         written = await self._write(requests[0], prepared, answer)
         headers = x_headers(target_header(prepared.first) | ignored_parameters_header(prepared.ignored))

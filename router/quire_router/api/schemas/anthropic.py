@@ -9,6 +9,7 @@ from typing import Annotated, Any, ClassVar, Final, Literal, Self
 
 from pydantic import AfterValidator, BeforeValidator, Field, model_validator
 from quire_proto.errors import invalid
+from quire_proto.pooling import Task
 
 from quire_router.api.schemas import parameters
 from quire_router.api.schemas.base import (
@@ -17,6 +18,7 @@ from quire_router.api.schemas.base import (
     Integer,
     Label,
     LenientModel,
+    ModelName,
     StopSequences,
     StopTokenIds,
     StrictModel,
@@ -261,7 +263,9 @@ class MessagesBody(StrictModel):
 
     foreign: ClassVar[Table] = _FOREIGN
 
-    model: Annotated[str, Field(min_length=1, max_length=128)]
+    tasks: ClassVar[Sequence[Task]] = (Task.GENERATE,)
+
+    model: ModelName = ""
     messages: Annotated[list[Message], Field(min_length=1, max_length=MAX_MESSAGES, fail_fast=True)]
     system: Annotated[
         Content | None, BeforeValidator(_system, json_schema_input_type=str | list[dict[str, Any]] | None)

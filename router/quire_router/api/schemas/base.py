@@ -5,6 +5,7 @@ Above it: a bound on what a body costs to parse (``check_complexity``).
 
 import functools
 import re
+from codecs import BOM_UTF8
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Annotated, Any, ClassVar, Literal, Self, TypeVar
@@ -21,6 +22,7 @@ from pydantic import (
     create_model,
 )
 from quire_proto.errors import QuireError, invalid
+from quire_proto.pooling import Task
 from quire_proto.sampling import MAX_BAD_WORD_TOKENS, MAX_BAD_WORDS, MAX_BIASES, MAX_STOP_TOKEN_IDS
 
 from quire_router.api.schemas.parameters import Column, Parameter, Table
@@ -77,12 +79,18 @@ class StrictModel(BaseModel):
 
     model_config = ConfigDict(extra="allow", strict=True, allow_inf_nan=False, frozen=True)
     foreign: ClassVar[Table] = {}
+    tasks: ClassVar[Sequence[Task]] = ()
+    """What a request needs of its model, one of these; nothing in particular if there are none."""
     names: ClassVar[Mapping[str, str]] = {}
 
     @property
     def is_ignored(self) -> bool:
         """Whether all of it changes nothing."""
         return False
+
+    def with_model(self, model: str) -> Self:
+        """Returns this request for a ``model``, which it does not name itself."""
+        return self.model_copy(update={"model": model})
 
     @property
     def sent_names(self) -> dict[str, str]:
@@ -98,7 +106,10 @@ class StrictModel(BaseModel):
     def from_json(cls, body: bytes | bytearray) -> Self:
         """Returns the object in a request's body. Raises ``QuireError`` INVALID with the field at fault."""
         check_complexity(body)
-        return _in_own_names(_refusing(lambda: cls.model_validate_json(body)))
+        text = (
+            body[len(BOM_UTF8) :] if body.startswith(BOM_UTF8) else body
+        )  # RFC 8259 lets a parser ignore it, and .NET and PowerShell write one
+        return _in_own_names(_refusing(lambda: cls.model_validate_json(text)))
 
     @classmethod
     def from_fields(cls, fields: dict[str, Any]) -> Self:
@@ -201,14 +212,10 @@ def _objects(model: StrictModel, prefix: str = "") -> Iterator[tuple[StrictModel
     for name, value in model.__dict__.items():
         if isinstance(value, StrictModel) and not isinstance(value, LenientModel):
             yield from _objects(value, f"{prefix}{name}.")
-        elif (
-            isinstance(value, list)
-            and value
-            and isinstance(value[0], StrictModel)
-            and not isinstance(value[0], LenientModel)
-        ):
+        elif isinstance(value, list) and value and not isinstance(value[0], int | LenientModel):  # those may be long
             for number, each in enumerate(value):
-                yield from _objects(each, f"{prefix}{name}[{number}].")
+                if isinstance(each, StrictModel):  # a list may hold texts beside objects
+                    yield from _objects(each, f"{prefix}{name}[{number}].")
 
 
 def _refusing(read: Callable[[], T]) -> T:
@@ -274,6 +281,10 @@ class Parsed:
             "custom_error_type": "refusal",
             "custom_error_message": self.refusal,
         }
+
+
+def _model_name(value: object) -> object:
+    return "" if value is None else value
 
 
 def _as_list(prompt: Any) -> list[Any]:
@@ -413,6 +424,8 @@ BadWords = Annotated[
 ]
 EarlyStopping = Annotated[bool | Literal["never"], Parsed(bool | Literal["never"], 'it must be true, false or "never"')]
 StopTokenIds = Annotated[list[int], Field(max_length=MAX_STOP_TOKEN_IDS)]
+ModelName = Annotated[str, BeforeValidator(_model_name, json_schema_input_type=str | None), Field(max_length=128)]
+"""What a request names its model; empty where it names none, and its caller may have only one."""
 Number = float | None
 Integer = Annotated[int, Field(gt=-_MAX_ABS, lt=_MAX_ABS)] | None  # wide enough: the true ranges are quire_proto's
 Label = Annotated[str, Field(max_length=MAX_LABEL_CHARACTERS)] | None

@@ -12,6 +12,7 @@ from typing import Annotated, Any, ClassVar, Literal, Self
 
 from pydantic import Field, TypeAdapter, ValidationError, model_validator
 from quire_proto.errors import QuireError, invalid
+from quire_proto.pooling import Task
 from quire_proto.sampling import MAX_LOGPROBS
 from quire_proto.structured_output import MAX_OPTIONS, MAX_TEXT, Structured, StructuredKind, choice
 
@@ -24,6 +25,7 @@ from quire_router.api.schemas.base import (
     Label,
     LogitBias,
     Metadata,
+    ModelName,
     Number,
     Parsed,
     Prompts,
@@ -221,7 +223,9 @@ class SamplingBody(StrictModel):
 class GenerationBody(SamplingBody, StructuredBody):
     """What completions and chat completions have in common."""
 
-    model: Annotated[str, Field(min_length=1, max_length=128)]
+    tasks: ClassVar[Sequence[Task]] = (Task.GENERATE,)
+
+    model: ModelName = ""
 
     n: Integer = None
     best_of: Annotated[int, Field(ge=1)] | None = None

@@ -7,16 +7,17 @@ from typing import Annotated, ClassVar, Literal, Self
 
 from pydantic import Field, model_validator
 from quire_proto.errors import invalid
+from quire_proto.pooling import Task
 
 from quire_router.api.schemas import parameters
-from quire_router.api.schemas.base import MAX_INPUTS, Inputs, Integer, Label, Parsed, StrictModel
+from quire_router.api.schemas.base import MAX_INPUTS, Inputs, Integer, Label, ModelName, Parsed, StrictModel
 from quire_router.api.schemas.parameters import Table
 
 
 class PoolingBody(StrictModel):
     """What all of them have in common. ``truncate_prompt_tokens`` cuts what is longer, -1 to the model's length."""
 
-    model: Annotated[str, Field(min_length=1, max_length=128)]
+    model: ModelName = ""
 
     truncate_prompt_tokens: Annotated[int, Field(ge=-1)] | None = None
     use_activation: bool | None = None
@@ -35,6 +36,7 @@ class EmbeddingRequest(PoolingBody):
     """
 
     foreign: ClassVar[Table] = parameters.EMBEDDINGS
+    tasks: ClassVar[Sequence[Task]] = (Task.EMBED,)
 
     input: Inputs = parameters.named(parameters.EMBEDDINGS, "input")
     dimensions: Integer = None
@@ -50,6 +52,8 @@ class EmbeddingRequest(PoolingBody):
 
 class ScoringBody(PoolingBody):
     """A request for the scores of ``pairs`` of texts."""
+
+    tasks: ClassVar[Sequence[Task]] = (Task.EMBED, Task.CLASSIFY)
 
     @property
     def pairs(self) -> Sequence[tuple[str, str]]:

@@ -9,6 +9,7 @@ from typing import Annotated, Any, ClassVar, Final, Literal, Self
 
 from pydantic import BeforeValidator, Field, PrivateAttr
 from quire_proto.errors import invalid
+from quire_proto.pooling import Task
 from quire_proto.sampling import MAX_LOGPROBS
 
 from quire_router.api.schemas import parameters
@@ -18,6 +19,7 @@ from quire_router.api.schemas.base import (
     Integer,
     Label,
     Metadata,
+    ModelName,
     Stops,
     StopTokenIds,
     StrictModel,
@@ -129,7 +131,9 @@ class InputBody(StrictModel):
 
     foreign: ClassVar[Table] = _FOREIGN
 
-    model: Annotated[str, Field(min_length=1, max_length=128)]
+    tasks: ClassVar[Sequence[Task]] = (Task.GENERATE,)
+
+    model: ModelName = ""
     input: Annotated[
         Annotated[list[InputItem], Field(max_length=MAX_MESSAGES, fail_fast=True)],
         BeforeValidator(_items, json_schema_input_type=str | list[InputItem]),

@@ -138,7 +138,7 @@ def test_the_latest_word_for_the_limit_comes_first() -> None:
     [
         (b"", ErrorCode.INVALID, "not valid JSON"),
         (b"[1]", ErrorCode.INVALID, "must be a JSON object"),
-        (b'{"messages": []}', ErrorCode.INVALID, "model is missing"),
+        (b'{"messages": []}', ErrorCode.NOT_FOUND, "no model named"),
         (b'{"model": 5}', ErrorCode.INVALID, "model"),
         (b'{"model": "other"}', ErrorCode.NOT_FOUND, "other"),
         (b"[" * 100_000, ErrorCode.INVALID, "more than"),

@@ -283,6 +283,13 @@ class TestSubsets:
             await each.idle()
 
 
+class TestWithoutModel:
+    async def test_a_body_without_a_model_is_for_the_only_one(self) -> None:
+        async with fleet(engine := ForwardedEngine()) as each:
+            answer = await each.gateway().post({"messages": chat()["messages"]})
+            assert answer.endpoint == engine.endpoint
+
+
 class TestRefusals:
     @pytest.mark.parametrize(
         ("body", "status", "code", "words"),
@@ -290,7 +297,6 @@ class TestRefusals:
             (b"no healthy upstream", 400, "invalid", "not valid JSON"),
             (b"[]", 400, "invalid", "must be a JSON object"),
             (b"", 400, "invalid", "not valid JSON"),
-            (b'{"prompt": "hello world"}', 400, "invalid", "model is missing"),
             (b'{"model": "gpt-5", "messages": []}', 404, "model_not_found", "only 'm'"),
             (b"{" + b'"a":[],' * 20_000 + b'"model":"m"}', 400, "invalid", "more than"),
         ],
@@ -310,7 +316,7 @@ class TestRefusals:
 
     async def test_errors_look_as_the_api_of_the_path_has_them(self) -> None:
         async with fleet(ForwardedEngine()) as each:
-            answer = await each.gateway().post(b"{}", "/v1/messages")
+            answer = await each.gateway().post(b"[]", "/v1/messages")
             assert answer.json()["type"] == "error"
 
     async def test_a_body_that_is_too_large(self) -> None:
