@@ -57,7 +57,7 @@ class ConversationEndpoints:
 
     async def create(self, exchange: HttpExchange) -> None:
         """Makes a conversation, with items if there are some."""
-        async with self._body(exchange, f"POST {CONVERSATIONS}") as body:
+        async with self._body(exchange, f"POST {CONVERSATIONS}", optional=True) as body:
             given = ConversationBody.from_json(body.detach()) if len(body) else ConversationBody()
             listed = _listed(given.items or ())
             made = await self._conversations.create(exchange.caller.tenant, given.metadata or {}, listed)
@@ -125,9 +125,9 @@ class ConversationEndpoints:
         return await self._conversations.get(_id(exchange), exchange.caller.tenant)
 
     @asynccontextmanager
-    async def _body(self, exchange: HttpExchange, name: str) -> AsyncIterator[ReservedBody]:
+    async def _body(self, exchange: HttpExchange, name: str, *, optional: bool = False) -> AsyncIterator[ReservedBody]:
         """Reads the body of a request that writes, which is charged. Raises ``QuireError``."""
-        exchange.check_json_body(self._limits.max_bytes)
+        exchange.check_json_body(self._limits.max_bytes, optional=optional)
         caller, bodies = exchange.caller, self._service.bodies
         with (
             self._service.request_scope(name, exchange.request_id, exchange.headers),

@@ -7,6 +7,7 @@ message to the server and without a coroutine.
 
 import asyncio
 import json
+import re
 from collections.abc import Callable, Coroutine, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -68,6 +69,7 @@ def direct_writer(scope: Mapping[str, Any]) -> DirectWriter | None:
 
 
 _MAX_PATH = 128  # characters
+_UNPRINTABLE = re.compile(r"[^\x20-\x7e]")
 _CHAT = "use POST /v1/chat/completions"
 _COMPLETIONS = "use POST /v1/completions"
 _MESSAGES = "use POST /v1/messages"
@@ -179,6 +181,19 @@ def not_json() -> HttpError:
     """The content type of the body is not JSON."""
     message = "The body must be JSON: send the header Content-Type: application/json."
     return HttpError(HTTPStatus.UNSUPPORTED_MEDIA_TYPE, "unsupported_media_type", message)
+
+
+def unsupported_coding(codings: str) -> HttpError:
+    """The body is in a content coding that is not read here, or in too many."""
+    message = f"The body is in the coding {_UNPRINTABLE.sub('?', codings[:_MAX_PATH])}: send gzip, deflate or identity."
+    headers = [(b"accept-encoding", b"gzip, deflate")]
+    return HttpError(HTTPStatus.UNSUPPORTED_MEDIA_TYPE, "unsupported_content_encoding", message, headers)
+
+
+def body_malformed(problem: str) -> HttpError:
+    """The body is not in the coding that its head names."""
+    message = f"The body is not in its Content-Encoding: {problem}."
+    return HttpError(HTTPStatus.BAD_REQUEST, "malformed_body", message)
 
 
 def no_such_route(path: str, instead: str | None = None) -> HttpError:
@@ -361,8 +376,17 @@ class HttpExchange:
         """Every ``authorization`` value; without one, the keys of ``KEY_HEADERS``, which clients send bare."""
         return self.values("authorization") or [f"Bearer {key}" for name in KEY_HEADERS for key in self.values(name)]
 
-    def check_json_body(self, max_bytes: int) -> None:
-        """Raises ``HttpError`` if the headers declare another type than JSON, or more than ``max_bytes``."""
+    @property
+    def has_body(self) -> bool:
+        """Whether a body comes, even if it is empty."""
+        return self.content_length > 0 or "transfer-encoding" in self.headers
+
+    def check_json_body(self, max_bytes: int, *, optional: bool = False) -> None:
+        """Raises ``HttpError`` if the headers declare another type than JSON, or more than ``max_bytes``. No type is
+        needed for no body, where that is ``optional``.
+        """
+        if optional and not self.has_body:
+            return
         if self.headers.get("content-type", "").partition(";")[0].strip().lower() != "application/json":
             raise not_json()
         if self.content_length > max_bytes:

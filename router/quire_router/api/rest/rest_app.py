@@ -18,6 +18,7 @@ from quire_router.api.prepared_request import PreparedRequest, RequestOptions, o
 from quire_router.api.request_limits import ReservedBody
 from quire_router.api.rest.answer_format import AnswerFormat
 from quire_router.api.rest.batch_endpoints import BatchApi, BatchEndpoints, FileEndpoints
+from quire_router.api.rest.content_coding import decoding
 from quire_router.api.rest.conversation_endpoints import CONVERSATIONS, ConversationEndpoints
 from quire_router.api.rest.endpoints import FleetEndpoint, RequestEndpoints, StatusEndpoints, TokenizeEndpoints
 from quire_router.api.rest.http import (
@@ -118,6 +119,8 @@ class RestApp:
             if exchange.head_bytes > MAX_HEAD_BYTES:
                 raise head_too_large(MAX_HEAD_BYTES)
             self._authenticate(exchange)
+            if exchange.scope["method"] == "POST":
+                exchange.receive = decoding(exchange.receive, exchange.values("content-encoding"))
             await self._route(exchange, send)
         except (HttpError, QuireError) as error:
             await _send_error(exchange, error)
