@@ -2,10 +2,11 @@
 ``RequestOutput`` of the engine's outputs. The functions below bring the arguments of ``LLM`` into one form.
 """
 
-import json
+import logging
 from array import array
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 from itertools import count
 from threading import Lock
 from typing import Any, TypeVar
@@ -14,6 +15,7 @@ from quire_proto import sampling
 from quire_proto.errors import QuireError, invalid
 from quire_proto.pooling import PoolingParams
 from quire_proto.sampling import FinishReason, TokenLogprobs, best_of, mean_logprob
+from quire_proto.text.conversation import hidden_fields, read_conversation
 from quire_proto.text.detokenizer import OutputTextStream
 from quire_proto.text.pooled_prompt import PooledPrompt
 from quire_proto.text.tokenizer import ModelTokenizer, encode_bad_words
@@ -36,11 +38,14 @@ from quire_engine.llm.types import (
 )
 from quire_engine.structured_output.compiler import GrammarCompiler
 
+log = logging.getLogger(__name__)
+
 TokenText = Callable[[int], str | None]
 T = TypeVar("T")
 Prompt = str | Sequence[int] | Mapping[str, Any]
 Message = Mapping[str, Any]
 _SECONDS = 1e-9  # of a nanosecond
+_MAX_LOGGED = 16  # names in a line
 _MAX_PRIORITY = 2**31 - 1  # as in the service
 _MAX_LORA_ID = 2**63 - 1
 _POOLED = sampling.SamplingParams(max_tokens=1)  # nobody reads them
@@ -68,13 +73,14 @@ class PreparedRequest:
 class Conversation:
     """Messages as chat templates see them, and what else a template is given: ``tools`` as in the OpenAI API, and
     ``template_kwargs`` by the names of its variables. With ``add_generation_prompt`` the prompt ends where the answer
-    begins, else behind the last message.
+    begins, else behind the last message. ``lost`` names what no template can show of them.
     """
 
     messages: Sequence[Message]
     tools: Sequence[Message] = ()
     template_kwargs: Mapping[str, Any] = field(default_factory=dict)
     add_generation_prompt: bool = True
+    lost: Sequence[str] = ()
 
 
 class InputProcessor:
@@ -119,6 +125,7 @@ class InputProcessor:
         self, chat: Conversation, params: SamplingParams, priority: int, lora: LoRARequest | None
     ) -> PreparedRequest:
         """A request that answers a conversation. Raises ``QuireError``."""
+        self._log_unseen(chat)
         render, encode = self._tokenizer.render_chat_text, self._tokenizer.encode_chat
         template: dict[str, Any] = {
             "tools": chat.tools,
@@ -127,6 +134,13 @@ class InputProcessor:
         }
         token_ids = encode(chat.messages, self._limits.max_model_len, **template)
         return self._build(render(chat.messages, **template), token_ids, params, priority, lora)
+
+    def _log_unseen(self, chat: Conversation) -> None:
+        hidden = partial(self._tokenizer.hidden, with_tools=bool(chat.tools))
+        unseen = [*chat.lost, *hidden_fields(chat.messages, hidden)]
+        if unseen:
+            more = f" and {len(unseen) - _MAX_LOGGED} more" if len(unseen) > _MAX_LOGGED else ""
+            log.warning("the model does not see %s%s: its template cannot show that", unseen[:_MAX_LOGGED], more)
 
     def _build(
         self,
@@ -446,10 +460,14 @@ def read_conversations(
     if reserved:
         raise invalid("chat_template_kwargs", f"{reserved[0]} is no variable of chat_template_kwargs.")
     several = [messages] if len(messages) > 0 and isinstance(messages[0], Mapping) else messages
-    return [
-        Conversation(_read_conversation(each), tools or (), template_kwargs or {}, add_generation_prompt)
-        for each in several
-    ]
+    return [_conversation(each, tools or (), template_kwargs or {}, add_generation_prompt) for each in several]
+
+
+def _conversation(
+    messages: object, tools: Sequence[Message], template_kwargs: Mapping[str, Any], add_generation_prompt: bool
+) -> Conversation:
+    read, lost = read_conversation(messages)
+    return Conversation(read, tools, template_kwargs, add_generation_prompt, tuple(lost))
 
 
 def broadcast(name: str, given: T | Sequence[T] | None, default: T, count: int) -> list[T]:
@@ -491,66 +509,3 @@ def _read_prompt(prompt: object) -> str | list[int]:
 
 def _is_token_id(value: object) -> bool:
     return isinstance(value, int) and not isinstance(value, bool)
-
-
-_MORE_IN_A_MESSAGE = ("name", "tool_calls", "tool_call_id", "reasoning_content")
-
-
-def _read_conversation(conversation: object) -> Sequence[Message]:
-    """Messages in the form that the router's have: the same conversation is the same prompt."""
-    if not isinstance(conversation, Sequence) or not conversation:
-        raise invalid("messages", "A conversation must be a list of at least one message.")
-    read, called = [_read_message(message) for message in conversation], dict[str, str]()
-    for message in read:
-        called |= {call["id"]: call["function"]["name"] for call in message.get("tool_calls", ())}
-        if message.get("tool_call_id") in called:
-            message["name"] = called[message["tool_call_id"]]
-    return read
-
-
-def _read_message(message: object) -> dict[str, Any]:
-    if not isinstance(message, Mapping) or not message.keys() <= {"role", "content", *_MORE_IN_A_MESSAGE}:
-        known = ", ".join(_MORE_IN_A_MESSAGE)
-        raise invalid("messages", f"A message must have a role and a content; beside them only {known} are known.")
-    role, content, calls = message.get("role"), message.get("content"), message.get("tool_calls")
-    if isinstance(content, Sequence) and not isinstance(content, str):
-        content = "".join(map(_text_part, content))
-    if content is None and calls:
-        content = ""
-    if not (isinstance(role, str) and isinstance(content, str)):
-        raise invalid("messages", "A message's role and content must be strings.")
-    if not isinstance(calls or (), Sequence):
-        raise invalid("messages", "A message's tool_calls must be a list.")
-    if not isinstance(message.get("tool_call_id") or "", str):
-        raise invalid("messages", "A message's tool_call_id must be a string.")
-    read: dict[str, Any] = {"role": "system" if role == "developer" else role, "content": content}
-    if calls:
-        read["tool_calls"] = [_read_call(call) for call in calls]
-    return read | {name: message[name] for name in ("tool_call_id", "reasoning_content") if message.get(name)}
-
-
-def _read_call(call: object) -> dict[str, Any]:
-    """A call as templates expect it: with arguments as an object, empty where what the model wrote is none."""
-    function = call.get("function") if isinstance(call, Mapping) else None
-    if not (isinstance(call, Mapping) and isinstance(function, Mapping) and isinstance(function.get("name"), str)):
-        raise invalid("messages", "Each of a message's tool_calls must have a function with a name.")
-    if not isinstance(call_id := call.get("id") or "", str):
-        raise invalid("messages", "The id of each of a message's tool_calls must be a string.")
-    arguments = function.get("arguments")
-    if isinstance(arguments, str):
-        try:
-            arguments = json.loads(arguments)
-        except ValueError:
-            arguments = None
-    arguments = arguments if isinstance(arguments, Mapping) else {}
-    return {
-        "id": call_id,
-        "type": "function",
-        "function": {"name": function["name"], "arguments": arguments},
-    }
-
-
-def _text_part(part: object) -> str:
-    if isinstance(part, Mapping) and part.get("type") == "text" and isinstance(part.get("text"), str):
-        return str(part["text"])
-    raise invalid("messages", "A message's parts must be texts.")

@@ -17,8 +17,7 @@ from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from datetime import datetime
-from functools import lru_cache
-from hashlib import blake2b
+from functools import lru_cache, partial
 from secrets import token_hex
 from time import thread_time
 from typing import Any, NoReturn
@@ -31,6 +30,7 @@ from jinja2.utils import Namespace
 from tokenizers import AddedToken, Tokenizer
 
 from quire_proto.errors import QuireError, TokenizerLoadError, invalid
+from quire_proto.text.message_form import MessageForm, find_form, shown_fields
 from quire_proto.text.reasoning import THINK, ReasoningFormat, detect_reasoning
 from quire_proto.text.response_template import described_format, described_marks, described_reasoning
 from quire_proto.text.sandbox import Sandbox, SandboxLimitError, bounded, checked, compared, size_of
@@ -46,18 +46,6 @@ _SLOW = 0.02  # seconds; a longer rendering of a short conversation delays other
 _CHARACTERS, _TIMES = 2**20, 16
 _MAX_SIZE = 2**26  # characters at which counting a conversation's size stops
 
-_SHORT_ID = re.compile("[A-Za-z0-9]{9}")  # the only ids of calls that Mistral's templates take
-_TRIED_TOOL = {"name": "look_up", "description": "Looks up.", "parameters": {"type": "object", "properties": {}}}
-_TRIED_CALL = {"name": "look_up", "arguments": {"word": "quire"}}
-_TRIED_MESSAGES = (
-    {"role": "user", "content": "Hello"},
-    {
-        "role": "assistant",
-        "content": "",
-        "tool_calls": [{"id": "call_0123456789abcdef", "type": "function", "function": _TRIED_CALL}],
-    },
-)
-
 
 class ChatTemplate:
     """A compiled template with the special tokens that it may name (``bos_token`` and so on).
@@ -67,8 +55,7 @@ class ChatTemplate:
     ``response_template`` may say. ``reasoning`` is how its model marks what it reasons before it answers, None if it
     does not, and ``is_slow`` says that even short conversations took long.
 
-    Some templates take the arguments of earlier calls only as text, or ids of calls only of nine letters. Which is
-    tried when a template is made.
+    Which form of messages the template takes is tried when it is made (``quire_proto.text.message_form``).
 
     Raises ``TokenizerLoadError`` when ``source`` is not a template; ``origin`` names the file in that message.
     """
@@ -89,27 +76,17 @@ class ChatTemplate:
         except (TemplateSyntaxError, RecursionError) as error:
             raise TokenizerLoadError(f"{origin}: the chat template is not valid: {error}.") from error
         self.is_slow = False
-        self._arguments_as_text = self._short_ids = False
+        self._hidden: dict[tuple[str, frozenset[str]], frozenset[str]] = {}
+        self._form = MessageForm()
         with suppress(QuireError):
             self.render([{"role": "user", "content": "Hello"}])
-        written = self._try_calls() if "tool_calls" in source else ""
+        self._form, written = find_form(source, lambda form: partial(self._render, form))
         self.reasoning = detect_reasoning(source, written) or described_reasoning(response_template)
         self.tool_format: ToolFormat | None = None
         if "tools" in self.variables:
             more = "\n".join([written, described_marks(response_template), *added_tokens])
             self.tool_format = detect_tool_format(source, written) or detect_tool_format(source, more)
             self.tool_format = self.tool_format or described_format(response_template)
-
-    def _try_calls(self) -> str:
-        """Renders a conversation with a call, and keeps the ways in which the template takes it. Returns what it wrote;
-        empty if it takes none.
-        """
-        for self._arguments_as_text, self._short_ids in ((False, False), (True, False), (False, True), (True, True)):
-            with suppress(QuireError):
-                tools = [{"type": "function", "function": _TRIED_TOOL}]
-                return self.render(_TRIED_MESSAGES, tools, add_generation_prompt=False)
-        self._arguments_as_text = self._short_ids = False
-        return ""
 
     def render(
         self,
@@ -124,13 +101,34 @@ class ChatTemplate:
         Raises ``QuireError`` INVALID with the template's own words where it refuses them, and where it takes too much
         time or memory for them.
         """
+        return self._render(self._form, messages, tools, add_generation_prompt=add_generation_prompt, options=options)
+
+    def hidden(self, role: str, fields: frozenset[str]) -> frozenset[str]:
+        """Returns those ``fields`` of a message of this role, which has just them, that the template never shows. What
+        it refuses it does not hide.
+        """
+        key = role, fields
+        if key not in self._hidden:
+            shown = shown_fields(self.render, role, fields) if fields else None
+            self._hidden[key] = frozenset() if shown is None else fields - shown
+        return self._hidden[key]
+
+    def _render(
+        self,
+        form: MessageForm,
+        messages: Sequence[Mapping[str, Any]],
+        tools: Sequence[Mapping[str, Any]] = (),
+        *,
+        add_generation_prompt: bool = True,
+        options: Mapping[str, Any] = {},
+    ) -> str:
         start = thread_time()
         size, number = size_of(tools, _MAX_SIZE) + sum(map(_size, messages)), len(messages) + len(tools)
         seconds = _SECONDS + _SECONDS_PER_MESSAGE * number + _SECONDS_PER_CHARACTER * size
         try:
             with bounded(seconds, _CHARACTERS + _TIMES * size):
                 variables = {"documents": None, **self._special_tokens, **options}
-                variables["messages"] = [self._adapted(message) for message in messages]
+                variables["messages"] = [form.adapted(message) for message in messages]
                 variables["tools"] = [dict(tool) for tool in tools] or None
                 return self._template.render(variables | {"add_generation_prompt": add_generation_prompt})
         except SandboxLimitError as error:
@@ -142,28 +140,6 @@ class ChatTemplate:
         finally:
             expected = _SLOW + _SECONDS_PER_MESSAGE * number + _SECONDS_PER_CHARACTER * size
             self.is_slow = self.is_slow or thread_time() - start > expected
-
-    def _adapted(self, message: Mapping[str, Any]) -> dict[str, Any]:
-        """A message with calls as this template takes them."""
-        adapted = dict(message)
-        if "tool_calls" in adapted and (self._arguments_as_text or self._short_ids):
-            adapted["tool_calls"] = [self._adapted_call(call) for call in adapted["tool_calls"]]
-        if "tool_call_id" in adapted and self._short_ids:
-            adapted["tool_call_id"] = _short_id(adapted["tool_call_id"])
-        return adapted
-
-    def _adapted_call(self, call: Mapping[str, Any]) -> dict[str, Any]:
-        function = dict(call["function"])
-        if self._arguments_as_text:
-            function["arguments"] = json.dumps(function["arguments"], ensure_ascii=False)
-        return {**call, "id": _short_id(call["id"]) if self._short_ids else call["id"], "function": function}
-
-
-def _short_id(call_id: str) -> str:
-    """An id of nine letters in place of another one, always the same."""
-    if _SHORT_ID.fullmatch(call_id):
-        return call_id
-    return blake2b(call_id.encode(errors="surrogatepass"), digest_size=8, person=b"quire call").hexdigest()[:9]
 
 
 def _size(message: Mapping[str, Any]) -> int:

@@ -163,6 +163,11 @@ class ModelTokenizer:
         template = self._tool_template if with_tools else self._template
         return frozenset() if template is None else template.variables
 
+    def hidden(self, role: str, fields: frozenset[str], *, with_tools: bool) -> frozenset[str]:
+        """Returns the fields of messages that the chat template does not show; see ``ChatTemplate.hidden``."""
+        template = self._tool_template if with_tools else self._template
+        return frozenset() if template is None else template.hidden(role, fields)
+
     @property
     def renders_slowly(self) -> bool:
         """Whether the chat template takes long even for short conversations; see ``ChatTemplate``."""

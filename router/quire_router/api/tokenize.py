@@ -2,18 +2,25 @@
 Messages and the Responses API ask for the same with (``to_tokenize``, ``input_to_tokenize``).
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Annotated, ClassVar, Self
 
 from pydantic import Field, model_validator
 from quire_proto.errors import QuireError, invalid
+from quire_proto.text.conversation import Hidden
 from quire_proto.text.tokenizer import ModelTokenizer
 
 from quire_router.api.schemas import parameters
 from quire_router.api.schemas.anthropic import CountTokensRequest, TranslatedMessages
 from quire_router.api.schemas.base import MAX_PROMPT_TOKENS, ModelName, StrictModel
-from quire_router.api.schemas.conversation import ChatMessage, check_messages, check_tools, to_template_messages
+from quire_router.api.schemas.conversation import (
+    ChatMessage,
+    check_messages,
+    check_tools,
+    to_template_messages,
+    unseen_in_messages,
+)
 from quire_router.api.schemas.openai import MAX_MESSAGES, TemplatedBody
 from quire_router.api.schemas.parameters import Table
 from quire_router.api.schemas.response_items import History
@@ -50,6 +57,10 @@ class TokenizeRequest(TemplatedBody):
         """Its characters, about."""
         tools = sum(tool.size for tool in self.tools or ())
         return len(self.prompt or "") + sum(message.size for message in self.messages or ()) + tools
+
+    def unseen(self, hidden: Hidden) -> Iterator[str]:
+        """See ``StrictModel``."""
+        return unseen_in_messages(self.messages or (), hidden)
 
     def _exclude(self, given: str, *others: str) -> None:
         """A template writes its own special tokens, and a text has no template."""

@@ -91,7 +91,9 @@ class Validator:
             names |= dict.fromkeys(
                 map("chat_template_kwargs.{}".format, TemplateOptions.model_fields), sent["chat_template_kwargs"]
             )
-        return request, tuple(dict.fromkeys(names.get(param, param) for param in ignored))
+        named = dict.fromkeys(names.get(param, param) for param in ignored)
+        tools = isinstance(request, TemplatedBody) and bool(request.offered_tools)
+        return request, (*named, *request.as_sent.unseen(partial(tokenizer.hidden, with_tools=tools)))
 
     def generations(
         self, request: GenerationBody, request_id: str, caller: Identity, target: str = ""

@@ -89,6 +89,8 @@ def _message(message: pb.ChatMessage) -> dict[str, Any]:
         fields["tool_call_id"] = message.tool_call_id
     if message.reasoning:
         fields["reasoning"] = message.reasoning
+    if message.name:
+        fields["name"] = message.name
     return fields
 
 

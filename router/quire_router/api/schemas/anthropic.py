@@ -8,8 +8,10 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Annotated, Any, ClassVar, Final, Literal, Self
 
 from pydantic import AfterValidator, BeforeValidator, Field, model_validator
+from pydantic.json_schema import SkipJsonSchema
 from quire_proto.errors import invalid
 from quire_proto.pooling import Task
+from quire_proto.text.conversation import Hidden, part_name, unsupported_part
 
 from quire_router.api.schemas import parameters
 from quire_router.api.schemas.base import (
@@ -23,7 +25,6 @@ from quire_router.api.schemas.base import (
     StopTokenIds,
     StrictModel,
     ToolOutput,
-    unsupported_part,
 )
 from quire_router.api.schemas.conversation import (
     MAX_DESCRIPTION_CHARACTERS,
@@ -68,18 +69,18 @@ _BLOCKS = {
 _ATTRIBUTION = "x-anthropic-billing-header:"
 
 
-def _block_type(kind: str) -> str:
-    if kind not in _FIELDS:
-        raise unsupported_part(kind)
-    return kind
+_RESULT_OF_SERVER = "_tool_result"
+"""How the types of blocks end that hold what a tool of a server found."""
+_SHOWN_AS = {"content": "text", "reasoning_content": "thinking", "tool_calls": "tool_use"}
 
 
 class Block(LenientModel):
-    """A part of a message, with the fields of its ``type``. ``signature`` and ``data`` of thinking are not looked at,
-    and templates have no place for ``is_error``.
+    """A part of a message, with the fields of its ``type``. Blocks of other types are what a server wrote into an
+    answer: of those only the text of a ``compaction`` can be shown. ``signature`` and ``data`` of thinking are not
+    looked at, and templates have no place for ``is_error``.
     """
 
-    type: Annotated[str, AfterValidator(_block_type)]
+    type: str
     text: str | None = None
     thinking: str | None = None
     id: CallId | None = None
@@ -88,10 +89,22 @@ class Block(LenientModel):
     tool_use_id: CallId | None = None
     content: ToolOutput | None = None
     is_error: bool | None = None
+    citations: SkipJsonSchema[Any] = None
+
+    @model_validator(mode="before")
+    @classmethod
+    def _read(cls, value: Any) -> Any:
+        """Leaves out the fields of blocks that are not read, of which each type has its own."""
+        kind = value.get("type") if isinstance(value, dict) else None
+        if not isinstance(kind, str) or kind in _FIELDS:
+            return value
+        if kind == "compaction" and isinstance(value.get("content"), str):
+            return {"type": "text", "text": value["content"]}
+        return {"type": kind}
 
     @model_validator(mode="after")
     def _check(self) -> Self:
-        for field in _FIELDS[self.type]:
+        for field in _FIELDS.get(self.type, ()):
             if getattr(self, field) is None:
                 raise ValueError(f"a part of type {self.type} has the field {field}, which is missing")
         return self
@@ -100,6 +113,15 @@ class Block(LenientModel):
         """Returns a ``tool_use`` as the call of a chat."""
         arguments = json.dumps(self.input, ensure_ascii=False)
         return ToolCall(id=self.id or "", function=CalledFunction(name=self.name or "", arguments=arguments))
+
+    def names_of_lost(self) -> Iterator[str]:
+        """Yields the names of what no template can show."""
+        if self.type not in _FIELDS or self.type == "redacted_thinking":
+            yield self.type
+        if self.is_error:
+            yield "is_error"
+        if self.citations:
+            yield "citations"
 
 
 def _blocks(content: object) -> object:
@@ -126,6 +148,7 @@ class Message(LenientModel):
         for block in self.content:
             if block.type == "text":
                 texts.append(block.text or "")
+            if block.type != "tool_result":
                 continue
             if texts:
                 yield ChatMessage(role=self.role, content="".join(texts))
@@ -133,6 +156,17 @@ class Message(LenientModel):
             yield ChatMessage(role="tool", tool_call_id=block.tool_use_id, content=block.content or "")
         if texts or not self.content:
             yield ChatMessage(role=self.role, content="".join(texts))
+
+    def unseen(self, hidden: Hidden) -> Iterator[str]:
+        """See ``StrictModel``."""
+        types: set[str] = set()
+        for message in self.to_chat():
+            is_tool = message.role == "tool"
+            fields = hidden(message.role, message.fields)
+            types.update("tool_result" if is_tool else _SHOWN_AS[name] for name in fields)
+        for number, block in enumerate(self.content):
+            for name in [*block.names_of_lost(), *({block.type} & types)]:
+                yield part_name("content", number, name)
 
     def _from_assistant(self) -> ChatMessage:
         calls = [block.to_call() for block in self.content if block.type == "tool_use"]
@@ -150,8 +184,7 @@ def _check_conversation(messages: Sequence[Message]) -> None:
     for number, message in enumerate(messages):
         for place, block in enumerate(message.content):
             where = f"messages[{number}].content[{place}]"
-            if block.type not in _BLOCKS[message.role]:
-                raise invalid(where, f"{where}: a part of type {block.type} is in no message of the {message.role}.")
+            _check_block(block, message.role, where)
             if block.type == "tool_result":
                 calls.output(block.tool_use_id, f"{where}.tool_use_id")
             if block.type == "tool_use":
@@ -163,6 +196,16 @@ def _check_conversation(messages: Sequence[Message]) -> None:
             "The last message is the assistant's, and continuing one is not supported here: "
             "use /v1/completions with the prompt that /tokenize makes.",
         )
+
+
+def _check_block(block: Block, role: str, where: str) -> None:
+    """Raises ``QuireError`` for a block that is in no message of this role. An assistant's may be of any server."""
+    if block.type in _BLOCKS[role]:
+        return
+    if block.type in _FIELDS:
+        raise invalid(where, f"{where}: a part of type {block.type} is in no message of the {role}.")
+    if role != "assistant" and not block.type.endswith(_RESULT_OF_SERVER):
+        raise invalid(f"{where}.type", f"{where}.type: {unsupported_part(block.type)}.")
 
 
 def _tool_type(kind: str | None) -> str | None:
@@ -281,6 +324,13 @@ class MessagesBody(StrictModel):
     def _check(self) -> Self:
         _check_conversation(self.messages)
         return self
+
+    def unseen(self, hidden: Hidden) -> Iterator[str]:
+        """See ``StrictModel``."""
+        if self.system and hidden("system", frozenset({"content"})):
+            yield "system"
+        for number, message in enumerate(self.messages):
+            yield from (f"messages[{number}].{name}" for name in message.unseen(hidden))
 
     def template_fields(self) -> dict[str, Any]:
         """Returns the fields of a chat that its template reads. A template has one switch of thinking, of either

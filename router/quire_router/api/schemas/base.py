@@ -24,6 +24,7 @@ from pydantic import (
 from quire_proto.errors import QuireError, invalid
 from quire_proto.pooling import Task
 from quire_proto.sampling import MAX_BAD_WORD_TOKENS, MAX_BAD_WORDS, MAX_BIASES, MAX_STOP_TOKEN_IDS
+from quire_proto.text.conversation import Hidden, text_content, tool_output
 
 from quire_router.api.schemas.parameters import Column, Parameter, Table
 from quire_router.core.errors import invalid_body
@@ -101,6 +102,12 @@ class StrictModel(BaseModel):
     def as_sent(self) -> "StrictModel":
         """The request as the client sent it, where this one was made from it."""
         return self
+
+    def unseen(self, hidden: Hidden) -> Iterator[str]:  # noqa: ARG002 - where there is no conversation
+        """Yields the paths of what the model does not see of a conversation: no template shows it, or its own template
+        has it ``hidden``.
+        """
+        yield from ()
 
     @classmethod
     def from_json(cls, body: bytes | bytearray) -> Self:
@@ -261,9 +268,6 @@ MAX_PROMPT_TOKENS = 2**18  # so many ids are read in ten milliseconds; a longer 
 MAX_PROMPTS = 128
 MAX_INPUTS = 2048  # of prompts that are pooled, as OpenAI has it
 _MAX_ABS = 2**64
-_TEXT_PARTS = {"text": "text", "input_text": "text", "output_text": "text", "refusal": "refusal"}
-OMITTED_PART = "[{} omitted: this model reads text only]"
-"""What stands in a prompt for a part of a tool's output that is no text; in it the type of the part."""
 _TOKEN_ID = re.compile("0|-?[1-9][0-9]{0,9}")  # one way to write each, so that none comes twice
 
 
@@ -337,49 +341,6 @@ def _bias(value: object) -> float:
     return float(value)
 
 
-def _content(value: object) -> object:
-    """Returns a message's text, joined where it is a list of text parts."""
-    return "".join(map(_text_part, value)) if isinstance(value, list) else value
-
-
-def _text_part(part: object) -> str:
-    kind = part.get("type") if isinstance(part, dict) else None
-    if not isinstance(part, dict) or not isinstance(kind, str):
-        raise ValueError("each part must be an object with a type")
-    field = _TEXT_PARTS.get(kind)
-    if field is None:
-        raise unsupported_part(kind)
-    if not isinstance(part.get(field), str):
-        raise ValueError(f"a part of type {kind} has the field {field}, which must be a string")
-    return str(part[field])
-
-
-def _tool_output(value: object) -> object:
-    """Returns the output of a tool as text. What is no text, such as an image that it read, is replaced by words: its
-    client did not choose it, and would send it again with each turn of the conversation.
-    """
-    return "".join(map(_tool_output_part, value)) if isinstance(value, list) else value
-
-
-def _tool_output_part(part: object) -> str:
-    kind = part.get("type") if isinstance(part, dict) else None
-    if not isinstance(part, dict) or not isinstance(kind, str) or kind in _TEXT_PARTS:
-        return _text_part(part)
-    if kind == "search_result":  # Anthropic's: texts under a title
-        texts = part.get("content")
-        head = [part[name] for name in ("title", "source") if isinstance(part.get(name), str)]
-        return "\n".join([*head, str(_tool_output(texts))] if isinstance(texts, list) else head)
-    source = part.get("source")
-    if kind == "document" and isinstance(source, dict) and source.get("type") == "text":
-        return str(source.get("data", ""))
-    return OMITTED_PART.format(_UNPRINTABLE.sub("?", kind[:32]))
-
-
-def unsupported_part(kind: str) -> ValueError:
-    """Returns the error of a part that is no text."""
-    return ValueError(f"parts of type {kind[:32]!r} are not supported; only text is")
-
-
 _Token = Annotated[int, Field(ge=0, lt=2**31)]
 _Tokens = Annotated[list[_Token], Field(max_length=MAX_PROMPT_TOKENS, fail_fast=True)]
 _Word = Annotated[list[_Token], Field(max_length=MAX_BAD_WORD_TOKENS)]
@@ -412,8 +373,8 @@ Metadata = Annotated[
 ]
 Stops = Annotated[list[str], PlainValidator(_stop)]
 StopSequences = Annotated[list[str], PlainValidator(_stop_sequences)]
-Content = Annotated[str, BeforeValidator(_content)]
-ToolOutput = Annotated[str, BeforeValidator(_tool_output)]
+Content = Annotated[str, BeforeValidator(text_content)]
+ToolOutput = Annotated[str, BeforeValidator(tool_output)]
 LogitBias = Annotated[dict[int, float], PlainValidator(_logit_bias)]
 BadWords = Annotated[
     list[str | list[int]],

@@ -6,15 +6,15 @@ import json
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Annotated, Any, ClassVar, Literal
 
-from pydantic import BeforeValidator, Field, TypeAdapter
+from pydantic import BeforeValidator, Field, model_validator
+from pydantic.json_schema import SkipJsonSchema
 from quire_proto.errors import QuireError, invalid
 from quire_proto.structured_output import MAX_TEXT
+from quire_proto.text.conversation import REASONING_NAMES, Hidden, parsed_arguments, read_message
 
 from quire_router.api.schemas import parameters
 from quire_router.api.schemas.base import Content, Label, LenientModel, Parsed, StrictModel
 from quire_router.api.schemas.parameters import Table
-
-_OBJECT = TypeAdapter(dict[str, Any])
 
 MAX_TOOLS = 128
 MAX_CALLS = 128  # of one message
@@ -108,10 +108,12 @@ class CalledFunction(LenientModel):
         """The arguments by name, empty where they are no JSON object: templates iterate over them, and one mistake of
         the model must not end a conversation.
         """
-        try:
-            return _OBJECT.validate_json(self.arguments)
-        except ValueError:
-            return {}
+        return parsed_arguments(self.arguments) or {}
+
+    @property
+    def is_readable(self) -> bool:
+        """Whether ``parsed`` has all that was written."""
+        return not self.arguments.strip() or parsed_arguments(self.arguments) is not None
 
 
 class ToolCall(LenientModel):
@@ -178,18 +180,31 @@ def _text_or_none(value: object) -> str | None:
 
 
 class ChatMessage(LenientModel):
-    """One message of a conversation. ``reasoning_content``, or ``reasoning``, is the assistant's reasoning; ``refusal``
-    is its text where it refused.
+    """One message of a conversation. The assistant's reasoning may have any of three names, ``function_call`` is the
+    former form of a call and the role ``function`` that of its output, and ``refusal`` is the text of an assistant that
+    refused. ``lost`` names what no template can show.
     """
 
-    role: Literal["system", "developer", "user", "assistant", "tool"]
+    role: Literal["system", "developer", "user", "assistant", "tool", "function"]
     content: Content | None = None
     name: Label = None
+    function_call: CalledFunction | None = None
     tool_calls: Annotated[list[ToolCall], Field(max_length=MAX_CALLS, fail_fast=True)] | None = None
     tool_call_id: CallId | None = None
     reasoning_content: str | None = None
     reasoning: str | None = None
+    thinking: str | None = None
     refusal: Annotated[str | None, BeforeValidator(_text_or_none)] = None
+    lost: SkipJsonSchema[tuple[str, ...]] = Field(default=(), exclude=True)
+
+    @model_validator(mode="before")
+    @classmethod
+    def _read(cls, value: Any) -> Any:
+        """Brings a message that began elsewhere into the one form that is known here."""
+        if not isinstance(value, dict):
+            return value
+        read, lost = read_message(value)
+        return {**read, "lost": lost}
 
     @property
     def size(self) -> int:
@@ -205,7 +220,7 @@ class ChatMessage(LenientModel):
     @property
     def reasoning_text(self) -> str:
         """The assistant's reasoning; empty for none."""
-        return self.reasoning_content or self.reasoning or ""
+        return self.reasoning_content or ""
 
     def to_template(self, names: Mapping[str, str] = {}) -> dict[str, Any]:
         """Returns what templates read; ``developer`` is the newer name of the role ``system``, which they have.
@@ -219,7 +234,44 @@ class ChatMessage(LenientModel):
             message["reasoning_content"] = self.reasoning_text
         if self.tool_call_id is not None:
             message |= {"tool_call_id": self.tool_call_id, "name": names[self.tool_call_id]}
+        elif self.name:
+            message["name"] = self.name
         return message
+
+    @property
+    def fields(self) -> frozenset[str]:
+        """The fields that a template may show or not, besides its role."""
+        given = {
+            "content": self.text,
+            "name": self.role != "tool" and self.name,
+            "reasoning_content": self.reasoning_text,
+            "tool_calls": self.tool_calls,
+        }
+        return frozenset(name for name, value in given.items() if value)
+
+    def unseen(self, hidden: Hidden) -> Iterator[str]:
+        """See ``StrictModel``; the fields have the names under which they were sent."""
+        yield from self.lost
+        for number, call in enumerate(self.tool_calls or ()):
+            if not call.function.is_readable:
+                yield "function_call.arguments" if self.function_call else f"tool_calls[{number}].function.arguments"
+        for name in sorted(hidden("system" if self.role == "developer" else self.role, self.fields)):
+            yield self._sent_as(name)
+
+    def _sent_as(self, name: str) -> str:
+        if name == "tool_calls" and self.function_call is not None:
+            return "function_call"
+        if name == "content" and not self.content:
+            return "refusal"
+        if name == "reasoning_content":
+            return next((each for each in REASONING_NAMES[1:] if getattr(self, each)), name)
+        return name
+
+
+def unseen_in_messages(messages: Sequence[ChatMessage], hidden: Hidden) -> Iterator[str]:
+    """Yields the paths of what a model does not see of a conversation; see ``StrictModel.unseen``."""
+    for number, message in enumerate(messages):
+        yield from (f"messages[{number}].{name}" for name in message.unseen(hidden))
 
 
 def to_template_messages(messages: Sequence[ChatMessage]) -> list[dict[str, Any]]:
@@ -275,12 +327,15 @@ def check_messages(messages: Sequence[ChatMessage]) -> None:
 
 
 def _check_parts(message: ChatMessage, where: str) -> None:
+    if message.role == "function":
+        raise invalid(f"{where}.name", f"{where}.name is missing.")  # with it the message is a tool's
     if message.content is None and message.role != "assistant":
         raise invalid(f"{where}.content", f"{where}.content is missing.")
     if message.tool_calls and message.role != "assistant":
         raise _misplaced(f"{where}.tool_calls", "belongs to messages of the assistant")
-    if message.reasoning_text and message.role != "assistant":
-        raise _misplaced(f"{where}.reasoning_content", "belongs to messages of the assistant")
+    for name in REASONING_NAMES if message.role != "assistant" else ():
+        if getattr(message, name):
+            raise _misplaced(f"{where}.{name}", "belongs to messages of the assistant")
     if message.role == "tool" and message.tool_call_id is None:
         raise invalid(f"{where}.tool_call_id", f"{where}.tool_call_id is missing.")
     if message.role != "tool" and message.tool_call_id is not None:

@@ -15,6 +15,7 @@ from quire_proto.errors import QuireError, invalid
 from quire_proto.pooling import Task
 from quire_proto.sampling import MAX_LOGPROBS
 from quire_proto.structured_output import MAX_OPTIONS, MAX_TEXT, Structured, StructuredKind, choice
+from quire_proto.text.conversation import Hidden
 
 from quire_router.api.schemas import parameters
 from quire_router.api.schemas.base import (
@@ -43,6 +44,7 @@ from quire_router.api.schemas.conversation import (
     check_messages,
     check_tools,
     schema_text,
+    unseen_in_messages,
 )
 from quire_router.api.schemas.parameters import Table
 
@@ -420,6 +422,10 @@ class ChatRequest(TemplatedBody, GenerationBody):
     def size(self) -> int:
         """The length of its prompt in characters, about."""
         return sum(message.size for message in self.messages) + sum(tool.size for tool in self.offered_tools)
+
+    def unseen(self, hidden: Hidden) -> Iterator[str]:
+        """See ``StrictModel``."""
+        return unseen_in_messages(self.messages, hidden)
 
     @property
     def offered_tools(self) -> Sequence[Tool]:

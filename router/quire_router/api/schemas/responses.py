@@ -4,13 +4,14 @@ it had come as one. What OpenAI's servers would run, and what is no text, is ref
 """
 
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Annotated, Any, ClassVar, Final, Literal, Self
 
 from pydantic import BeforeValidator, Field, PrivateAttr
 from quire_proto.errors import invalid
 from quire_proto.pooling import Task
 from quire_proto.sampling import MAX_LOGPROBS
+from quire_proto.text.conversation import Hidden
 
 from quire_router.api.schemas import parameters
 from quire_router.api.schemas.base import (
@@ -51,6 +52,7 @@ from quire_router.api.schemas.response_items import (
     list_items,
     name_in_template,
     to_messages,
+    unseen_in_items,
 )
 from quire_router.api.schemas.response_state import INCLUDES_ENCRYPTED_CONTENT, ResponseState
 from quire_router.api.schemas.response_tools import (
@@ -172,6 +174,12 @@ class InputBody(StrictModel):
             raise invalid("input", "input is missing.")
         check_conversation(items, len(history.items))
         return items
+
+    def unseen(self, hidden: Hidden) -> Iterator[str]:
+        """See ``StrictModel``. What an earlier request said is not named again."""
+        if self.instructions and hidden("system", frozenset({"content"})):
+            yield "instructions"
+        yield from unseen_in_items(self.input, hidden)
 
     def template_fields(self, items: Sequence[InputItem]) -> dict[str, Any]:
         """Returns the fields of a chat that its template reads."""

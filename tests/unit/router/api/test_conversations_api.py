@@ -279,7 +279,7 @@ async def test_conversations_of_other_tenants_are_not_there():
         (RESPONSES, {"model": MODEL, "input": "x", "conversation": 5}, "conversation"),
         (f"{CONVERSATIONS}/ID/items", {"items": []}, "items"),
         (f"{CONVERSATIONS}/ID/items", {"items": [{"type": "item_reference", "id": "msg_1"}]}, "items[0].type"),
-        (f"{CONVERSATIONS}/ID/items", {"items": [{"type": "web_search_call"}]}, "items[0].type"),
+        (f"{CONVERSATIONS}/ID/items", {"items": [{"type": "mesage", "role": "user"}]}, "items[0]"),
         (f"{CONVERSATIONS}/ID", {}, "metadata"),
         (CONVERSATIONS, {"metadata": {"a": 1}}, "metadata"),
     ],

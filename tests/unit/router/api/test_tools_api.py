@@ -382,7 +382,7 @@ def called(call_id="1", arguments="{}", name="get"):
         ({"messages": [turn("tool", tool_call_id="1")]}, "messages[0].tool_call_id"),
         ({"messages": [turn("user", tool_call_id="1")]}, "messages[0].tool_call_id"),
         ({"messages": [turn("user", tool_calls=[called()])]}, "messages[0].tool_calls"),
-        ({"messages": [turn("user", reasoning="x")]}, "messages[0].reasoning_content"),
+        ({"messages": [turn("user", reasoning="x")]}, "messages[0].reasoning"),
         ({"messages": [turn("assistant", tool_calls=[called(arguments=7)])]}, f"{CALLED}.function.arguments"),
         ({"messages": [turn("assistant", tool_calls=[called(arguments=" " * 2**20 + "{}")])]}, "messages"),
         ({"messages": [turn("assistant", tool_calls=[called(), called()])]}, "messages[0].tool_calls[1].id"),
