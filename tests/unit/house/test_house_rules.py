@@ -262,6 +262,7 @@ SHORT_TASKS = {
     "router/quire_router/engines/lora_updates.py": {"LoRAUpdater._watch"},  # an engine's, each call within its time
     "router/quire_router/engines/sleep_controller.py": {"SleepController._begin"},  # what an engine is asked for
     "router/quire_router/journal/buffered_journal.py": {"BufferedJournal.open_if_absent"},
+    "router/quire_router/journal/redis/owner_channel.py": {"OwnerChannel._on_message"},  # an answer, within its time
     "router/quire_router/requests/dispatch.py": {"Dispatcher._wait"},
     "engine/quire_engine/llm/async_llm.py": {"AsyncLLM._stream"},  # a request's, which it ends with
     "engine/quire_engine/server/server.py": {"_first_completed"},
