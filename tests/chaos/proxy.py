@@ -15,6 +15,7 @@ class _Direction:
         self.passes = asyncio.Event()
         self.passes.set()
         self.loses = False
+        self.delay = 0.0
 
 
 class Proxy:
@@ -54,6 +55,11 @@ class Proxy:
         for writer in list(self._writers):
             writer.transport.abort()
         return count
+
+    def delay(self, directions: Iterable[str], seconds: float) -> None:
+        """Has what comes these ways arrive so much later."""
+        for name in directions:
+            self._directions[name].delay = seconds
 
     def break_silently(self, directions: Iterable[str], *, loses: bool) -> None:
         """Lets no byte through these ways, nor the end of a connection, and closes nothing: neither side learns of it.
@@ -96,6 +102,8 @@ async def _pass_on(reader: asyncio.StreamReader, writer: asyncio.StreamWriter, d
         while data := await reader.read(65536):
             if direction.loses:
                 continue
+            if direction.delay:
+                await asyncio.sleep(direction.delay)
             await direction.passes.wait()
             writer.write(data)
             await writer.drain()

@@ -64,6 +64,7 @@ _LONG_TEXT = 2048  # characters or tokens above which a text is tokenised on a t
 _LONG_BODY = 16 * 1024  # bytes above which a body is parsed on a thread
 _CLIENT_ERRORS = (ErrorCode.INVALID, ErrorCode.FORBIDDEN, ErrorCode.NOT_FOUND)
 T = TypeVar("T")
+BeforeDelete = Callable[[StoredRequest, Identity], Awaitable[None]]
 UsageReader = Callable[[float, float, str], Awaitable[list[UsageRow]]]
 """``Journal.usage``, of one tenant."""
 
@@ -303,9 +304,12 @@ class ApiService:
         """Ends the request of exactly this id, if it runs anywhere. Raises ``QuireError`` UNAVAILABLE."""
         await self._runner.cancel((request_id,))
 
-    async def delete(self, request_id: str, caller: Identity) -> StoredRequest:
-        """Ends and forgets a request of this caller; returns its state just before. Raises as ``find``."""
+    async def delete(self, request_id: str, caller: Identity, before: BeforeDelete) -> StoredRequest:
+        """Ends and forgets a request of this caller, once ``before`` has taken from it what is to stay; returns its
+        state just before. Raises as ``find``, and as ``before`` does.
+        """
         stored = await self.status(request_id, caller)
+        await before(stored, caller)
         await self._runner.delete(stored.request_ids)
         return stored
 

@@ -32,7 +32,7 @@ from quire_router.api.rest.responses_format import RESPONSES
 from quire_router.api.rest.sse import KeepAlive, SseStream, collect, stream
 from quire_router.api.schemas.anthropic import CountTokensRequest
 from quire_router.api.schemas.openai import Api
-from quire_router.api.service import ApiService, counting_rejections, ignored_parameters_header
+from quire_router.api.service import ApiService, BeforeDelete, counting_rejections, ignored_parameters_header
 from quire_router.api.stored_requests import RequestStatus, StoredRequest
 from quire_router.api.tokenize import DetokenizeRequest, TokenizeRequest, TokenizeResult, to_tokenize
 from quire_router.core.errors import RETRY_NOT_READY, fleet_forbidden
@@ -142,9 +142,10 @@ _AFTER = "after"
 class RequestEndpoints:
     """Handlers of ``/v1/requests/{id}``: a stored request's state, the rest of its response, its end."""
 
-    def __init__(self, service: ApiService, keepalive: KeepAlive) -> None:
+    def __init__(self, service: ApiService, keepalive: KeepAlive, before_delete: BeforeDelete) -> None:
         self._service = service
         self._keepalive = keepalive
+        self._before_delete = before_delete
 
     async def show_or_delete(self, exchange: HttpExchange) -> None:
         """Sends the request's state, with its response once that is complete; for ``DELETE``, forgets it."""
@@ -163,7 +164,7 @@ class RequestEndpoints:
     async def _delete(self, exchange: HttpExchange) -> None:
         """Ends and forgets the request, and sends its state just before."""
         with self._service.request_scope(f"DELETE {_PATH}", exchange.request_id, exchange.headers):
-            stored = await self._service.delete(_id(exchange), exchange.caller)
+            stored = await self._service.delete(_id(exchange), exchange.caller, self._before_delete)
             await exchange.response.send(200, to_json({**request_object(stored), "deleted": True}))
 
     async def events(self, exchange: HttpExchange) -> None:

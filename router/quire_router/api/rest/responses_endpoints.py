@@ -7,11 +7,16 @@ import re
 from contextlib import aclosing, suppress
 from typing import Final
 
-from quire_proto.errors import QuireError, internal, invalid
+from quire_proto.errors import ErrorCode, QuireError, internal, invalid
 
 from quire_router.api.auth import Identity
 from quire_router.api.conversations import Conversations
-from quire_router.api.prepared_request import PreparedRequest, RequestOptions, options_from_headers
+from quire_router.api.prepared_request import (
+    PreparedRequest,
+    RequestOptions,
+    ResponseOptions,
+    options_from_headers,
+)
 from quire_router.api.request_limits import ReservedBody
 from quire_router.api.response_opener import Response
 from quire_router.api.rest.http import (
@@ -27,6 +32,7 @@ from quire_router.api.rest.item_list import item_page, read_query
 from quire_router.api.rest.response_history import HistoryReader, keeps_items, prepare_response
 from quire_router.api.rest.responses_format import RESPONSES, Answer, read_state
 from quire_router.api.rest.sse import KeepAlive, collect, stream
+from quire_router.api.schemas.openai import Api
 from quire_router.api.schemas.response_state import ResponseState
 from quire_router.api.schemas.responses import (
     InputTokensRequest,
@@ -42,6 +48,7 @@ from quire_router.core.errors import (
 log = logging.getLogger(__name__)
 
 PATH: Final = "/v1/responses"
+_RUNNING = RequestStatus.RUNNING
 _NUMBER = re.compile(r"[0-9]{1,15}", re.ASCII)
 
 
@@ -110,6 +117,24 @@ class ResponseEndpoints:
         except QuireError as error:  # it is an empty turn, which goes with the next response, and expires in the quota
             log.debug("response %s is not forgotten: %s", first.request_id, error.message)
 
+    async def keep_turn(self, stored: StoredRequest, caller: Identity) -> None:
+        """Copies what a response that is about to be deleted has added to its conversation, which keeps that. Raises
+        ``QuireError``.
+        """
+        is_response = ResponseOptions.from_record(stored.first).api is Api.RESPONSES
+        if self._conversations is None or not is_response or stored.status in (_RUNNING, RequestStatus.FAILED):
+            return
+        try:
+            first = (await self._service.recorded(stored.first.request_id, caller)).first
+            conversation = ResponseState.read_repeated(first.conversation).repeated.get("conversation")
+            if conversation is not None:
+                await self._history.turns(await self._conversations.get(conversation["id"], caller.tenant), caller)
+        except QuireError as error:
+            if error.code is not ErrorCode.NOT_FOUND:  # else the conversation was deleted before, or the response
+                raise
+        except (ValueError, RecursionError):
+            raise internal() from None
+
     async def start(self, exchange: HttpExchange, prepared: PreparedRequest) -> None:
         """Starts a response in the background, and sends its state, or its events if they are asked for."""
         stored, replayed = await self._service.responses.start_background(prepared)
@@ -128,7 +153,7 @@ class ResponseEndpoints:
         with self._service.request_scope(name, exchange.request_id, exchange.headers):
             if exchange.scope["method"] == "DELETE":
                 stored = await self._history.stored(_id(exchange), exchange.caller)
-                await self._service.delete(stored.first.request_id, exchange.caller)
+                await self._service.delete(stored.first.request_id, exchange.caller, self.keep_turn)
                 if self._quota is not None:
                     await self._quota.discharge(stored.first.request_id, exchange.caller.tenant)
                 deleted = {"id": f"resp_{stored.first.request_id}", "object": "response", "deleted": True}

@@ -296,10 +296,11 @@ def build_api(
         absent |= BATCH_PATHS
     if conversations is None:
         absent |= CONVERSATION_PATHS
-    status, requests = StatusEndpoints(service, absent), RequestEndpoints(service, keepalive)
+    status = StatusEndpoints(service, absent)
     limits = BodyLimits(max_body_bytes, client_timeout)
     tokens = TokenizeEndpoints(service, limits)
     responses = ResponseEndpoints(service, limits, keepalive, conversations, quota)
+    requests = RequestEndpoints(service, keepalive, responses.keep_turn)
 
     def generate(
         path: str,

@@ -68,4 +68,4 @@ class RedisJournal(BufferedJournal):
         return any(await asyncio.gather(*(self._owners.ask(owner, names) for owner, names in by_owner.items())))
 
     async def _is_settling(self, request_id: str) -> bool:
-        return await self._call(request_id, self._records.is_settling)
+        return await self._call(request_id, lambda: self._records.is_settling(request_id))

@@ -173,11 +173,13 @@ class RedisStore:
         """See ``Journal``."""
         return await self._call(self._orphans.find)
 
-    async def is_settling(self) -> bool:
-        """Whether a record that is missing may yet be written: see ``RedisHealth``."""
+    async def is_settling(self, request_id: str) -> bool:
+        """Whether a record that is missing may yet be written: see ``RedisHealth``. One that was deleted may not."""
         with self._health.track_exchange(writes=True):
             await self._call(self._health.check)
-        return self._health.is_settling
+        if not self._health.is_settling:
+            return False
+        return not await self._call(lambda: self._client.exists(tombstone(request_id)))
 
     def abandon(self, lease: Lease) -> None:
         """Does nothing: the lease expires."""

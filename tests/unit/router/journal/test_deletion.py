@@ -11,6 +11,7 @@ from quire_proto.errors import ErrorCode, QuireError
 from quire_proto.sampling import FinishReason
 from quire_router.core.generation import Usage
 from quire_router.journal.base import Lease
+from quire_router.journal.codec import JournalSettings
 from quire_router.journal.redis.redis_connection import keys, tombstone
 from quire_router.journal.redis.redis_journal import RedisJournal
 from redis.asyncio import Redis
@@ -244,6 +245,19 @@ async def test_a_write_that_is_repeated_after_the_deletion_changes_nothing(serve
     finally:
         await owner.close()
         await proxy.stop()
+
+
+async def test_a_deleted_record_is_not_expected_to_appear_after_an_outage(server: RedisServer, redis: Redis) -> None:
+    """A record that is only missing is: its router may still have to write it."""
+    async with journal_at(server, settings=JournalSettings()) as journal:
+        lease = begun(journal)
+        journal.finish(lease, FinishReason.STOP)
+        await flushed(journal)
+        assert await journal.delete("r")
+        journal._records._health.mark_unavailable()
+        assert await journal.read("r") is None
+        with pytest.raises(QuireError):
+            await journal.read("another")
 
 
 async def test_a_deletion_that_redis_refuses_changes_nothing(
