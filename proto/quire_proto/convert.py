@@ -107,12 +107,14 @@ def logprobs_from_proto(message: pb.TokenLogprobs) -> TokenLogprobs:
 
 def stop_token_to_proto(stop_token: StopToken) -> pb.StopToken:
     """The inverse of ``stop_token_from_proto``."""
-    return pb.StopToken(token_id=stop_token.token_id, logprobs=logprobs_to_proto(stop_token.logprobs))
+    logprobs = None if stop_token.logprobs is None else logprobs_to_proto(stop_token.logprobs)
+    return pb.StopToken(token_id=stop_token.token_id, logprobs=logprobs)
 
 
 def stop_token_from_proto(message: pb.StopToken) -> StopToken:
     """The token that ended an output."""
-    return StopToken(message.token_id, logprobs_from_proto(message.logprobs))
+    known = message.HasField("logprobs")
+    return StopToken(message.token_id, logprobs_from_proto(message.logprobs) if known else None)
 
 
 def error_to_proto(error: QuireError) -> pb.Error:

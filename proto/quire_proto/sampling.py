@@ -221,11 +221,11 @@ class TokenLogprobs:
 @dataclass(frozen=True, slots=True)
 class StopToken:
     """The end-of-sequence or stop token that ended an output, which is not one of its tokens, and its
-    log-probabilities.
+    log-probabilities, where they were asked for.
     """
 
     token_id: int
-    logprobs: TokenLogprobs
+    logprobs: TokenLogprobs | None = None
 
 
 def mean_logprob(logprobs: Iterable[TokenLogprobs]) -> float:

@@ -337,7 +337,9 @@ class Scheduler:
     def _commit_token(self, sequence: Sequence, token_id: int, logprobs: abc.Sequence[TokenLogprobs]) -> None:
         """Adds the token, or ends the sequence. ``logprobs`` are those of all tokens that have not been sent yet."""
         if token_id in sequence.sample_requests[0].stop_token_ids:
-            stop_token = StopToken(token_id, logprobs[-1]) if logprobs else None
+            stop_token = None
+            if logprobs or token_id in sequence.group.request.sampling.stop_token_ids:
+                stop_token = StopToken(token_id, logprobs[-1] if logprobs else None)
             self._end(sequence, FinishReason.STOP, logprobs[:-1], stop_token)
             return
         self._append(sequence, token_id)

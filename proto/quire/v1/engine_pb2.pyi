@@ -652,7 +652,9 @@ class SequenceOutput(_message.Message):
 
     @_builtins.property
     def stop_token(self) -> _types_pb2.StopToken:
-        """The token that ended the output, with FINISH_REASON_STOP, where log-probabilities were asked for. Engines of older versions leave it out."""
+        """The token that ended the output, with FINISH_REASON_STOP, where log-probabilities were asked for, and where it
+        is one of the request's stop_token_ids. Engines of older versions leave it out.
+        """
 
     def __init__(
         self,

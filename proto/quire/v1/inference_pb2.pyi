@@ -146,6 +146,7 @@ class GenerateResponse(_message.Message):
     SCORE_FIELD_NUMBER: _builtins.int
     EVENT_ID_FIELD_NUMBER: _builtins.int
     STOP_TOKEN_FIELD_NUMBER: _builtins.int
+    STOP_STRING_FIELD_NUMBER: _builtins.int
     request_id: _builtins.str
     """The same in every message of a stream."""
     text: _builtins.str
@@ -158,6 +159,8 @@ class GenerateResponse(_message.Message):
     """Of a beam, with its finish_reason."""
     event_id: _builtins.str
     """Where the answer stands after this message; ResumeRequest.after takes it."""
+    stop_string: _builtins.str
+    """The stop string that ended the choice, with its finish_reason."""
     @_builtins.property
     def token_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
         """New tokens. Their text may come with a later message."""
@@ -176,7 +179,8 @@ class GenerateResponse(_message.Message):
 
     @_builtins.property
     def stop_token(self) -> _types_pb2.StopToken:
-        """The end-of-sequence or stop token that ended the choice, with its finish_reason, where log-probabilities were asked for. Absent where
+        """The end-of-sequence or stop token that ended the choice, with its finish_reason, where log-probabilities were asked for, and where it
+        is one of the request's stop_token_ids. Absent where
         something else ended it.
         """
 
@@ -194,17 +198,22 @@ class GenerateResponse(_message.Message):
         score: _builtins.float | None = ...,
         event_id: _builtins.str = ...,
         stop_token: _types_pb2.StopToken | None = ...,
+        stop_string: _builtins.str | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["_score", b"_score", "_stop_token", b"_stop_token", "score", b"score", "stop_token", b"stop_token", "usage", b"usage"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_score", b"_score", "_stop_string", b"_stop_string", "_stop_token", b"_stop_token", "score", b"score", "stop_string", b"stop_string", "stop_token", b"stop_token", "usage", b"usage"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_score", b"_score", "_stop_token", b"_stop_token", "event_id", b"event_id", "finish_reason", b"finish_reason", "index", b"index", "logprobs", b"logprobs", "prompt_logprobs", b"prompt_logprobs", "request_id", b"request_id", "score", b"score", "stop_token", b"stop_token", "text", b"text", "token_ids", b"token_ids", "usage", b"usage"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_score", b"_score", "_stop_string", b"_stop_string", "_stop_token", b"_stop_token", "event_id", b"event_id", "finish_reason", b"finish_reason", "index", b"index", "logprobs", b"logprobs", "prompt_logprobs", b"prompt_logprobs", "request_id", b"request_id", "score", b"score", "stop_string", b"stop_string", "stop_token", b"stop_token", "text", b"text", "token_ids", b"token_ids", "usage", b"usage"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__score: _TypeAlias = _typing.Literal["score"]  # noqa: Y015
     _WhichOneofArgType__score: _TypeAlias = _typing.Literal["_score", b"_score"]  # noqa: Y015
+    _WhichOneofReturnType__stop_string: _TypeAlias = _typing.Literal["stop_string"]  # noqa: Y015
+    _WhichOneofArgType__stop_string: _TypeAlias = _typing.Literal["_stop_string", b"_stop_string"]  # noqa: Y015
     _WhichOneofReturnType__stop_token: _TypeAlias = _typing.Literal["stop_token"]  # noqa: Y015
     _WhichOneofArgType__stop_token: _TypeAlias = _typing.Literal["_stop_token", b"_stop_token"]  # noqa: Y015
     @_typing.overload
     def WhichOneof(self, oneof_group: _WhichOneofArgType__score) -> _WhichOneofReturnType__score | None: ...
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__stop_string) -> _WhichOneofReturnType__stop_string | None: ...
     @_typing.overload
     def WhichOneof(self, oneof_group: _WhichOneofArgType__stop_token) -> _WhichOneofReturnType__stop_token | None: ...
 
@@ -439,6 +448,7 @@ class ChatResponse(_message.Message):
     TOOL_CALLS_FIELD_NUMBER: _builtins.int
     REASONING_FIELD_NUMBER: _builtins.int
     STOP_TOKEN_FIELD_NUMBER: _builtins.int
+    STOP_STRING_FIELD_NUMBER: _builtins.int
     request_id: _builtins.str
     text: _builtins.str
     finish_reason: _types_pb2.FinishReason.ValueType
@@ -447,6 +457,7 @@ class ChatResponse(_message.Message):
     event_id: _builtins.str
     reasoning: _builtins.str
     """The model's reasoning, apart from `text`."""
+    stop_string: _builtins.str
     @_builtins.property
     def token_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]: ...
     @_builtins.property
@@ -475,17 +486,22 @@ class ChatResponse(_message.Message):
         tool_calls: _abc.Iterable[Global___ToolCallDelta] | None = ...,
         reasoning: _builtins.str = ...,
         stop_token: _types_pb2.StopToken | None = ...,
+        stop_string: _builtins.str | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["_score", b"_score", "_stop_token", b"_stop_token", "score", b"score", "stop_token", b"stop_token", "usage", b"usage"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_score", b"_score", "_stop_string", b"_stop_string", "_stop_token", b"_stop_token", "score", b"score", "stop_string", b"stop_string", "stop_token", b"stop_token", "usage", b"usage"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_score", b"_score", "_stop_token", b"_stop_token", "event_id", b"event_id", "finish_reason", b"finish_reason", "index", b"index", "logprobs", b"logprobs", "prompt_logprobs", b"prompt_logprobs", "reasoning", b"reasoning", "request_id", b"request_id", "score", b"score", "stop_token", b"stop_token", "text", b"text", "token_ids", b"token_ids", "tool_calls", b"tool_calls", "usage", b"usage"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_score", b"_score", "_stop_string", b"_stop_string", "_stop_token", b"_stop_token", "event_id", b"event_id", "finish_reason", b"finish_reason", "index", b"index", "logprobs", b"logprobs", "prompt_logprobs", b"prompt_logprobs", "reasoning", b"reasoning", "request_id", b"request_id", "score", b"score", "stop_string", b"stop_string", "stop_token", b"stop_token", "text", b"text", "token_ids", b"token_ids", "tool_calls", b"tool_calls", "usage", b"usage"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__score: _TypeAlias = _typing.Literal["score"]  # noqa: Y015
     _WhichOneofArgType__score: _TypeAlias = _typing.Literal["_score", b"_score"]  # noqa: Y015
+    _WhichOneofReturnType__stop_string: _TypeAlias = _typing.Literal["stop_string"]  # noqa: Y015
+    _WhichOneofArgType__stop_string: _TypeAlias = _typing.Literal["_stop_string", b"_stop_string"]  # noqa: Y015
     _WhichOneofReturnType__stop_token: _TypeAlias = _typing.Literal["stop_token"]  # noqa: Y015
     _WhichOneofArgType__stop_token: _TypeAlias = _typing.Literal["_stop_token", b"_stop_token"]  # noqa: Y015
     @_typing.overload
     def WhichOneof(self, oneof_group: _WhichOneofArgType__score) -> _WhichOneofReturnType__score | None: ...
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__stop_string) -> _WhichOneofReturnType__stop_string | None: ...
     @_typing.overload
     def WhichOneof(self, oneof_group: _WhichOneofArgType__stop_token) -> _WhichOneofReturnType__stop_token | None: ...
 

@@ -530,7 +530,7 @@ class StopToken(_message.Message):
     token_id: _builtins.int
     @_builtins.property
     def logprobs(self) -> Global___TokenLogprobs:
-        """At the position behind the last token."""
+        """At the position behind the last token, where log-probabilities were asked for."""
 
     def __init__(
         self,

@@ -7,6 +7,9 @@ may lie across tokens. ``StopMatcher`` finds the first stop string.
 
 from collections.abc import Callable, Sequence
 
+from quire_proto.sampling import FinishReason
+from quire_proto.text.stream_scanner import OutputPart
+
 Decode = Callable[[Sequence[int]], str]
 StandaloneText = Callable[[int], str | None]
 """The text of a token after whole characters; None if it depends on its neighbours."""
@@ -23,10 +26,10 @@ class OutputTextStream:
 
     ``decode`` is the tokenizer's, ``standalone`` the text of single tokens (see ``Detokenizer``), ``visible`` says
     which token ids have text, ``prompt`` is what the output continues, and ``matcher`` finds its stop string, if it has
-    any.
+    any. A stop string that the text of the first ``min_tokens`` tokens completes does not count, as in vLLM.
     """
 
-    __slots__ = ("_detokenizer", "_matcher", "_pushed", "_visible")
+    __slots__ = ("_detokenizer", "_matcher", "_min_tokens", "_pushed", "_visible")
 
     def __init__(
         self,
@@ -35,7 +38,10 @@ class OutputTextStream:
         visible: Callable[[int], bool],
         prompt: Sequence[int],
         matcher: "StopMatcher | None",
+        *,
+        min_tokens: int = 0,
     ) -> None:
+        self._min_tokens = min_tokens
         self._visible = visible
         self._detokenizer = Detokenizer(decode, _last_visible(prompt, visible), standalone)
         self._matcher = matcher
@@ -57,6 +63,11 @@ class OutputTextStream:
         return self._pushed
 
     @property
+    def stop_strings_count(self) -> bool:
+        """Whether a stop string that the last token completes ends the output."""
+        return self._pushed > self._min_tokens
+
+    @property
     def is_whole(self) -> bool:
         """Whether no token waits for the rest of its character."""
         return self._detokenizer.is_whole
@@ -72,7 +83,14 @@ class OutputTextStream:
     def finish(self) -> str:
         """Returns what was held back, at the end of the output. Not called after a stop."""
         rest = self._detokenizer.finish()
-        return rest if self._matcher is None else self._matcher.push(rest) + self._matcher.finish()
+        if self._matcher is None:
+            return rest
+        return self._matcher.push(rest, counts=self.stop_strings_count) + self._matcher.finish()
+
+    def read(self, token_ids: Sequence[int], reason: FinishReason | None) -> tuple[str, list[OutputPart] | None]:
+        """Returns the text that is certain now, all of it if the output ends for a ``reason``; it has no parts."""
+        text = self.push(token_ids)
+        return (text + self.finish() if reason is not None and not self.stopped else text), None
 
     def push_token(self, token_id: int) -> str:
         """As ``push`` of one token."""
@@ -81,7 +99,7 @@ class OutputTextStream:
             return ""
         self._pushed += 1
         text = self._detokenizer.push(token_id) if self._visible(token_id) else ""
-        return text if matcher is None else matcher.push(text)
+        return text if matcher is None else matcher.push(text, counts=self.stop_strings_count)
 
 
 def _last_visible(prompt: Sequence[int], visible: Callable[[int], bool]) -> list[int]:
@@ -183,6 +201,9 @@ class StopMatcher:
     text is cut into pieces; of several that end there, the longest counts. With ``include`` that stop string is part
     of the text, and nothing is held back; otherwise a possible beginning of one is: at most ``max(len(stop)) - 1``
     characters.
+
+    ``found`` is the stop string that was completed, and ``behind`` the text after it that was pushed with its end. The
+    ``longest`` has so many characters.
     """
 
     def __init__(self, stops: Sequence[str], *, include: bool = False) -> None:
@@ -190,30 +211,36 @@ class StopMatcher:
         self._include = include
         self._pending = ""
         self.found: str | None = None
+        self.behind = ""
+        self.longest = max(map(len, stops), default=0)
 
     @property
     def stopped(self) -> bool:
         """Whether a stop string was completed, which is then ``found``."""
         return self.found is not None
 
-    def push(self, text: str) -> str:
-        """Returns the text that is certain to be the output's; with a match, the rest of it."""
+    def push(self, text: str, *, counts: bool = True) -> str:
+        """Returns the text that is certain to be the output's; with a match, the rest of it. A stop string that this
+        text completes is a match only if it ``counts``.
+        """
         if self.stopped or not self._searches:
             return "" if self.stopped else text
         pending = len(self._pending)
         text = self._pending + text
         for index in range(pending, len(text)):
-            self.found = self._advance(text[index])
-            if self.found is not None:
-                self._pending = ""
+            completed = self._advance(text[index])
+            if counts and completed is not None:
+                self.found, self._pending, self.behind = completed, "", text[index + 1 :]
                 return text[: index + 1 - self._withheld(len(self.found))]
         keep = len(text) - self._withheld(max(search.matched for search in self._searches))
         self._pending = text[keep:]
         return text[:keep]
 
     def finish(self) -> str:
-        """Returns what was held back, which did not become a stop string."""
+        """Returns what was held back, which did not become a stop string. What follows is searched alone."""
         pending, self._pending = self._pending, ""
+        for search in self._searches:
+            search.matched = 0
         return pending
 
     def _withheld(self, matched: int) -> int:
@@ -237,14 +264,15 @@ class _Search:
         self.matched = 0
 
     def advance(self, character: str) -> bool:
-        """Whether ``character`` completes the string."""
+        """Whether ``character`` completes the string. Then the text ends with ``matched`` characters of another one."""
         matched, stop = self.matched, self.stop
         while matched and stop[matched] != character:
             matched = self._borders[matched - 1]
         if stop[matched] == character:
             matched += 1
-        self.matched = matched
-        return matched == len(stop)
+        completed = matched == len(stop)
+        self.matched = self._borders[-1] if completed else matched
+        return completed
 
 
 def _borders(stop: str) -> list[int]:

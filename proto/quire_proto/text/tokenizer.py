@@ -299,16 +299,19 @@ class ModelTokenizer:
         include_stop: bool = False,
         skip_special_tokens: bool = True,
         keep_markers: bool = False,
+        min_tokens: int = 0,
     ) -> OutputTextStream:
-        """A stream for the text of one output that continues ``prompt_token_ids`` and ends with the first of ``stop``,
-        which is part of the text only with ``include_stop``. Special tokens have no text if ``skip_special_tokens``,
-        except, with ``keep_markers``, the markers of tool calls and reasoning.
+        """A stream for the text of one output that continues ``prompt_token_ids`` and ends with the first of ``stop``
+        that is completed after ``min_tokens``, and is part of the text only with ``include_stop``. Special tokens have
+        no text if ``skip_special_tokens``, except, with ``keep_markers``, the markers of tool calls and reasoning.
         """
         visible = self._visible_with_markers if keep_markers else self._visible
         if not skip_special_tokens:
             visible = self._known
         matcher = StopMatcher(stop, include=include_stop) if stop else None
-        return OutputTextStream(self._decode, self._standalone, visible, prompt_token_ids, matcher)
+        return OutputTextStream(
+            self._decode, self._standalone, visible, prompt_token_ids, matcher, min_tokens=min_tokens
+        )
 
     def _check_length(self, tokenizer: Tokenizer, text: str, limit: int | None, what: str = PROMPT) -> None:
         """Counts a long text's tokens part by part, and stops when there are too many: each token costs a hundred bytes

@@ -7,20 +7,19 @@ from dataclasses import dataclass
 from hashlib import blake2b
 
 from quire_proto.sampling import FinishReason
-from quire_proto.text.harmony import HarmonyParser
-from quire_proto.text.reasoning import ReasoningParser
+from quire_proto.text.answer_stream import AnswerParser, new_answer_parser
 from quire_proto.text.stream_scanner import (
+    BracketScanner,
     Content,
     OutputPart,
     Reasoning,
-    StreamParser,
     ToolCallArguments,
     ToolCallStart,
 )
-from quire_proto.text.tool_parser import new_tool_parser
 
-from quire_router.api.prepared_request import PreparedRequest, ReasoningPlacement
+from quire_router.api.prepared_request import PreparedRequest
 from quire_router.core.generation import Delta
+from quire_router.core.response_options import ReasoningPlacement
 
 TOOL_CALLS = "tool_calls"
 """The OpenAI API's finish reason of a choice that called tools and then stopped by itself."""
@@ -60,55 +59,53 @@ class OutputParser:
     so a response can be resumed with other chunks than before.
     """
 
-    def __init__(
-        self,
-        choice: str,
-        reasoning_parser: ReasoningParser | None,
-        tool_parser: StreamParser | None,
-        *,
-        hide_reasoning: bool = False,
-    ) -> None:
+    def __init__(self, choice: str, answer: AnswerParser, *, hide_reasoning: bool = False) -> None:
         self._choice = choice
-        self._reasoning_parser = reasoning_parser
-        self._tool_parser = tool_parser
+        self._answer = answer
         self._hide_reasoning = hide_reasoning
         self._calls = 0
+        self._open_call: BracketScanner | None = None
         self.kinds: set[type[OutputPart]] = set()
         """The kinds of the parts so far, with reasoning that is hidden."""
+
+    @property
+    def is_in_call(self) -> bool:
+        """Whether the arguments of the last call are not complete."""
+        return self._open_call is not None
 
     def parse(self, delta: Delta) -> ParsedDelta:
         """Parses the next delta. To be called with every delta in order, also with those that are replayed."""
         parsed = self._to_delta(self.parts(delta), delta.finish_reason)
-        if self._calls and delta.finish_reason is FinishReason.STOP:
+        if self._calls and self.ends_with_calls(delta):
             return ParsedDelta(parsed.content, parsed.reasoning, parsed.calls, TOOL_CALLS)
         return parsed
 
+    def ends_with_calls(self, delta: Delta) -> bool:
+        """Whether ``delta``, which was parsed last, ends an answer whose calls, if it has any, can all be made: a stop
+        string or a stop token may have cut it.
+        """
+        return delta.finish_reason is FinishReason.STOP and delta.stop_string is None and not self.is_in_call
+
     def parts(self, delta: Delta) -> list[OutputPart]:
         """As ``parse``, but returns the parts in their order, without reasoning that is hidden."""
-        parts = self._push(delta.text)
-        if delta.finish_reason is not None:
-            parts = [*parts, *self._finish(cut=delta.finish_reason is not FinishReason.STOP)]
-        self.kinds.update(map(type, parts))
+        parts = delta.parts
+        if parts is None:
+            parts = self._answer.push(delta.text)
+            if delta.finish_reason is not None:
+                parts = [*parts, *self._answer.finish(cut=delta.finish_reason is not FinishReason.STOP)]
+        if delta.stop_string is not None:
+            self.kinds.add(Content)  # there is some, if only the stop string that was cut off
+        for part in parts:
+            self.kinds.add(type(part))
+            self._follow_call(part)
         return [part for part in parts if not isinstance(part, Reasoning)] if self._hide_reasoning else parts
 
-    def _push(self, text: str) -> list[OutputPart]:
-        parts: list[OutputPart] = [Content(text)] if text else []
-        if self._reasoning_parser is not None:
-            parts = self._reasoning_parser.push(text)
-        return self._split_calls(parts)
-
-    def _finish(self, *, cut: bool) -> list[OutputPart]:
-        parts = self._split_calls(self._reasoning_parser.finish(cut=cut)) if self._reasoning_parser is not None else []
-        return parts if self._tool_parser is None else [*parts, *self._tool_parser.finish(cut=cut)]
-
-    def _split_calls(self, parts: list[OutputPart]) -> list[OutputPart]:
-        """Returns the same parts, with the tool calls split from the content."""
-        if self._tool_parser is None:
-            return parts
-        result: list[OutputPart] = []
-        for part in parts:
-            result += self._tool_parser.push(part.text) if isinstance(part, Content) else [part]
-        return result
+    def _follow_call(self, part: OutputPart) -> None:
+        if isinstance(part, ToolCallStart):
+            self._open_call = BracketScanner()
+        elif isinstance(part, ToolCallArguments) and self._open_call is not None:
+            ended = self._open_call.find(part.text, 0, len(part.text)) is not None
+            self._open_call = None if ended else self._open_call
 
     def _to_delta(self, parts: Iterable[OutputPart], reason: FinishReason | None = None) -> ParsedDelta:
         content, reasoning, calls = "", "", list[ToolCallDelta]()
@@ -152,26 +149,23 @@ def create_parsers(prepared: PreparedRequest) -> list[OutputParser]:
     return [
         OutputParser(
             choice_name(request_id, index),
-            *_new_parsers(prepared),
+            _new_parser(prepared),
             hide_reasoning=options.reasoning is ReasoningPlacement.HIDDEN,
         )
         for index in range(prepared.num_choices)
     ]
 
 
-def _new_parsers(prepared: PreparedRequest) -> tuple[ReasoningParser | None, StreamParser | None]:
-    """Returns the parsers of reasoning and of tool calls, which are one for Harmony."""
-    first, options, tokenizer = prepared.first, prepared.response_options, prepared.tokenizer
-    marks = tokenizer.reasoning if prepared.has_reasoning else None
-    if marks is not None and marks.is_harmony:
-        return None, HarmonyParser(options.tools)
-    reasoning_parser = None
-    if marks is not None:
-        reasoning_parser = ReasoningParser(marks, opened=tokenizer.starts_in_reasoning(first.prompt_token_ids))
-    if not options.tools or tokenizer.tool_format is None:
-        return reasoning_parser, None
-    exact = first.params.structured is not None  # with tools the grammar is always of calls
-    return reasoning_parser, new_tool_parser(tokenizer.tool_format, options.tools, options.tool_types, exact=exact)
+def _new_parser(prepared: PreparedRequest) -> AnswerParser:
+    first, options = prepared.first, prepared.response_options
+    return new_answer_parser(
+        prepared.tokenizer,
+        first.prompt_token_ids,
+        splits_reasoning=prepared.has_reasoning,
+        tools=options.tools,
+        types=options.tool_types,
+        exact=first.params.structured is not None,  # with tools the grammar is always of calls
+    )
 
 
 def count_reasoning(prepared: PreparedRequest, parser: OutputParser, token_ids: Sequence[int]) -> int:
@@ -189,9 +183,9 @@ def count_reasoning(prepared: PreparedRequest, parser: OutputParser, token_ids: 
 
 def _count_before_others(prepared: PreparedRequest, token_ids: Sequence[int]) -> int:
     """Counts the tokens before those that write something else, for models that write the end with several tokens."""
-    parser, first = OutputParser("", *_new_parsers(prepared)), prepared.first
+    parser, first = OutputParser("", _new_parser(prepared)), prepared.first
     text = prepared.tokenizer.new_output_stream(
-        first.prompt_token_ids, first.stop, skip_special_tokens=first.skip_special_tokens, keep_markers=True
+        first.prompt_token_ids, (), skip_special_tokens=first.skip_special_tokens, keep_markers=True
     )
     for count, token_id in enumerate(token_ids):
         if any(not isinstance(part, Reasoning) for part in parser.parts(Delta(text.push_token(token_id), [token_id]))):

@@ -9,21 +9,20 @@ import math
 import re
 from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from enum import StrEnum
 from hashlib import blake2b
-from typing import Annotated, Protocol, Self
+from typing import Protocol
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError
 from quire_proto.convert import sampling_to_proto
-from quire_proto.errors import internal, invalid
+from quire_proto.errors import invalid
 from quire_proto.structured_output import Structured, StructuredKind
 from quire_proto.text.tokenizer import ModelTokenizer
 from quire_proto.text.tool_arguments import parameter_types
 from quire_proto.units import seconds_of
 
 from quire_router.api.auth import Identity
-from quire_router.api.schemas.openai import Api, ChatRequest, GenerationBody
+from quire_router.api.schemas.openai import ChatRequest, GenerationBody
 from quire_router.core.generation import Delta, GenerationRequest, LoRA, PromptGroup, StreamCursor
+from quire_router.core.response_options import ReasoningPlacement, ResponseOptions
 from quire_router.engines.settings import ServedLoRA, ServedModelLimits
 from quire_router.journal.base import RequestRecord
 
@@ -37,75 +36,22 @@ _ID_BYTES = 16
 _TOKENS_PER_CHUNK = 4096  # tokens
 
 
-class ReasoningPlacement(StrEnum):
-    """Where a response shows the model's reasoning: in a field of its own, nowhere, or inline in the content with its
-    marks.
+def build_response_options(request: GenerationBody, max_tokens: int) -> ResponseOptions:
+    """Returns the options that a request asks for whose output may have ``max_tokens``. A response that is not streamed
+    always has its usage.
     """
-
-    SEPARATE = "apart"
-    HIDDEN = "hidden"
-    INLINE = "inside"
-
-
-class ResponseOptions(BaseModel):
-    """What writing a response needs of its request. Stored with the record (``GenerationRequest.response_options``), so
-    that another router can write the response again; it never contains the prompt or the messages.
-
-    ``include_usage`` ends a stream with the usage, and with ``continuous_usage`` each chunk before has it too.
-    ``logprobs`` and ``prompt_logprobs`` are how many most probable tokens are shown beside each token of the output and
-    of the prompt; None shows no log-probabilities. ``tools`` are the names of the tools that a chat's model may call,
-    ``tool_types`` the types of their parameters that are no strings, and ``reasoning`` is where the reasoning is shown.
-    ``structured_param`` is the parameter that constrains the answer, empty where there is none or a grammar of the
-    client. ``api`` is the API that the response is written in, and its output is ``limited_by_context`` where it may
-    have fewer tokens than the client asked for, as the model's context ends. An ``alias`` is the first name of a field,
-    which older routers write and read.
-    """
-
-    model_config = ConfigDict(frozen=True, extra="ignore", populate_by_name=True)  # a newer router may know more
-
-    include_usage: bool = False
-    continuous_usage: bool = False
-    logprobs: int | None = None
-    prompt_logprobs: int | None = None
-    tools: tuple[str, ...] = ()
-    tool_types: Mapping[str, Mapping[str, tuple[str, ...]]] = {}
-    reasoning: Annotated[ReasoningPlacement, Field(alias="thoughts")] = ReasoningPlacement.SEPARATE
-    structured_param: Annotated[str, Field(alias="form")] = ""
-    api: Api = Api.OPENAI
-    limited_by_context: Annotated[bool, Field(alias="cut")] = False
-
-    @classmethod
-    def from_request(cls, request: GenerationBody, max_tokens: int) -> Self:
-        """Returns the options that a request asks for whose output may have ``max_tokens``. A response that is not
-        streamed always has its usage.
-        """
-        return cls(
-            structured_param=_structured_param(request.structured),
-            include_usage=request.include_usage or not request.stream,
-            continuous_usage=request.continuous_usage,
-            logprobs=request.output_logprobs,
-            prompt_logprobs=request.prompt_logprobs,
-            tools=_callable_tool_names(request),
-            tool_types=_tool_types(request),
-            reasoning=_reasoning_placement(request),
-            api=request.api,
-            limited_by_context=request.output_limit is not None and request.output_limit > max_tokens,
-        )
-
-    @classmethod
-    def from_record(cls, generation: GenerationRequest) -> Self:
-        """Returns the options that are stored with a request. Raises ``QuireError`` INTERNAL when they are damaged."""
-        if not generation.response_options:
-            return cls()
-        try:
-            return cls.model_validate_json(generation.response_options)
-        except ValidationError:
-            log.error("request %s has a damaged record", generation.request_id)
-            raise internal() from None
-
-    def to_json(self) -> str:
-        """Returns what ``from_record`` reads."""
-        return self.model_dump_json(exclude_defaults=True, by_alias=True)
+    return ResponseOptions(
+        structured_param=_structured_param(request.structured),
+        include_usage=request.include_usage or not request.stream,
+        continuous_usage=request.continuous_usage,
+        logprobs=request.output_logprobs,
+        prompt_logprobs=request.prompt_logprobs,
+        tools=_callable_tool_names(request),
+        tool_types=_tool_types(request),
+        reasoning=_reasoning_placement(request),
+        api=request.api,
+        limited_by_context=request.output_limit is not None and request.output_limit > max_tokens,
+    )
 
 
 def _callable_tool_names(request: GenerationBody) -> tuple[str, ...]:

@@ -39,14 +39,14 @@ from quire_router.api.prepared_request import (
     EnginePoolView,
     PreparedRequest,
     RequestOptions,
-    ResponseOptions,
     Runner,
     apply_options,
+    build_response_options,
 )
 from quire_router.api.request_limits import BodyBudget, ConcurrencyLimit
 from quire_router.api.response_opener import Response, ResponseOpener
 from quire_router.api.schemas.base import as_header_value
-from quire_router.api.schemas.openai import Api, GenerationBody
+from quire_router.api.schemas.openai import GenerationBody
 from quire_router.api.schemas.pooling import PoolingBody
 from quire_router.api.stored_requests import RequestStatus, RequestStore, StoredRequest
 from quire_router.api.target_selection import TargetSelection, TargetSelector
@@ -56,6 +56,7 @@ from quire_router.api.validation import Validator
 from quire_router.core import metrics
 from quire_router.core.errors import model_missing, unknown_model
 from quire_router.core.generation import GenerationRequest, Usage
+from quire_router.core.response_options import Api
 from quire_router.core.usage import UsageRow
 
 _TRACER = trace.get_tracer("quire.router")
@@ -177,7 +178,7 @@ class ApiService:
             generations = self._validator.generations(request, request_id, caller, target)
             ids = request.include_event_ids or bool(options.key)
             tokenizer = self._validator.tokenizer(target or request.model)
-            response_options = ResponseOptions.from_request(request, generations[0].params.max_tokens)
+            response_options = build_response_options(request, generations[0].params.max_tokens)
             prepared = PreparedRequest(generations, response_options, tokenizer, ids, ignored)
             retention = caller.policy.retention
             if retention is None and request.api is Api.RESPONSES:

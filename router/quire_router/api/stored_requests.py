@@ -12,9 +12,10 @@ from quire_proto.text.tokenizer import ModelTokenizer
 
 from quire_router.api.auth import Identity
 from quire_router.api.multi_prompt import total_usage
-from quire_router.api.prepared_request import PreparedRequest, ResponseOptions, Runner
+from quire_router.api.prepared_request import PreparedRequest, Runner
 from quire_router.core.errors import prompts_lost, request_not_found, unknown_model
 from quire_router.core.generation import NO_USAGE, GenerationRequest, StreamCursor, Usage
+from quire_router.core.response_options import ResponseOptions
 from quire_router.journal.base import RequestRecord, decode_error
 
 _ID = re.compile(r"(?:chatcmpl-|cmpl-|msg_|resp_)?([A-Za-z0-9_-]{1,64})", re.ASCII)

@@ -13,6 +13,7 @@ from opentelemetry.context import Context
 from quire_proto.pooling import PoolingParams
 from quire_proto.priority import BEST_EFFORT
 from quire_proto.sampling import FinishReason, SamplingParams, StopToken, TokenLogprobs
+from quire_proto.text.stream_scanner import OutputPart
 
 PROMPT_SEPARATOR = "_"
 _CURSOR = re.compile(r"(?:-|[0-9]{1,9}e?)(?:\.(?:-|[0-9]{1,9}e?))*u?", re.ASCII)
@@ -190,10 +191,12 @@ class Delta:
     string, comes later. ``logprobs`` has one entry for each of ``token_ids`` where they were asked for.
     ``prompt_logprobs`` are those of the prompt's tokens from the second on, all of them, in the answer's first delta.
     ``score`` is a beam's, with its finish reason. ``stop_token`` is the token that ended the choice, which is none of
-    ``token_ids``, with the finish reason where ``logprobs`` were asked for. ``stop_string`` is the one of the request's
-    stop strings that ended the choice. ``pooled`` is what a prompt was pooled to, as little-endian float32. A
-    ``replayed`` delta the client has had before: it only brings the encoder of the answer to the client's cursor.
-    ``route`` is where the request runs and why, in the first delta of an attempt, if the operator asked for that. In
+    ``token_ids``, with the finish reason where ``logprobs`` were asked for. ``stop_string`` is the one of the
+    request's stop strings that ended the choice. ``parts`` are the content, reasoning and calls of the text where
+    stop strings had to be searched in the content; the ``text`` is empty then. ``pooled`` is what a prompt was
+    pooled to, as little-endian float32. A ``replayed`` delta the client has had before: it only brings the encoder
+    of the answer to the client's cursor. ``route`` is where the request runs and why, in the first delta of an
+    attempt, if the operator asked for that. In
     the delta with the usage ``pending`` says that the answer can be read again, and that its end may be lost with this
     router, as the journal could not be written in time.
     """
@@ -212,6 +215,7 @@ class Delta:
     stop_string: str | None = None
     pooled: bytes = b""
     pending: bool = False
+    parts: list[OutputPart] | None = None
 
 
 @dataclass(slots=True)

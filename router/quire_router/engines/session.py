@@ -461,7 +461,7 @@ def _output(message: engine_pb2.SequenceOutput, reason: FinishReason | None, ask
         output.score = message.score if message.HasField("score") else None
         output.pooled = message.pooled
         output.error = error_from_proto(message.error) if reason is FinishReason.ERROR else None
-        if asked.logprobs and reason is FinishReason.STOP and message.HasField("stop_token"):
+        if reason is FinishReason.STOP and message.HasField("stop_token"):
             output.stop_token = stop_token_from_proto(message.stop_token)
     return output
 

@@ -246,7 +246,7 @@ def pack_frame(delta: AnyDelta, code: int) -> "array[int]":
         values.extend(_float_bits((score,)))
     if stop_token is not None:
         values.append(stop_token.token_id)
-        _pack_block(values, [stop_token.logprobs])
+        _pack_block(values, [] if stop_token.logprobs is None else [stop_token.logprobs])
     _pack_block(values, delta.logprobs)
     _pack_block(values, delta.prompt_logprobs)
     return values
@@ -292,9 +292,9 @@ def _read_header(reader: "_FrameReader") -> tuple[int, int, int, list[int]]:
 
 def _unpack_stop_token(reader: "_FrameReader") -> StopToken:
     (token_id,), logprobs = reader.take(1), _unpack_block(reader)
-    if token_id < 0 or len(logprobs) != 1:
+    if token_id < 0 or len(logprobs) > 1:
         raise ValueError("a choice was ended by something else than a token")
-    return StopToken(token_id, logprobs[0])
+    return StopToken(token_id, logprobs[0] if logprobs else None)
 
 
 class _FrameReader:

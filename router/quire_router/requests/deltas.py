@@ -9,6 +9,7 @@ from dataclasses import dataclass, field, replace
 from typing import TypeVar
 
 from quire_proto.sampling import FinishReason, SamplingParams, StopToken, TokenLogprobs, best_of, mean_logprob
+from quire_proto.text.stream_scanner import OutputPart
 
 from quire_router.core.generation import Delta, StreamCursor, Usage
 from quire_router.engines.attempt import Output
@@ -25,6 +26,8 @@ class _Candidate:
     finish_reason: FinishReason | None = None
     score: float | None = None
     stop_token: StopToken | None = None
+    stop_string: str | None = None
+    parts: list[OutputPart] | None = None
 
 
 class BestOfSelection:
@@ -45,7 +48,9 @@ class BestOfSelection:
         whole.token_ids += delta.token_ids
         whole.logprobs += delta.logprobs
         whole.finish_reason, whole.score = delta.finish_reason, delta.score
-        whole.stop_token = delta.stop_token
+        whole.stop_token, whole.stop_string = delta.stop_token, delta.stop_string
+        if delta.parts is not None:
+            whole.parts = [*(whole.parts or ()), *delta.parts]
 
     def best(self) -> list[Delta]:
         """Returns one delta for each of the ``n`` best, best first. All have ended; if one of them was cancelled, it is
@@ -67,8 +72,16 @@ class BestOfSelection:
             index=index,
             logprobs=whole.logprobs if shows_logprobs else [],
             score=whole.score,
-            stop_token=whole.stop_token if shows_logprobs and not aborted else None,
+            stop_token=None if aborted else self._shown(whole.stop_token),
+            stop_string=None if aborted else whole.stop_string,
+            parts=whole.parts,
         )
+
+    def _shown(self, stop_token: StopToken | None) -> StopToken | None:
+        """Returns the token that ended a candidate as a request shows it that may need log-probabilities itself."""
+        if stop_token is None or self._params.logprobs is not None:
+            return stop_token
+        return StopToken(stop_token.token_id) if stop_token.token_id in self._params.stop_token_ids else None
 
 
 CHUNK_TOKENS = 256

@@ -13,7 +13,7 @@ from quire_proto.errors import QuireError, invalid
 
 from quire_router.api.auth import ANONYMOUS, Authenticator, Identity
 from quire_router.api.fleet_feed import FleetFeed
-from quire_router.api.prepared_request import ResponseOptions, options_from_headers
+from quire_router.api.prepared_request import options_from_headers
 from quire_router.api.request_limits import ReservedBody
 from quire_router.api.rest.answer_format import AnswerFormat
 from quire_router.api.rest.http import (
@@ -31,12 +31,12 @@ from quire_router.api.rest.openapi import openapi
 from quire_router.api.rest.responses_format import RESPONSES
 from quire_router.api.rest.sse import KeepAlive, SseStream, collect, stream
 from quire_router.api.schemas.anthropic import CountTokensRequest
-from quire_router.api.schemas.openai import Api
 from quire_router.api.service import ApiService, BeforeDelete, counting_rejections, ignored_parameters_header
 from quire_router.api.stored_requests import RequestStatus, StoredRequest
 from quire_router.api.tokenize import DetokenizeRequest, TokenizeRequest, TokenizeResult, to_tokenize
 from quire_router.core.errors import RETRY_NOT_READY, fleet_forbidden
 from quire_router.core.generation import GenerationRequest
+from quire_router.core.response_options import Api, ResponseOptions
 from quire_router.core.retry import failing_tasks
 
 VERSION = version("quire-router")

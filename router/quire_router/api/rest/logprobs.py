@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from functools import cache
 from typing import Final
 
-from quire_proto.sampling import FinishReason, StopToken, TokenLogprobs
+from quire_proto.sampling import FinishReason, TokenLogprobs
 from quire_proto.text.detokenizer import OutputTextStream
 
 from quire_router.api.prepared_request import PreparedRequest
@@ -95,7 +95,7 @@ class LogprobsFormat(ABC):
         """Returns what these tokens add to each of the lists."""
 
     @abstractmethod
-    def write_stop_token(self, stop_token: StopToken, offsets: TextOffsets) -> LogprobLists:
+    def write_stop_token(self, token_id: int, logprobs: TokenLogprobs, offsets: TextOffsets) -> LogprobLists:
         """Returns what the token that ended the output adds, which has no text there, as vLLM does."""
 
     def object_of(self, contents: LogprobLists) -> str:
@@ -114,9 +114,9 @@ class ChatLogprobsFormat(LogprobsFormat):
         """Returns what these tokens add to the list."""
         return (joined(self._position(*each) for each in zip(token_ids, logprobs, strict=True)),)
 
-    def write_stop_token(self, stop_token: StopToken, _offsets: TextOffsets) -> LogprobLists:
+    def write_stop_token(self, token_id: int, logprobs: TokenLogprobs, _offsets: TextOffsets) -> LogprobLists:
         """Returns its entry, which looks like every other."""
-        return (self._position(stop_token.token_id, stop_token.logprobs),)
+        return (self._position(token_id, logprobs),)
 
     def _position(self, token_id: int, logprobs: TokenLogprobs) -> str:
         others = ",".join([self._token(*each) + "}" for each in logprobs.top[: self._top]])
@@ -147,9 +147,8 @@ class CompletionLogprobsFormat(LogprobsFormat):
         """Returns the entries of an echoed prompt's first token, which nothing predicts."""
         return str(*offsets.of([token_id])), "null", self._names.marked_name(token_id), "null"
 
-    def write_stop_token(self, stop_token: StopToken, offsets: TextOffsets) -> LogprobLists:
+    def write_stop_token(self, token_id: int, logprobs: TokenLogprobs, offsets: TextOffsets) -> LogprobLists:
         """Returns its entries, with the end of the choice's text as its offset."""
-        token_id, logprobs = stop_token.token_id, stop_token.logprobs
         name, others = self._names.marked_name(token_id), self._most_probable(token_id, logprobs)
         return str(offsets.finish()), number(logprobs.logprob), name, others
 
@@ -246,8 +245,9 @@ class LogprobsRenderer:
             return ()
         lists = self._format.write(delta.token_ids, delta.logprobs, offsets)
         parts = [self._prompts[self._number(delta.index)].lists if opens else (), lists]
-        if delta.stop_token is not None:
-            parts.append(self._format.write_stop_token(delta.stop_token, offsets))
+        ending = delta.stop_token
+        if ending is not None and ending.logprobs is not None:
+            parts.append(self._format.write_stop_token(ending.token_id, ending.logprobs, offsets))
         return tuple(map(joined, zip(*filter(None, parts), strict=True)))
 
     def logprobs_object(self, lists: LogprobLists) -> str:

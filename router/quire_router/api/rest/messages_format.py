@@ -255,7 +255,7 @@ class _Reader:
         if delta.stop_string is not None:
             reason = "stop_sequence"
         elif delta.finish_reason is FinishReason.STOP:
-            reason = _TOOL_USE if calls else "end_turn"
+            reason = _TOOL_USE if calls and self._parser.ends_with_calls(delta) else "end_turn"
         elif delta.finish_reason is FinishReason.LENGTH:
             reason = "model_context_window_exceeded" if self._limited_by_context else "max_tokens"
         self.stop_fields = {"stop_reason": reason, "stop_sequence": delta.stop_string, "stop_details": None}

@@ -4,7 +4,7 @@ calls, errors and models. Does no I/O.
 """
 
 import asyncio
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field, replace
 from json.encoder import encode_basestring_ascii as _quote  # as json.dumps writes a string, in a quarter of the time
 from typing import Any, Final
@@ -191,6 +191,15 @@ def request_object(stored: StoredRequest) -> dict[str, Any]:
     }
 
 
+def stop_reason_json(delta: Delta, stop_token_ids: Collection[int]) -> str:
+    """Returns vLLM's ``stop_reason`` of the last delta of a choice: the stop string that ended it, or which of the
+    request's ``stop_token_ids``, else null.
+    """
+    stop_token = delta.stop_token
+    by_token = stop_token is not None and stop_token.token_id in stop_token_ids
+    return json_text(stop_token.token_id if stop_token is not None and by_token else delta.stop_string)
+
+
 def delta_json(parsed: ParsedDelta) -> str:
     """Returns ``choices[].delta`` of one event. The reasoning has both names that clients look for."""
     parts = []
@@ -240,6 +249,7 @@ class _ChoiceBuilder:
     parsed: list[ParsedDelta] = field(default_factory=list)
     logprobs: list[LogprobLists] = field(default_factory=list)
     finish_reason: str | None = None
+    stop_reason: str = "null"
     score: float | None = None
 
 
@@ -251,6 +261,7 @@ class CompletionBuilder:
         self._parsers = create_parsers(prepared) if prepared.is_parsed else None
         self._style = style
         first = prepared.first
+        self._stop_token_ids = first.params.stop_token_ids
         self._head = {
             "id": style.id_prefix + first.request_id,
             "object": style.object_type,
@@ -270,6 +281,7 @@ class CompletionBuilder:
             choice.logprobs.append(self.logprobs.logprobs(delta))
         if delta.finish_reason is not None:
             choice.finish_reason, choice.score = delta.finish_reason, delta.score
+            choice.stop_reason = stop_reason_json(delta, self._stop_token_ids)
             if choice.parsed:
                 choice.finish_reason = choice.parsed[-1].finish_reason
 
@@ -303,7 +315,8 @@ class CompletionBuilder:
             after += f',"score":{number(choice.score)}'
         after += nulls(self._style.null_choice_fields)
         reason = json_text(choice.finish_reason)
-        return f'{{"index":{index},{text},"logprobs":{logprobs},"finish_reason":{reason}{after}}}'
+        end = f'"finish_reason":{reason},"stop_reason":{choice.stop_reason}{after}'
+        return f'{{"index":{index},{text},"logprobs":{logprobs},{end}}}'
 
     def _prompt_logprobs(self, index: int) -> str:
         listed = "" if self.logprobs is None else self.logprobs.prompt_logprobs(index)
@@ -330,6 +343,7 @@ class ChunkEncoder:
         "_parsers",
         "_prompts",
         "_starts",
+        "_stop_token_ids",
         "_style",
         "_usage",
         "logprobs",
@@ -349,6 +363,7 @@ class ChunkEncoder:
         self._prompts = [len(each.prompt_token_ids) for each in prepared.generations for _ in range(each.params.n)]
         self._choices = prepared.num_choices
         first = prepared.first
+        self._stop_token_ids = first.params.stop_token_ids
         self._head: dict[str, Any] = {
             "id": style.id_prefix + first.request_id,
             "object": style.chunk_object_type,
@@ -414,8 +429,7 @@ class ChunkEncoder:
         if not any(logprobs) and parsed.finish_reason is None:
             return f'{start},"logprobs":null{self._end}'.encode("ascii")
         logprobs_json = self._logprobs_object(logprobs)
-        score = "" if delta.score is None else f',"score":{number(delta.score)}'
-        end = f',"logprobs":{logprobs_json},"finish_reason":{json_text(parsed.finish_reason)}{score}{self._closed}'
+        end = f',"logprobs":{logprobs_json},"finish_reason":{json_text(parsed.finish_reason)}{self._ended(delta)}'
         return f"{start}{end}".encode("ascii")
 
     def _encode_last(self, line: str, delta: Delta, logprobs: LogprobLists) -> bytes:
@@ -426,9 +440,15 @@ class ChunkEncoder:
         else:
             closing = _unclosed({"index": delta.index, **self._style.last_choice})
             choice = f'data: {_unclosed(self._head)},"choices":[{closing}'
-        score = "" if delta.score is None else f',"score":{number(delta.score)}'
-        end = f',"logprobs":{logprobs_json},"finish_reason":"{delta.finish_reason}"{score}{self._closed}'
+        end = f',"logprobs":{logprobs_json},"finish_reason":"{delta.finish_reason}"{self._ended(delta)}'
         return f"{line}{choice}{end}".encode("ascii")
+
+    def _ended(self, delta: Delta) -> str:
+        """Returns what follows the finish reason."""
+        if delta.finish_reason is None:
+            return self._closed
+        score = "" if delta.score is None else f',"score":{number(delta.score)}'
+        return f',"stop_reason":{stop_reason_json(delta, self._stop_token_ids)}{score}{self._closed}'
 
     def _logprobs_object(self, logprobs: LogprobLists) -> str:
         return self.logprobs.logprobs_object(logprobs) if self.logprobs is not None and any(logprobs) else "null"

@@ -13,9 +13,8 @@ from quire_proto.errors import ErrorCode, QuireError, internal, invalid
 
 from quire_router.api.auth import Identity
 from quire_router.api.conversations import Conversation, Conversations, Items, Turn
-from quire_router.api.prepared_request import PreparedRequest, RequestOptions, ResponseOptions
+from quire_router.api.prepared_request import PreparedRequest, RequestOptions
 from quire_router.api.rest.responses_format import ResponseBuilder
-from quire_router.api.schemas.openai import Api
 from quire_router.api.schemas.response_items import REFERENCE, History, read_items
 from quire_router.api.schemas.response_state import ResponseState
 from quire_router.api.schemas.responses import (
@@ -33,6 +32,7 @@ from quire_router.core.errors import (
     previous_not_found,
     response_not_found,
 )
+from quire_router.core.response_options import Api, ResponseOptions
 
 MAX_REFERENCED = 64  # responses that the items of one request may be of
 _WAIT = 15.0  # seconds for the end of a response that is gone on from: longer than a dead router's lease

@@ -14,7 +14,6 @@ from quire_router.api.conversations import Conversations
 from quire_router.api.prepared_request import (
     PreparedRequest,
     RequestOptions,
-    ResponseOptions,
     options_from_headers,
 )
 from quire_router.api.request_limits import ReservedBody
@@ -32,7 +31,6 @@ from quire_router.api.rest.item_list import item_page, read_query
 from quire_router.api.rest.response_history import HistoryReader, keeps_items, prepare_response
 from quire_router.api.rest.responses_format import RESPONSES, Answer, read_state
 from quire_router.api.rest.sse import KeepAlive, collect, stream
-from quire_router.api.schemas.openai import Api
 from quire_router.api.schemas.response_state import ResponseState
 from quire_router.api.schemas.responses import (
     InputTokensRequest,
@@ -44,6 +42,7 @@ from quire_router.api.tokenize import TokenizeResult, input_to_tokenize
 from quire_router.core.errors import (
     response_not_found,
 )
+from quire_router.core.response_options import Api, ResponseOptions
 
 log = logging.getLogger(__name__)
 

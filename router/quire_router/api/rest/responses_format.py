@@ -166,7 +166,8 @@ class Answer:
             opened = self.writer.open_item
             if opened is not None and self._pending is not None and opened.kind == MESSAGE:
                 opened.logprobs += self._pending.rest()
-            yield from self.writer.close(COMPLETED if self._reason is FinishReason.STOP else INCOMPLETE)
+            is_whole = self._reason is FinishReason.STOP and not self._parser.is_in_call
+            yield from self.writer.close(COMPLETED if is_whole else INCOMPLETE)
 
     def read_token(self, token_id: int, text: str) -> bool:
         """Reads a token whose ``text`` only continues the open message; returns False, and reads nothing, where it may
@@ -202,7 +203,7 @@ class Answer:
         if self._reason is None:
             raise internal()
         statuses = {FinishReason.LENGTH: INCOMPLETE, FinishReason.ABORT: "cancelled"}
-        status = statuses.get(self._reason, COMPLETED)
+        status = statuses.get(self._reason, INCOMPLETE if self._parser.is_in_call else COMPLETED)
         return status, self.json(status, usage)
 
     def failed_json(self, error: QuireError) -> str:

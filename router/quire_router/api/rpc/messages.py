@@ -298,6 +298,7 @@ def _delta_fields(generation: GenerationRequest, delta: Delta) -> dict[str, Any]
         "logprobs": map(logprobs_to_proto, delta.logprobs) if asked else (),
         "prompt_logprobs": map(logprobs_to_proto, delta.prompt_logprobs),
         "score": delta.score,
+        "stop_string": delta.stop_string,
         "stop_token": None if delta.stop_token is None else stop_token_to_proto(delta.stop_token),
     }
 

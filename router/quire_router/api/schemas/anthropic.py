@@ -43,7 +43,6 @@ from quire_router.api.schemas.conversation import (
 )
 from quire_router.api.schemas.openai import (
     MAX_MESSAGES,
-    Api,
     ChatRequest,
     NamedSchema,
     ResponseFormat,
@@ -52,6 +51,7 @@ from quire_router.api.schemas.openai import (
 )
 from quire_router.api.schemas.parameters import Table, counting
 from quire_router.api.schemas.translation import FIELDS_OF_EXECUTION, FieldNames, TranslatedRequest, fields_of_chats
+from quire_router.core.response_options import Api
 
 _FIELDS = {
     "text": ("text",),

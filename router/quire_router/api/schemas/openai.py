@@ -7,7 +7,6 @@ output has OpenAI's field names, vLLM's newer and older ones, and SGLang's: all 
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from enum import StrEnum
 from typing import Annotated, Any, ClassVar, Literal, Self
 
 from pydantic import Field, TypeAdapter, ValidationError, model_validator
@@ -47,6 +46,7 @@ from quire_router.api.schemas.conversation import (
     unseen_in_messages,
 )
 from quire_router.api.schemas.parameters import Table
+from quire_router.core.response_options import Api
 
 _OBJECT = TypeAdapter(dict[str, Any])
 
@@ -187,14 +187,6 @@ def _from_other_fields(request: StructuredBody) -> Iterator[_StructuredField]:
 MAX_MESSAGES = 4096
 
 MAX_MESSAGES = 4096
-
-
-class Api(StrEnum):
-    """The APIs that an answer can be written in; over gRPC it looks the same in both."""
-
-    OPENAI = "openai"
-    MESSAGES = "messages"
-    RESPONSES = "responses"
 
 
 class StreamOptions(StrictModel):

@@ -35,7 +35,6 @@ from quire_router.api.schemas.conversation import (
 )
 from quire_router.api.schemas.openai import (
     MAX_MESSAGES,
-    Api,
     ChatRequest,
     NamedSchema,
     ResponseFormat,
@@ -65,6 +64,7 @@ from quire_router.api.schemas.response_tools import (
 from quire_router.api.schemas.translation import FIELDS_OF_EXECUTION, FieldNames, TranslatedRequest, fields_of_chats
 from quire_router.core.errors import item_not_found
 from quire_router.core.generation import MAX_CONVERSATION_CHARACTERS
+from quire_router.core.response_options import Api
 
 MAX_INCLUDED = 32
 LOGPROBS, ENCRYPTED = "message.output_text.logprobs", "reasoning.encrypted_content"

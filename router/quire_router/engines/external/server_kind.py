@@ -3,7 +3,7 @@ cannot do, and how it says what it is and how busy.
 """
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from math import inf, isfinite
 from secrets import token_hex
@@ -93,6 +93,7 @@ class ChoiceReader(ABC):
         self.left = choice.params.max_tokens
         self.wants_logprobs = choice.params.logprobs is not None
         self.num_top = choice.params.logprobs or 0
+        self.stop_token_ids = choice.params.stop_token_ids
         self.ended = False
         self._vocab_size = choice.vocab_size or MAX_TOKEN_ID + 1
 
@@ -114,7 +115,7 @@ class ChoiceReader(ABC):
     def _check(self, output: Output) -> None:
         """Raises ``BadAnswer`` for what no server may answer, so that another one goes on."""
         stop = output.stop_token
-        logprobs = [*output.logprobs, *([] if stop is None else [stop.logprobs])]
+        logprobs = [*output.logprobs, *([] if stop is None or stop.logprobs is None else [stop.logprobs])]
         token_ids = [*output.token_ids, *([] if stop is None else [stop.token_id])]
         token_ids += [token_id for each in logprobs for token_id, _ in each.top]
         if not all(type(each) is int and 0 <= each < self._vocab_size for each in token_ids):
@@ -248,11 +249,14 @@ def positive(value: Any) -> int:
     return number if 0 < number < 2**32 else 0
 
 
-def drop_stop_token(output: Output) -> Output:
-    """The output without its last token, which ended it and is not one of its tokens: no stop string was asked for."""
+def drop_stop_token(output: Output, stop_token_ids: Collection[int]) -> Output:
+    """The output without its last token, which ended it and is not one of its tokens: no stop string was asked for. It
+    is told where it has log-probabilities, or is one of the request's ``stop_token_ids``.
+    """
     last = output.token_ids.pop()
-    if output.logprobs:
-        output.stop_token = StopToken(last, output.logprobs.pop())
+    logprobs = output.logprobs.pop() if output.logprobs else None
+    if logprobs is not None or last in stop_token_ids:
+        output.stop_token = StopToken(last, logprobs)
     return output
 
 

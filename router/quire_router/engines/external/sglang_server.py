@@ -153,7 +153,7 @@ class _SglangReader(ChoiceReader):
             output.logprobs = self._logprobs(info, new)
         stopped_by = (info["finish_reason"] or {}).get("matched")
         if reason is FinishReason.STOP and token_ids and token_ids[-1] == stopped_by:
-            return drop_stop_token(output)
+            return drop_stop_token(output, self.stop_token_ids)
         return output
 
     def _logprobs(self, info: Json, new: int) -> list[TokenLogprobs]:

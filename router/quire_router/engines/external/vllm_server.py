@@ -142,7 +142,7 @@ class _VllmReader(ChoiceReader):
             raise BadAnswer("it does not answer with token ids")
         logprobs = _logprobs(choice["logprobs"], len(token_ids), self.num_top) if self.wants_logprobs else []
         output = Output(list(token_ids), self.position, reason, index=self.index, logprobs=logprobs)
-        return drop_stop_token(output) if reason is FinishReason.STOP else output
+        return drop_stop_token(output, self.stop_token_ids) if reason is FinishReason.STOP else output
 
 
 def _reason(text: str | None) -> FinishReason | None:

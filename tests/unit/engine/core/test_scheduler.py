@@ -232,14 +232,15 @@ def test_a_choice_that_stops_at_once_says_how_probable_its_stop_token_was() -> N
         assert each.stop_token == StopToken(9, scored)
 
 
-def test_without_log_probabilities_or_at_the_limit_there_is_no_stop_token() -> None:
-    bench = Bench()
-    for request_id, stops in (("stops", (9,)), ("full", ())):
-        params = SamplingParams(temperature=0, max_tokens=1, stop_token_ids=stops)
+def test_without_log_probabilities_only_a_stop_token_of_the_request_is_told() -> None:
+    bench = Bench(eos_token_ids=frozenset({9}))
+    for request_id, rules in (("stops", {"stop_token_ids": (9,)}), ("ends", {}), ("full", {"ignore_eos": True})):
+        params = SamplingParams(temperature=0, max_tokens=1, **rules)
         bench.scheduler.add_request(Request(request_id, [1] * 3, params))
     plan = bench.scheduler.schedule()
     drawn = {request.sequence_id: 9 for chunk in plan.chunks for request in chunk.sample_requests}
     ended = {each.request_id: each for each in bench.scheduler.update_from_output(plan, ModelOutput(drawn))}
 
-    assert (ended["stops"].finish_reason, ended["full"].finish_reason) == (FinishReason.STOP, FinishReason.LENGTH)
-    assert ended["stops"].stop_token is ended["full"].stop_token is None
+    reasons = [ended[each].finish_reason for each in ("stops", "ends", "full")]
+    assert reasons == [FinishReason.STOP, FinishReason.STOP, FinishReason.LENGTH]
+    assert [ended[each].stop_token for each in ("stops", "ends", "full")] == [StopToken(9), None, None]

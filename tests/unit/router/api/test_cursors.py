@@ -7,12 +7,13 @@ from dataclasses import dataclass, replace
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from quire_proto.sampling import FinishReason, SamplingParams
-from quire_router.api.prepared_request import PreparedRequest, ResponseOptions
+from quire_router.api.prepared_request import PreparedRequest
 from quire_router.api.response_opener import Response, started_choices, with_prompt_echo
 from quire_router.api.rest.openai_format import CHAT, COMPLETION, DONE, ChunkEncoder
 from quire_router.api.rpc import messages
 from quire_router.api.rpc.servicer import DeltaMessages
 from quire_router.core.generation import Delta, GenerationRequest, StreamCursor, Usage
+from quire_router.core.response_options import ResponseOptions
 
 from tests.support.scripted_api import MODEL, TOKENIZER, as_replayed, events_of, logprobs_of
 

@@ -6,10 +6,11 @@ from contextlib import ExitStack
 import pytest
 from quire_proto.sampling import SamplingParams
 from quire_router.api.multi_prompt import MultiPromptRunner
-from quire_router.api.prepared_request import PreparedRequest, ResponseOptions
+from quire_router.api.prepared_request import PreparedRequest
 from quire_router.api.request_limits import ConcurrencyLimit
 from quire_router.api.response_opener import ResponseOpener
 from quire_router.core.generation import Delta, GenerationRequest, OwnedDeltaStream
+from quire_router.core.response_options import ResponseOptions
 
 from tests.support.byte_tokenizer import TOKENIZER, tokens
 

@@ -14,10 +14,10 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from quire_proto.errors import ErrorCode, QuireError
 from quire_proto.sampling import FinishReason, SamplingParams
-from quire_router.api.prepared_request import PreparedRequest, ReasoningPlacement, ResponseOptions
+from quire_router.api.prepared_request import PreparedRequest
 from quire_router.api.rest.messages_format import MESSAGES, read_input
-from quire_router.api.schemas.openai import Api
 from quire_router.core.generation import Delta, GenerationRequest, StreamCursor, Usage
+from quire_router.core.response_options import Api, ReasoningPlacement, ResponseOptions
 from quire_router.journal.base import RecordedDelta
 from quire_router.requests.resume import Replayer
 

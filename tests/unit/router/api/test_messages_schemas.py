@@ -11,12 +11,13 @@ from hypothesis import strategies as st
 from quire_proto.errors import ErrorCode, QuireError
 from quire_proto.structured_output import Structured, StructuredKind
 from quire_router.api.auth import ANONYMOUS
-from quire_router.api.prepared_request import ReasoningPlacement, ResponseOptions
+from quire_router.api.prepared_request import build_response_options
 from quire_router.api.schemas.anthropic import FIELD_NAMES, CountTokensRequest, MessagesRequest
 from quire_router.api.schemas.base import ignored_parameters
-from quire_router.api.schemas.openai import Api, ChatRequest
+from quire_router.api.schemas.openai import ChatRequest
 from quire_router.api.tokenize import to_tokenize, tokenize
 from quire_router.api.validation import Validator
+from quire_router.core.response_options import Api, ReasoningPlacement
 
 from tests.support.scripted_api import MODEL, Limits
 from tests.support.tool_models import (
@@ -67,7 +68,7 @@ def made(body: dict[str, Any], template: str = HERMES_TEMPLATE, *, messages: boo
         MessagesRequest.chat_from_json(data) if messages else ChatRequest.from_json(data), MODEL
     )
     (generation,) = validator.generations(request, "id", ANONYMOUS)
-    return generation, ResponseOptions.from_request(request, generation.params.max_tokens), ignored
+    return generation, build_response_options(request, generation.params.max_tokens), ignored
 
 
 def called(call_id: str = CALL_ID, arguments: str = "{}", name: str = "get") -> dict[str, Any]:
@@ -432,7 +433,7 @@ def test_an_answer_may_end_where_the_models_context_does():
         request = MessagesRequest.chat_from_json(json.dumps(asked(max_tokens=asked_for)).encode())
         (generation,) = validator.generations(request, "id", ANONYMOUS)
         assert generation.params.max_tokens == most
-        assert ResponseOptions.from_request(request, most).limited_by_context is limited
+        assert build_response_options(request, most).limited_by_context is limited
     validator = Validator({MODEL: tokenizer}, lambda _: Limits(prompt, tokenizer.vocab_size))
     with pytest.raises(QuireError) as caught:
         validator.generations(request, "id", ANONYMOUS)

@@ -16,12 +16,12 @@ from openai.types.responses import Response, ResponseStreamEvent
 from pydantic import TypeAdapter
 from quire_proto.errors import ErrorCode, QuireError
 from quire_proto.sampling import FinishReason, SamplingParams, TokenLogprobs
-from quire_router.api.prepared_request import PreparedRequest, ReasoningPlacement, ResponseOptions
+from quire_router.api.prepared_request import PreparedRequest
 from quire_router.api.rest.responses_format import RESPONSES
-from quire_router.api.schemas.openai import Api
 from quire_router.api.schemas.response_items import History, decode_encrypted_content, read_items
 from quire_router.api.schemas.responses import ResponsesRequest
 from quire_router.core.generation import Delta, GenerationRequest, StreamCursor, Usage
+from quire_router.core.response_options import Api, ReasoningPlacement, ResponseOptions
 from quire_router.journal.base import RecordedDelta
 from quire_router.requests.resume import Replayer
 

@@ -15,7 +15,7 @@ from quire_proto.sampling import FinishReason, SamplingParams
 from quire_proto.structured_output import Structured, StructuredKind
 from quire_router.api.auth import ANONYMOUS
 from quire_router.api.multi_prompt import MultiPromptRunner
-from quire_router.api.prepared_request import PreparedRequest, ResponseOptions
+from quire_router.api.prepared_request import PreparedRequest
 from quire_router.api.request_limits import ConcurrencyLimit
 from quire_router.api.response_opener import Response, ResponseOpener
 from quire_router.api.rest.openai_format import CHAT, COMPLETION, DONE, ChunkEncoder
@@ -23,6 +23,7 @@ from quire_router.api.rpc import messages
 from quire_router.api.rpc.servicer import DeltaMessages
 from quire_router.api.stored_requests import RequestStore
 from quire_router.core.generation import Delta, GenerationRequest, Usage, prompt_request_id
+from quire_router.core.response_options import ResponseOptions
 from quire_router.journal.base import Lease
 from quire_router.journal.memory import MemoryJournal
 from quire_router.requests import resume as resumption

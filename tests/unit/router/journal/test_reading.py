@@ -13,8 +13,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from quire_proto.sampling import FinishReason, SamplingParams, TokenLogprobs
-from quire_router.api.prepared_request import ResponseOptions
 from quire_router.core.generation import Delta, GenerationRequest, ResponseConsumer, StreamCursor, Usage
+from quire_router.core.response_options import ResponseOptions
 from quire_router.journal.base import Journal, RecordedDelta, RequestRecord
 from quire_router.journal.memory import MemoryJournal
 from quire_router.journal.redis.redis_connection import keys

@@ -17,11 +17,11 @@ from hypothesis import strategies as st
 from quire_proto.errors import ErrorCode, QuireError
 from quire_proto.sampling import SamplingParams
 from quire_router.api.conversations import Conversation, Turn
-from quire_router.api.prepared_request import ResponseOptions
 from quire_router.api.schemas.response_state import ResponseState
 from quire_router.batches.batch import Batch
 from quire_router.batches.files import FileInfo
 from quire_router.core.generation import GenerationRequest, Usage
+from quire_router.core.response_options import ResponseOptions
 from quire_router.core.usage import UsageRow
 from quire_router.journal import codec, records
 from quire_router.journal.base import decode_error, encode_error
