@@ -188,6 +188,14 @@ def test_the_tokens_that_begin_and_end_a_text_are_added_as_the_file_says(
     assert tokenizer.encode("a fox") == [*[begin] * begins, *plain, *[end] * ends]
 
 
+def test_templates_with_names_are_the_files(folder: Path) -> None:
+    named = {"tokenizer.chat_template.tool_use": "T{{ tools | length }}", "tokenizer.chat_template.../x": "never"}
+    made_folder = make_tokenizer(write(folder / "named.gguf", pieces_metadata() | named))
+    assert [path.name for path in (made_folder / "additional_chat_templates").iterdir()] == ["tool_use.jinja"]
+    tools = [{"type": "function", "function": {"name": "f"}}]
+    assert ModelTokenizer.load(made_folder).render_chat_text([{"role": "user", "content": "x"}], tools) == "T1"
+
+
 def test_the_chat_template_and_its_tokens_are_the_files(folder: Path) -> None:
     tokenizer = made("qwen2", folder)
     chat = [{"role": "user", "content": f"Hi{END}"}]

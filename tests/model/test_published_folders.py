@@ -35,6 +35,7 @@ PROMPT = [5, 60, 100, 300, 33, 47, 9, 81, 200]
 NUM_TOKENS = 4
 HEAD, EMBEDDING, SHARD = "lm_head.weight", "model.embed_tokens.weight", "model-00002-of-00002.safetensors"
 CODE: dict[str, Any] = {"auto_map": {"AutoConfig": "configuration_x.X", "AutoModelForCausalLM": "modeling_x.X"}}
+FLOAT8: dict[str, Any] = {"quant_method": "fp8", "weight_block_size": [128, 128]}
 FACTORS: dict[str, Any] = {"short_factor": [1.0, 1.1, 1.2, 1.3], "long_factor": [2.0, 2.0, 2.0, 2.0]}
 ORIGINAL: dict[str, Any] = {"original_max_position_embeddings": 32}
 OLD_ROPE: dict[str, Any] = {"rope_parameters": None, "rope_theta": 10000}
@@ -203,6 +204,27 @@ def test_a_text_part_is_found_by_each_of_its_names(tmp_path: Path, name: str) ->
     folder = vision_folder(tmp_path / "model")
     VISION[name](folder)
     check_same(folder, AutoModelForImageTextToText)
+
+
+def quantised(old: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """Projections in float8, with a scale for each block."""
+    made = {}
+    for name, tensor in old.items():
+        if "proj" in name:
+            made[name] = tensor.to(torch.float8_e4m3fn)
+            made[name.replace(".weight", ".weight_scale_inv")] = torch.ones(1, 1)
+        else:
+            made[name] = tensor
+    return made
+
+
+@pytest.mark.parametrize("body", ["", "model.language_model.", "language_model.model."])
+def test_quantised_layers_of_a_text_part_are_found_by_its_names(tmp_path: Path, body: str) -> None:
+    plain_names, other = small_folder(tmp_path / "plain"), small_folder(tmp_path / "other")
+    stored = both(weights(quantised), config(quantization_config=FLOAT8))
+    stored(plain_names)
+    both(stored, prefixed("model.", body))(other)
+    assert torch.equal(log_probabilities(other, PROMPT), log_probabilities(plain_names, PROMPT))
 
 
 @pytest.mark.parametrize("name", REFUSED)

@@ -24,8 +24,8 @@ _CONVERT_WEIGHTS = (
 _CONVERT_BOTH = f"{_CONVERT_WEIGHTS}; T.from_pretrained(s).save_pretrained(t)"
 _CONVERT_ONE = (
     "import sys, torch; from safetensors.torch import save_file; "
-    "w = torch.load(sys.argv[1], weights_only=True, map_location='cpu'); w = w.get('state_dict', w); "
-    "save_file({k: v.clone().contiguous() for k, v in w.items()}, sys.argv[2], {'format': 'pt'})"
+    'w = torch.load(sys.argv[1], weights_only=True, map_location="cpu"); w = w.get("state_dict", w); '
+    'save_file({k: v.clone().contiguous() for k, v in w.items()}, sys.argv[2], {"format": "pt"})'
 )
 
 

@@ -16,8 +16,8 @@ _CONVERT = (
 _OTHERS = {
     "tokenizer.model": "sentencepiece protobuf",
     "spiece.model": "sentencepiece protobuf",
-    "tekken.json": "tiktoken blobfile",
-    "tiktoken.model": "tiktoken blobfile",
+    "tekken.json": "",
+    "tiktoken.model": "tiktoken",
     "vocab.json": "",
     "vocab.txt": "",
 }

@@ -3,7 +3,7 @@
 from typing import Any
 
 import pytest
-from quire_engine.checkpoint.text_part import text_config, text_names
+from quire_engine.checkpoint.text_part import is_beside_text, text_config, text_name, text_names
 
 QWEN: dict[str, Any] = {
     "architectures": ["Qwen3VLForConditionalGeneration"],
@@ -87,4 +87,46 @@ def test_names_of_the_text_part_are_kept_without_what_they_begin_with() -> None:
 
 def test_names_of_a_model_of_text_are_its_own() -> None:
     names = ["model.embed_tokens.weight", "lm_head.weight", "transformer.h.0.weight", "visual.weight"]
+    assert text_names(names) == dict(zip(names, names, strict=True))
+
+
+@pytest.mark.parametrize(
+    "before",
+    [
+        "",
+        "model.",
+        "model.model.",
+        "language_model.",
+        "language_model.model.",
+        "model.language_model.",
+        "model.language_model.model.",
+        "language_model.model.model.",
+        "model.text_model.",
+    ],
+)
+@pytest.mark.parametrize("rest", ["layers.3.mlp.up_proj", "embed_tokens.weight", "norm.weight"])
+def test_one_rule_names_tensors_and_modules_of_a_text_part(before: str, rest: str) -> None:
+    assert text_name(before + rest) == f"model.{rest}"
+    assert text_name(f"{before}lm_head.weight") == "lm_head.weight"
+
+
+@pytest.mark.parametrize("name", ["model.visual.blocks.0.attn.qkv", "vision_tower.layers.0", "multi_modal_projector.x"])
+def test_what_sees_is_of_no_text_part(name: str) -> None:
+    assert is_beside_text(name)
+    assert not is_beside_text(f"model.language_model.{name}")
+
+
+def test_the_body_of_a_model_of_text_may_have_been_saved_alone_or_twice() -> None:
+    names = ["embed_tokens.weight", "model.model.layers.0.mlp.up_proj.weight", "model.lm_head.weight"]
+    targets = ["model.embed_tokens.weight", "model.layers.0.mlp.up_proj.weight", "lm_head.weight"]
+    assert text_names(names) == dict(zip(names, targets, strict=True))
+
+
+def test_a_name_that_needs_no_change_counts_before_others() -> None:
+    names = ["norm.weight", "model.norm.weight", "model.embed_tokens.weight"]
+    assert text_names(names) == {name: name for name in names[1:]}
+
+
+def test_names_of_models_with_other_layers_stay_as_they_are() -> None:
+    names = ["layers.0.attn.Wqkv.weight", "embeddings.tok_embeddings.weight", "norm.weight"]
     assert text_names(names) == dict(zip(names, names, strict=True))

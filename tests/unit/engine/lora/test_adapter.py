@@ -65,6 +65,32 @@ def test_the_scale_is_pefts(
         torch.testing.assert_close(weights.b.T, scale * stored[f"base_model.model.{name}.lora_B.weight"])
 
 
+@pytest.mark.parametrize("body", ["model.language_model.", "language_model.model.", "", "model.model."])
+def test_names_of_a_text_part_are_those_of_its_layers(folder: Path, config: DecoderConfig, body: str) -> None:
+    plain = LoRAAdapter.read(folder, config, MAX_RANK)
+
+    def rename(tensors: dict[str, torch.Tensor]) -> None:
+        for name in list(tensors):
+            tensors[name.replace("base_model.model.model.", f"base_model.model.{body}")] = tensors.pop(name)
+        seeing = "base_model.model.model.visual.blocks.0.attn.qkv.lora_A.weight"
+        tensors[seeing] = torch.zeros(4, 4)
+
+    change_tensors(folder, rename)
+    adapter = LoRAAdapter.read(folder, config, MAX_RANK)
+    assert set(adapter.weights) == set(plain.weights)
+    assert all(torch.equal(each.b, plain.weights[name].b) for name, each in adapter.weights.items())
+
+
+def test_a_layer_may_not_have_two_names(folder: Path, config: DecoderConfig) -> None:
+    def add(tensors: dict[str, torch.Tensor]) -> None:
+        name = f"{PREFIX}.0.self_attn.q_proj.lora_A.weight"
+        tensors[name.replace("model.layers", "model.language_model.layers")] = tensors[name].clone()
+
+    change_tensors(folder, add)
+    with pytest.raises(LoRAError, match="has two names for the layer"):
+        LoRAAdapter.read(folder, config, MAX_RANK)
+
+
 def test_ranks_and_scales_of_some_layers_are_pefts(model: Path, tmp_path: Path, config: DecoderConfig) -> None:
     """The first pattern counts that matches the whole name of a layer, or its end behind a dot."""
     ranks = {"v_proj": 2, "layers.0.self_attn.q_proj": 8, "model.layers.[01].mlp.up_proj": 1}
