@@ -13,6 +13,7 @@ from quire.v1.inference_pb2_grpc import InferenceStub
 from quire_proto.errors import ErrorCode, QuireError
 from quire_proto.sampling import FinishReason
 from quire_proto.structured_output import StructuredKind
+from quire_proto.text.tokenizer import ModelTokenizer
 from quire_proto.text.tool_formats import HARMONY, TOOL_FORMATS
 from quire_router.api.auth import ANONYMOUS
 from quire_router.api.schemas.openai import ChatRequest
@@ -21,7 +22,7 @@ from quire_router.core.generation import Delta
 from quire_router.engines.attempt import Output
 from quire_router.requests.choice import create_choices
 
-from tests.support.model_folders import CHAT_TEMPLATE
+from tests.support.model_folders import CHAT_TEMPLATE, byte_level
 from tests.support.scripted_api import MODEL, Limits, ask, chat, open_stage, script_of
 from tests.support.tool_models import (
     HERMES_TEMPLATE,
@@ -29,6 +30,7 @@ from tests.support.tool_models import (
     OPENING_TEMPLATE,
     OTHER_TEMPLATE,
     THINKING_TEMPLATE,
+    compiled,
     family_template,
     tokenizer_with,
     tool,
@@ -228,6 +230,20 @@ def generation_of(template=HERMES_TEMPLATE, tokenizer=None, **fields):
     request, _ = validator.drop_ignored(request, MODEL)
     (generation,) = validator.generations(request, "id", ANONYMOUS)
     return generation, model_tokenizer.decode(list(generation.prompt_token_ids))
+
+
+@pytest.mark.parametrize("tools", [TOOLS, None])
+def test_a_model_with_a_template_for_tools_is_shown_them_by_it(tools):
+    limits, both = Limits(2**20, 10**6), (compiled(CHAT_TEMPLATE), compiled(HERMES_TEMPLATE))
+    tokenizer = ModelTokenizer(byte_level(), *both)
+    validator = Validator({MODEL: tokenizer}, lambda _: limits)
+    request = ChatRequest.from_json(json.dumps({**ASKED, "tools": tools}).encode())
+    request, ignored = validator.drop_ignored(request, MODEL)
+    (generation,) = validator.generations(request, "id", ANONYMOUS)
+    prompt = tokenizer.decode(list(generation.prompt_token_ids))
+    assert ("The weather." in prompt) == (tools is not None)
+    assert not ignored
+    assert tokenizer.tool_format is FAMILIES["hermes"]
 
 
 def test_the_template_gets_tools_calls_as_objects_and_tool_messages():
