@@ -21,7 +21,7 @@ MAX_BAD_WORD_TOKENS = 32
 MAX_SEED = 2**64 - 1
 MAX_TOP_K = 2**31 - 1
 MAX_LOGPROBS = 20
-MAX_CHOICES = 64
+MAX_CHOICES = 128
 MIN_BEAM_WIDTH, MAX_BEAM_WIDTH = 2, 32
 
 
@@ -137,9 +137,7 @@ class SamplingParams:
         if self.max_tokens < 1:
             raise _out_of_range("max_tokens", self.max_tokens, "at least 1")
         if not 0 <= self.min_tokens <= self.max_tokens:
-            raise _out_of_range(
-                "min_tokens", self.min_tokens, f"between 0 and {self.max_tokens}, the most tokens of the output"
-            )
+            raise _out_of_range("min_tokens", self.min_tokens, "between 0 and max_tokens")
         if len(self.stop_token_ids) > MAX_STOP_TOKEN_IDS:
             raise invalid("stop_token_ids", f"stop_token_ids holds at most {MAX_STOP_TOKEN_IDS} ids.")
 

@@ -267,7 +267,9 @@ def check_response_size(generations: Sequence[GenerationRequest]) -> None:
     """Raises ``QuireError`` INVALID for a request whose response could be too large to be stored and written. Prompts,
     outputs, tokens and log-probabilities each have their range; this bounds their product.
     """
-    param = "prompt" if len(generations) > 1 else "n"
+    params = generations[0].params
+    width = "beam_width" if params.beam_width else "best_of" if params.best_of > params.n else "n"
+    param = "prompt" if len(generations) > 1 else width
     outputs = sum(generation.params.num_sequences for generation in generations)
     if outputs > MAX_OUTPUTS:
         raise invalid(param, f"The request asks for {outputs} outputs in all but at most {MAX_OUTPUTS} are allowed.")

@@ -88,6 +88,8 @@ class _CountedInput(TranslatedResponses, TokenizeRequest):
 def input_to_tokenize(request: InputTokensRequest, history: History) -> TokenizeRequest:
     """Returns a request for the tokens of the prompt that a Responses request has. Raises ``QuireError``."""
     fields = request.template_fields(request.all_items(history))
+    if not fields["messages"]:  # no prompt
+        fields = {"model": request.model, "prompt": "", "add_special_tokens": False, "tool_choice": None}
     if fields.pop("tool_choice") == "none":
         fields["tools"] = None
     return _CountedInput.from_fields(fields).made_from(request).continuing(history.token_ids)

@@ -292,12 +292,13 @@ def _naming_as_sent(request: StrictModel) -> Iterator[None]:
     try:
         yield
     except QuireError as error:
-        field, sent = (error.param or "").partition("[")[0], request.sent_names
-        if field not in sent:
-            raise
-        named = (error.param or "").replace(field, sent[field], 1)
-        words = error.message if error.reason else re.sub(rf"\b{field}\b", sent[field], error.message)
-        raise error.about(named, words) from None
+        field, words = (error.param or "").partition("[")[0], error.message
+        sent = request.sent_names
+        for own, name in sent.items():
+            if error.reason is None and name not in words:
+                words = re.sub(rf"\b{own}\b", name, words)
+        param = error.param and error.param.replace(field, sent.get(field, field), 1)
+        raise error.about(param, words) from None
 
 
 _COPIED_FIELDS = (
@@ -320,6 +321,8 @@ def sampling_of(
     given = {name: value for name in _COPIED_FIELDS if (value := getattr(request, name)) is not None}
     if request.top_k is not None:
         given["top_k"] = 0 if request.top_k == _ALL_TOKENS else request.top_k
+    if request.top_p == 0 and not request.search_width:  # OpenAI's range begins with it: one token is kept at least
+        given |= {"top_p": 1.0, "top_k": 1}
     params = SamplingParams(
         best_of=request.effective_best_of or 0,
         beam_width=request.search_width,

@@ -287,6 +287,13 @@ class Parsed:
         }
 
 
+def _seed(value: int) -> int | None:
+    """Returns a seed as 64 bits without a sign. -1 is a random one, as in vLLM and llama.cpp."""
+    if value == -1:
+        return None
+    return value + 2**64 if -(2**63) <= value < 0 else value
+
+
 def _model_name(value: object) -> object:
     return "" if value is None else value
 
@@ -389,6 +396,7 @@ ModelName = Annotated[str, BeforeValidator(_model_name, json_schema_input_type=s
 """What a request names its model; empty where it names none, and its caller may have only one."""
 Number = float | None
 Integer = Annotated[int, Field(gt=-_MAX_ABS, lt=_MAX_ABS)] | None  # wide enough: the true ranges are quire_proto's
+Seed = Annotated[int, Field(gt=-_MAX_ABS, lt=_MAX_ABS), AfterValidator(_seed)] | None
 Label = Annotated[str, Field(max_length=MAX_LABEL_CHARACTERS)] | None
 Effort = Annotated[
     str,

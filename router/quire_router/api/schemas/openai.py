@@ -12,7 +12,7 @@ from typing import Annotated, Any, ClassVar, Literal, Self
 from pydantic import Field, TypeAdapter, ValidationError, model_validator
 from quire_proto.errors import QuireError, invalid
 from quire_proto.pooling import Task
-from quire_proto.sampling import MAX_LOGPROBS
+from quire_proto.sampling import MAX_BEAM_WIDTH, MAX_LOGPROBS, MIN_BEAM_WIDTH
 from quire_proto.structured_output import MAX_OPTIONS, MAX_TEXT, Structured, StructuredKind, choice
 from quire_proto.text.conversation import Hidden
 
@@ -29,6 +29,7 @@ from quire_router.api.schemas.base import (
     Number,
     Parsed,
     Prompts,
+    Seed,
     Stops,
     StopTokenIds,
     StrictModel,
@@ -63,11 +64,13 @@ Choices = Annotated[
 
 
 class NamedSchema(StrictModel):
-    """OpenAI's envelope of a JSON Schema. ``strict`` changes nothing: the schema always holds."""
+    """OpenAI's envelope of a JSON Schema; without one, any JSON object is meant. ``strict`` changes nothing: the schema
+    always holds.
+    """
 
     name: Annotated[str, Field(pattern="^[A-Za-z0-9_-]{1,64}$")]
     description: str | None = None
-    schema_: Annotated[dict[str, Any], Field(alias="schema")]
+    schema_: Annotated[dict[str, Any] | None, Field(alias="schema")] = None
     strict: bool | None = None
 
 
@@ -160,9 +163,9 @@ def _from_response_format(given: ResponseFormat | None) -> Iterator[_StructuredF
     if (given.json_schema is not None) != (given.type == "json_schema"):
         param = "response_format.json_schema"
         raise invalid(param, f"{param} and the type json_schema go together.")
-    if given.json_schema is not None:
+    if given.json_schema is not None and given.json_schema.schema_ is not None:
         yield _StructuredField("response_format", StructuredKind.JSON_SCHEMA, given.json_schema.schema_)
-    elif given.type == "json_object":
+    elif given.type != "text":
         yield _StructuredField("response_format", StructuredKind.JSON_OBJECT)
 
 
@@ -211,7 +214,7 @@ class SamplingBody(StrictModel):
     repetition_penalty: Number = None
     logit_bias: LogitBias | None = None
     bad_words: BadWords | None = None
-    seed: Integer = None
+    seed: Seed = None
 
 
 class GenerationBody(SamplingBody, StructuredBody):
@@ -252,6 +255,14 @@ class GenerationBody(SamplingBody, StructuredBody):
     def api(self) -> Api:
         """The API that its answer is written in."""
         return Api.OPENAI
+
+    @property
+    def sent_names(self) -> dict[str, str]:
+        """See ``StrictModel``."""
+        others = {"max_tokens": self.output_limit_name}
+        if self.use_beam_search and not self.beam_width:
+            others["beam_width"] = "use_beam_search"
+        return {**others, **super().sent_names}
 
     @property
     def conversation(self) -> str:
@@ -318,9 +329,14 @@ class GenerationBody(SamplingBody, StructuredBody):
             raise invalid("beam_width", "beam_width and use_beam_search set to false exclude each other.")
         if not self.use_beam_search:
             return self.beam_width or 0
-        search_width = self.beam_width or self.best_of or self.n or 1
+        fields = ("beam_width", "best_of", "n")
+        field = next((name for name in fields if getattr(self, name)), "use_beam_search")
+        search_width: int = getattr(self, field) if field != "use_beam_search" else 1
         if search_width == 1:
             raise invalid("use_beam_search", "use_beam_search needs n, best_of or beam_width of at least 2.")
+        if not MIN_BEAM_WIDTH <= search_width <= MAX_BEAM_WIDTH:
+            allowed = f"between {MIN_BEAM_WIDTH} and {MAX_BEAM_WIDTH}"
+            raise invalid(field, f"{field} is {search_width} but must be {allowed} with use_beam_search.")
         return search_width
 
     @property
@@ -334,7 +350,7 @@ class CompletionRequest(GenerationBody):
 
     foreign: ClassVar[Table] = parameters.COMPLETIONS
 
-    prompt: Prompts
+    prompt: Prompts = [""]  # noqa: RUF012 - pydantic copies it
 
     echo: bool | None = None
     logprobs: Integer = None

@@ -118,6 +118,8 @@ _FOREIGN: Final[Table] = {**fields_of_chats(parameters.RESPONSES), **parameters.
 
 
 def _items(value: object) -> object:
+    if value is None:
+        return []
     return [{"role": "user", "content": value}] if isinstance(value, str) else value
 
 
@@ -134,11 +136,12 @@ class InputBody(StrictModel):
     foreign: ClassVar[Table] = _FOREIGN
 
     tasks: ClassVar[Sequence[Task]] = (Task.GENERATE,)
+    may_be_empty: ClassVar[bool] = False
 
     model: ModelName = ""
     input: Annotated[
         Annotated[list[InputItem], Field(max_length=MAX_MESSAGES, fail_fast=True)],
-        BeforeValidator(_items, json_schema_input_type=str | list[InputItem]),
+        BeforeValidator(_items, json_schema_input_type=str | list[InputItem] | None),
     ] = []  # noqa: RUF012 - pydantic copies it
     instructions: Content | None = None
     previous_response_id: ItemId | None = None
@@ -170,7 +173,7 @@ class InputBody(StrictModel):
             if item.type == REFERENCE and item.id not in history.referenced:
                 raise item_not_found(f"input[{number}].id", item.id or "")
             items.append(history.referenced[item.id or ""] if item.type == REFERENCE else item)
-        if not items:
+        if not items and not self.may_be_empty:
             raise invalid("input", "input is missing.")
         check_conversation(items, len(history.items))
         return items
@@ -324,6 +327,8 @@ class InputTokensRequest(InputBody):
     """The body of ``POST /v1/responses/input_tokens``. What else a request for a response has does not change its
     tokens, and is ignored.
     """
+
+    may_be_empty: ClassVar[bool] = True
 
     foreign: ClassVar[Table] = counting(_FOREIGN, ResponsesRequest.model_fields)
 

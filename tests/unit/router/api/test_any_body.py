@@ -1,7 +1,9 @@
 """Whatever JSON a body holds, the answer is one of the client's: never an error of our own."""
 
 import json
+import re
 from codecs import BOM_UTF8
+from typing import Any
 
 import pytest
 from hypothesis import given, settings
@@ -32,7 +34,7 @@ from quire_router.api.tokenize import (
 from quire_router.api.validation import Validator, check_stream
 
 from tests.support.model_folders import CHAT_TEMPLATE, byte_level
-from tests.support.scripted_api import MODEL, Limits, ask, completion, open_stage
+from tests.support.scripted_api import MODEL, Limits, ask, open_stage
 
 TOKENIZER = ModelTokenizer(byte_level(), ChatTemplate(CHAT_TEMPLATE, {}, "the test"))
 GENERATING = Validator({MODEL: TOKENIZER}, lambda _: Limits())
@@ -167,8 +169,29 @@ def test_a_gateway_may_send_one_too() -> None:
     assert read_forwarded("/v1/completions", BOM_UTF8 + b'{"model":"m","prompt":"a"}').model == "m"
 
 
-async def test_the_field_at_fault_is_the_one_that_was_sent() -> None:
-    async with open_stage() as stage:
-        answer = await ask(stage.port, "POST", "/v1/completions", completion(n=-1, stream=True))
+@pytest.mark.parametrize(
+    ("path", "fields", "param"),
+    [
+        ("completions", {"n": -1, "stream": True}, "n"),
+        ("completions", {"best_of": 3, "stream": True}, "best_of"),
+        ("completions", {"use_beam_search": True, "n": 33}, "n"),
+        ("completions", {"use_beam_search": True, "best_of": 40}, "best_of"),
+        ("completions", {"use_beam_search": True, "n": 2, "temperature": 0.5}, "use_beam_search"),
+        ("completions", {"max_tokens": -1}, "max_tokens"),
+        ("completions", {"max_new_tokens": -1}, "max_new_tokens"),
+        ("chat/completions", {"max_completion_tokens": -1}, "max_completion_tokens"),
+        ("chat/completions", {"max_tokens": 0}, "max_tokens"),
+        ("chat/completions", {"max_completion_tokens": 4, "min_tokens": 5}, "min_tokens"),
+        ("responses", {"max_output_tokens": -1}, "max_output_tokens"),
+        ("messages", {"max_tokens": -1}, "max_tokens"),
+    ],
+)
+async def test_the_field_at_fault_is_the_one_that_was_sent(path: str, fields: dict[str, Any], param: str) -> None:
+    body = {"completions": {"prompt": "hi"}, "responses": {"input": "hi"}}.get(path, {"messages": [USER]})
+    async with open_stage(template=CHAT_TEMPLATE) as stage:
+        answer = await ask(stage.port, "POST", f"/v1/{path}", {"model": MODEL, **body, **fields})
 
-    assert (answer.status, answer.error["param"]) == (400, "n")
+    details = answer.error.get("details", answer.error)
+    assert (answer.status, details["param"]) == (400, param)
+    named = set(re.findall(r"\b(?:max_\w*tokens|best_of|beam_width)\b", str(answer.error["message"])))
+    assert named <= set(fields)

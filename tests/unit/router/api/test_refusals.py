@@ -9,11 +9,11 @@ from quire.v1.inference_pb2_grpc import InferenceStub
 from quire_proto.errors import STATUS, ErrorCode
 
 from tests.support.both_apis import as_proto
-from tests.support.scripted_api import MAX_MODEL_LEN, MODEL, VOCAB_SIZE, ask, chat, completion, open_stage
+from tests.support.scripted_api import MAX_MODEL_LEN, VOCAB_SIZE, ask, chat, completion, open_stage
 
 SAMPLING = {
     "temperature": [-0.5, 2.5, float("inf"), float("nan")],
-    "top_p": [0.0, -0.5, 1.5, float("nan")],
+    "top_p": [-0.5, 1.5, float("nan")],
     "top_k": [2**31],
     "min_p": [-0.5, 1.5, float("nan")],
     "presence_penalty": [-2.5, 2.5, float("inf")],
@@ -25,8 +25,8 @@ SAMPLING = {
         ["world"] * 32 + [[1]] * 64,
     ],
     "min_tokens": [17, 2**32 - 1],
-    "n": [0, 65, 2**32 - 1],
-    "best_of": [0, 65],
+    "n": [0, 129, 2**32 - 1],
+    "best_of": [0, 129],
     "beam_width": [1, 33],
     "length_penalty": [-10.5, 10.5, float("nan")],
     "prompt_logprobs": [21, 2**32 - 1],
@@ -137,19 +137,12 @@ async def test_an_unknown_model_is_not_found_in_both(model, stage):
         assert await verdict_of_grpc(stage, request) == (ErrorCode.NOT_FOUND, "model")
 
 
-@pytest.mark.parametrize("model", ["", "x" * 129])
+@pytest.mark.parametrize("model", ["x" * 129])
 async def test_a_model_name_that_cannot_be_one_is_invalid_in_both(model, stage):
     request = chat() | {"model": model}
 
     assert await verdict_of_rest(stage, request) == (ErrorCode.INVALID, "model")
     assert await verdict_of_grpc(stage, request) == (ErrorCode.INVALID, "model")
-
-
-async def test_a_prompt_is_needed_in_both(stage):
-    request = {"model": MODEL}
-
-    assert await verdict_of_rest(stage, request) == (ErrorCode.INVALID, "prompt")
-    assert await verdict_of_grpc(stage, request) == (ErrorCode.INVALID, "prompt")
 
 
 async def test_a_model_that_no_engine_offered_is_unavailable_in_both(stage):

@@ -98,8 +98,8 @@ NEUTRAL_IN_COMPLETIONS = {
 }
 SCHEMA = {"name": "x", "schema": {}}
 REFUSED_IN_BOTH = {
-    "n": [0, 65, -1, True, "1", 1e9],
-    "best_of": [0, 65, -1, True, "2"],
+    "n": [0, 129, -1, True, "1", 1e9],
+    "best_of": [0, 129, -1, True, "2"],
     "use_beam_search": [True, "yes", 1],  # with one beam
     "beam_width": [1, 33, -2, True],
     "length_penalty": [11, -11, "1", True],
@@ -210,9 +210,9 @@ REFUSED_IN_BOTH = {
     "logits_processors": [["x"]],
     "return_token_ids": [True, 0],
     "temperature": ["1", True, [], float("nan"), 2.1, -1],
-    "top_p": [0, "x", 1.1],
+    "top_p": [-0.1, "x", 1.1],
     "top_k": [-2, 1.5, 2**31, True],
-    "seed": [-1, 2**64, 10**400, 0.5],
+    "seed": [-(2**63) - 1, 2**64, 10**400, 0.5],
     "max_tokens": [0, -1, 1.0, True, 10**300],
     "stop": [7, [7], {}, [""], "", ["x"] * 17, "x" * 257],
     "stop_token_ids": [[True], ["1"], 5, [-1], [VOCAB_SIZE], [0] * 17, [10**30]],
