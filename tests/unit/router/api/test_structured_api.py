@@ -134,7 +134,7 @@ def test_a_model_of_pydantic_is_a_schema():
         ({"response_format": {"type": "json_schema"}}, "response_format.json_schema"),
         ({"response_format": {"type": "xml"}}, "response_format.type"),
         (
-            {"response_format": {"type": "json_schema", "json_schema": {"name": "x"}}},
+            {"response_format": {"type": "json_schema", "json_schema": {"name": "x", "schema": 3}}},
             "response_format.json_schema.schema",
         ),
     ],
