@@ -156,7 +156,7 @@ def test_other_switches_of_thinking_are_those_of_the_template(fields, same):
         (ChatRequest, {"n_predict": "all"}, "n_predict"),
         (ChatRequest, {"n_predict": 5, "max_tokens": 6}, "n_predict"),
         (ChatRequest, {"max_new_tokens": 5, "max_completion_tokens": 6}, "max_new_tokens"),
-        (ChatRequest, {"n_cmpl": 65}, "n_cmpl"),
+        (ChatRequest, {"n_cmpl": 129}, "n_cmpl"),
         (ChatRequest, {"thinking": {"type": "enabled", "budget_tokens": 4}}, "thinking"),
         (ChatRequest, {"think": "high"}, "think"),
         (ChatRequest, {"reasoning": {"max_tokens": 4}}, "reasoning"),
