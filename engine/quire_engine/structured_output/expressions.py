@@ -9,6 +9,7 @@ from itertools import islice, product
 
 Ranges = tuple[tuple[int, int], ...]
 MAX_CODE_POINT = 0x10FFFF
+_MAX_LENGTH = 4096  # of texts whose lengths are counted
 SURROGATES = (0xD800, 0xDFFF)
 _SHORT = {8: "b", 9: "t", 10: "n", 12: "f", 13: "r", 34: '"', 92: "\\\\"}
 """What stands behind the backslash, as a regular expression, of characters that JSON has short escapes for."""
@@ -194,6 +195,16 @@ def _multiples(part: int, least: int, most: int | None, mask: int) -> int:
         elif power == before:
             return found | power
     return found
+
+
+def has_length(expression: Expression, least: int, most: int | None) -> bool:
+    """Whether the expression matches a text of such a length."""
+    known = span(expression)
+    if known is None or known[1] < least or (most is not None and known[0] > most):
+        return False
+    if most is None or any(least <= end <= most for end in known):
+        return True
+    return lengths(expression, min(most, _MAX_LENGTH)) >> least > 0
 
 
 def all_texts(expression: Expression, limit: int) -> list[str] | None:

@@ -8,7 +8,7 @@ the inclusive bound of its neighbour.
 """
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from decimal import Decimal
 from fractions import Fraction
@@ -21,6 +21,8 @@ MAX_LITERALS = 512
 # A multiple is found by a state for each remainder.
 MAX_REMAINDERS = 4096
 _EXACT = 1 << 53  # up to here a double is the decimal that was written
+_MOST = Fraction(10**INTEGER_DIGITS)
+_BEYOND = _MOST * 10**99  # no text with an exponent is as far
 _ANY = rf"-?(?:0|[1-9][0-9]{{0,{INTEGER_DIGITS - 1}}})(?:\.[0-9]{{1,{FRACTION_DIGITS}}})?(?:[eE][+-]?[0-9]{{1,2}})?"
 
 
@@ -80,9 +82,8 @@ class NumberShape:
         for none. The greatest is less than the least where no number satisfies it.
         """
         step = self.step or Fraction(1, 10 ** self._fraction_digits())
-        most = Fraction(10) ** max(INTEGER_DIGITS, *(_digits(bound) + 1 for bound in (self.low, self.high)))
-        low = Bound(-most, exclusive=True) if self.low is None else self.low
-        high = Bound(most, exclusive=True) if self.high is None else self.high
+        low = Bound(-_MOST, exclusive=True) if self.low is None or self.low.value < -_MOST else self.low
+        high = Bound(_MOST, exclusive=True) if self.high is None or self.high.value > _MOST else self.high
         least, greatest = math.ceil(low.value / step), math.floor(high.value / step)
         least += low.exclusive and least * step == low.value
         greatest -= high.exclusive and greatest * step == high.value
@@ -105,7 +106,8 @@ class NumberShape:
         """The regular expression of its texts. None where multiples cannot be written so."""
         least, greatest, step = self.limits()
         power = _power_of_ten(step)
-        if self.low is None and self.high is None and self.step is None:
+        above = self.low is None or self.low.value < -_BEYOND
+        if self.step is None and above and (self.high is None or self.high.value > _BEYOND):
             return _ANY
         if power is None:
             return None
@@ -138,16 +140,30 @@ class NumberShape:
         return digits
 
 
+def read_bound(schema: Mapping[str, Any], keyword: str) -> NumberShape:
+    """What a keyword of ``schema`` asks of a number. Raises ``ValueError``."""
+    value, old_style = schema[keyword], {"exclusiveMinimum": "minimum", "exclusiveMaximum": "maximum"}
+    if value is False and keyword in old_style:
+        return NumberShape()
+    if value is True and keyword in old_style:
+        value = schema.get(old_style[keyword])
+    if not is_number(value):
+        raise ValueError("must be a number")
+    number = exact(value)
+    if keyword == "multipleOf":
+        if number <= 0:
+            raise ValueError("must be above 0")
+        return NumberShape(step=number)
+    bound = Bound(number, keyword in old_style)
+    return NumberShape(low=bound) if keyword in ("minimum", "exclusiveMinimum") else NumberShape(high=bound)
+
+
 def _common_multiple(steps: list[Fraction]) -> Fraction | None:
     if len(steps) < 2:
         return steps[0] if steps else None
     one, two = steps
     unit = math.lcm(one.denominator, two.denominator)
     return Fraction(math.lcm(int(one * unit), int(two * unit)), unit)
-
-
-def _digits(bound: Bound | None) -> int:
-    return 0 if bound is None else len(str(abs(int(bound.value))))
 
 
 def _decimals(value: Fraction) -> int:

@@ -10,7 +10,7 @@ Nodes are kept by the schemas that they join, so that schemas which refer to the
 """
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from fractions import Fraction
 from typing import Any
@@ -20,15 +20,21 @@ from quire_engine.structured_output.expressions import (
     Expression,
     PatternError,
     Repeat,
-    lengths,
+    has_length,
     quoted_text,
     samples,
-    span,
 )
 from quire_engine.structured_output.json_formats import FORMATS
-from quire_engine.structured_output.json_numbers import MAX_REMAINDERS, Bound, NumberShape, exact, is_number
+from quire_engine.structured_output.json_numbers import (
+    INTEGER_DIGITS,
+    MAX_REMAINDERS,
+    NumberShape,
+    exact,
+    is_number,
+    read_bound,
+)
 from quire_engine.structured_output.json_patterns import parse_pattern
-from quire_engine.structured_output.schema_keywords import SchemaError, unsupported
+from quire_engine.structured_output.schema_keywords import Schema, SchemaError, unsupported
 from quire_engine.structured_output.schema_members import Members, Names, has_name, subsets
 from quire_engine.structured_output.schema_references import References, places
 from quire_engine.structured_output.schema_shapes import (
@@ -40,6 +46,7 @@ from quire_engine.structured_output.schema_shapes import (
     Shape,
     TextShape,
     is_possible,
+    leaves,
     same,
     type_of,
 )
@@ -50,7 +57,6 @@ MAX_NODES = 6000
 MAX_PATTERNS = 3  # of the names in one object
 Way = list[Mapping[str, Any]]
 """Schemas whose own keywords must all hold."""
-_MAX_LENGTH = 4096  # of texts whose lengths are counted
 _MAX_PLACE = 200
 _BOUNDS = ("minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum", "multipleOf")
 _COMBINING = ("allOf", "anyOf", "oneOf")
@@ -87,7 +93,8 @@ class SchemaReader:
 
     def node(self, schemas: Sequence[Any]) -> Node:
         """The node of ``schemas``, which must all hold. It is read later."""
-        joined = {id(each): each for each in schemas if each is not True and each != {}}
+        directly = map(self._references.target, schemas)
+        joined = {id(each): each for each in directly if each is not True and each != {}}
         key = tuple(joined)
         if key not in self._nodes:
             if len(self._nodes) >= MAX_NODES:
@@ -103,7 +110,7 @@ class SchemaReader:
 
     def accepts(self, schemas: Sequence[Any], value: Any) -> bool:
         """Whether a value satisfies all ``schemas``."""
-        return any(self._way_accepts(way, value) for way in self._ways(list(schemas)))
+        return any(self._test_of(way)(value) for way in self._ways(list(schemas)))
 
     def _impossible(self, schema: Any, keyword: str, reason: str) -> None:
         self.reason = self.reason or f"no value satisfies it: {self.error(schema, keyword, reason)}"
@@ -211,11 +218,12 @@ class SchemaReader:
         values = schema["enum"] if keyword == "enum" else [schema["const"]]
         for value in values:
             self._check_value(schema, keyword, value)
-        return [value for value in values if self._way_accepts(way, value)]
+        accepts = self._test_of(way, but=(schema, keyword))
+        return [value for value in values if accepts(value)]
 
     def _check_value(self, schema: Mapping[str, Any], keyword: str, value: Any) -> None:
         try:
-            for each in _leaves(value):
+            for each in leaves(value):
                 if is_number(each):
                     exact(each)
                 elif isinstance(each, str):
@@ -248,35 +256,23 @@ class SchemaReader:
     def _number(self, way: Way, *, is_integer: bool) -> NumberShape | None:
         shape = NumberShape(step=Fraction(1) if is_integer else None)
         bounds = [(schema, keyword) for schema in way for keyword in _BOUNDS if keyword in schema]
-        for bound in bounds:
-            shape &= self._one_bound(*bound)
+        for schema, keyword in bounds:
+            try:
+                shape &= read_bound(schema, keyword)
+            except ValueError as error:
+                raise self.error(schema, keyword, str(error)) from None
         if shape.is_empty:
             if bounds:
-                self._impossible(bounds[0][0], " and ".join(keyword for _, keyword in bounds), "leave no number")
+                self._impossible(
+                    bounds[0][0],
+                    " and ".join(keyword for _, keyword in bounds),
+                    f"leave no number of at most {INTEGER_DIGITS} digits",
+                )
             return None
         if shape.regex() is None and shape.literals() is None and shape.schema() is None:
             schema = next(schema for schema, keyword in bounds if keyword == "multipleOf")
             raise self.error(schema, "multipleOf", f"is only supported up to {MAX_REMAINDERS} of its last digits")
         return shape
-
-    def _one_bound(self, schema: Mapping[str, Any], keyword: str) -> NumberShape:
-        value, old_style = schema[keyword], {"exclusiveMinimum": "minimum", "exclusiveMaximum": "maximum"}
-        if value is False and keyword in old_style:
-            return NumberShape()
-        if value is True and keyword in old_style:
-            value = schema.get(old_style[keyword])
-        if not is_number(value):
-            raise self.error(schema, keyword, "must be a number")
-        try:
-            number = exact(value)
-        except ValueError as error:
-            raise self.error(schema, keyword, str(error)) from None
-        if keyword == "multipleOf":
-            if number <= 0:
-                raise self.error(schema, keyword, "must be above 0")
-            return NumberShape(step=number)
-        bound = Bound(number, keyword in old_style)
-        return NumberShape(low=bound) if keyword in ("minimum", "exclusiveMinimum") else NumberShape(high=bound)
 
     def _count(self, way: Way, least: str, most: str) -> tuple[int, int | None] | None:
         """The bounds of a length or a number of items; None where they exclude each other."""
@@ -322,7 +318,7 @@ class SchemaReader:
     def _has_text(self, shape: TextShape, schema: Mapping[str, Any], keyword: str) -> bool:
         """Whether a text has the shape. Raises ``SchemaError`` where that cannot be told."""
         if len(shape.expressions) == 1:
-            return _has_length(shape.expressions[0], shape.least, shape.most)
+            return has_length(shape.expressions[0], shape.least, shape.most)
         known = (text for each in shape.expressions for text in samples(each))
         if any(shape.accepts(text) for text in known):
             return True
@@ -425,23 +421,35 @@ class SchemaReader:
 
     # Values
 
-    def _way_accepts(self, way: Way, value: Any) -> bool:
-        lists = [schema["enum"] for schema in way if "enum" in schema]
-        lists += [[schema["const"]] for schema in way if "const" in schema]
-        listed = all(any(same(value, each) for each in values) for values in lists)
-        return listed and any(self._kind_accepts(kind, way, value) for kind in self._types(way))
+    def _test_of(self, way: Way, but: tuple[Schema, str] | None = None) -> Callable[[Any], bool]:
+        """Returns a test whether a value satisfies a way; with ``but``, that keyword is known to hold."""
+        lists = [
+            schema[keyword] if keyword == "enum" else [schema[keyword]]
+            for schema in way
+            for keyword in ("enum", "const")
+            if keyword in schema and not (but and schema is but[0] and keyword == but[1])
+        ]
+        scalars: dict[str, Shape | None] = {}
+        kinds = self._types(way)
 
-    def _kind_accepts(self, kind: str, way: Way, value: Any) -> bool:
-        if type_of(value) != ("number" if kind == "integer" else kind):
-            return False
-        if isinstance(value, list):
-            return self._array_accepts(way, value)
-        if isinstance(value, Mapping):
-            return self._object_accepts(way, value)
-        if value is None or isinstance(value, bool):
-            return True
-        shape = self._shape_of(kind, way)
-        return isinstance(shape, NumberShape | TextShape) and shape.accepts(value)
+        def fits(kind: str, value: Any) -> bool:
+            if type_of(value) != ("number" if kind == "integer" else kind):
+                return False
+            if isinstance(value, list | Mapping):
+                return self._array_accepts(way, value) if isinstance(value, list) else self._object_accepts(way, value)
+            if kind not in scalars:
+                scalars[kind] = self._shape_of(kind, way)
+            shape = scalars[kind]
+            if isinstance(shape, TextShape):
+                return shape.accepts(value)
+            return shape.accepts(value) if isinstance(shape, NumberShape) else isinstance(shape, LiteralShape)
+
+        def accepts(value: Any) -> bool:
+            return all(any(same(value, each) for each in values) for values in lists) and any(
+                fits(kind, value) for kind in kinds
+            )
+
+        return accepts
 
     def _array_accepts(self, way: Way, value: list[Any]) -> bool:
         count = self._count(way, "minItems", "maxItems")
@@ -482,25 +490,3 @@ class _Options:
     """Schemas of which one must hold."""
 
     schemas: list[Any]
-
-
-def _has_length(expression: Expression, least: int, most: int | None) -> bool:
-    """Whether the expression matches a text of such a length."""
-    known = span(expression)
-    if known is None or known[1] < least or (most is not None and known[0] > most):
-        return False
-    if most is None or any(least <= end <= most for end in known):
-        return True
-    return lengths(expression, min(most, _MAX_LENGTH)) >> least > 0
-
-
-def _leaves(value: Any) -> Iterator[Any]:
-    if isinstance(value, Mapping):
-        for name, each in value.items():
-            yield name
-            yield from _leaves(each)
-    elif isinstance(value, list):
-        for each in value:
-            yield from _leaves(each)
-    else:
-        yield value

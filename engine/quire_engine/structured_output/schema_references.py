@@ -7,6 +7,8 @@ from urllib.parse import unquote, urldefrag, urljoin
 _DATA = frozenset(["const", "enum", "default", "examples"])
 """Keywords whose values are data, which no reference leads into by a name."""
 
+_ANNOTATIONS = frozenset(["title", "description", "default", "examples", "deprecated", "readOnly", "writeOnly"])
+
 
 class References:
     """Finds the schemas that references name: by a path, an anchor, or the ``$id`` of a schema within the same text."""
@@ -54,6 +56,15 @@ class References:
             else:
                 value = value.get(key) if isinstance(value, Mapping) else None
         return value if isinstance(value, Mapping | bool) else None
+
+    def target(self, schema: Any) -> Any:
+        """What a schema that is nothing but references leads to; another schema as it is."""
+        while isinstance(schema, Mapping) and "$ref" in schema and not schema.keys() - _ANNOTATIONS - {"$ref"}:
+            target = self.resolve(schema)
+            if target is None:
+                break
+            schema = target
+        return schema
 
 
 def places(schema: Any, path: tuple[str, ...]) -> Iterator[tuple[int, tuple[str, ...]]]:

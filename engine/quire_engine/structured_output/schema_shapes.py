@@ -1,6 +1,6 @@
 """What schemas ask of values: a ``Node`` is a list of shapes, one for each type and each way to satisfy its schemas."""
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -112,3 +112,16 @@ def same(one: Any, two: Any) -> bool:
     if isinstance(one, Mapping):
         return one.keys() == two.keys() and all(same(one[name], two[name]) for name in one)
     return bool(one == two)
+
+
+def leaves(value: Any) -> Iterator[Any]:
+    """The names and the scalars within a value."""
+    if isinstance(value, Mapping):
+        for name, each in value.items():
+            yield name
+            yield from leaves(each)
+    elif isinstance(value, list):
+        for each in value:
+            yield from leaves(each)
+    else:
+        yield value
