@@ -144,6 +144,7 @@ _NULL = "vLLM: null unless a request asks for it"
 _CHOICE = {
     "choices.*.token_ids": _NULL,
     "choices.*.score": "ours: what beam search ranks by",
+    "choices.*.stop_reason": "vLLM: which stop string or stop token ended the choice",
 }
 _WHOLE_CHOICE = {**_CHOICE, "choices.*.routed_experts": _NULL, "choices.*.weight_versions": _NULL}
 _WHOLE = {"kv_transfer_params": _NULL, "ec_transfer_params": _NULL, "metrics": _NULL}

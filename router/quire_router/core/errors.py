@@ -44,6 +44,7 @@ class RefusalReason(StrEnum):
     FILES_FULL = "files_full"
     MAX_CONVERSATIONS = "max_conversations"
     MAX_RESPONSES = "max_responses"
+    CANCELLED = "cancelled"
 
 
 _RETRY_AFTER: Final = {ErrorCode.OVERLOADED: 1.0, ErrorCode.UNAVAILABLE: 5.0}
@@ -237,6 +238,12 @@ def none_ready_in_queue(model: str) -> QuireError:
 def model_not_ready(model: str) -> QuireError:
     """No engine has offered the model yet, so that its limits are unknown."""
     return _none_ready(f"No engine is ready for the model {model!r}.", RETRY_NOT_READY)
+
+
+def answer_cancelled() -> QuireError:
+    """Somebody has cancelled a request, in an API whose answers have no word for that."""
+    message = "The request was cancelled before its answer had ended."
+    return QuireError(ErrorCode.CONFLICT, message, reason=RefusalReason.CANCELLED)
 
 
 def request_cancelled() -> QuireError:

@@ -62,6 +62,13 @@ class AnswerFormat(Protocol):
         ...
 
     @property
+    def tells_cancelled(self) -> bool:
+        """Whether an answer can say that its request was cancelled, as a reason that the API's document knows. Where it
+        cannot, it ends with an error.
+        """
+        ...
+
+    @property
     def id_headers(self) -> tuple[bytes, ...]:
         """The names of the response headers that the request's id is in."""
         ...

@@ -135,6 +135,7 @@ class MessageFormat:
 
     heartbeat: bytes = b'event: ping\ndata: {"type":"ping"}\n\n'
     id_headers: tuple[bytes, ...] = (b"request-id", b"x-request-id")
+    tells_cancelled: bool = False
 
     def encoder(self, prepared: PreparedRequest, cursor: StreamCursor, delivered: int = 0) -> "MessageEncoder":
         """See ``AnswerFormat``."""
@@ -175,6 +176,7 @@ MESSAGES: Final = MessageFormat()
 _INVALID = "invalid_request_error"
 _HTTP_KINDS = {404: "not_found_error", 408: "timeout_error", 413: "request_too_large", 501: "api_error"}
 _KINDS = {
+    ErrorCode.CONFLICT: _INVALID,
     ErrorCode.CONFLICT: _INVALID,
     ErrorCode.UNAVAILABLE: "overloaded_error",
     ErrorCode.INTERNAL: "api_error",

@@ -65,6 +65,7 @@ class OpenAiFormat:
     null_chunk_fields: tuple[str, ...]
     heartbeat: bytes | None = None
     id_headers: tuple[bytes, ...] = (b"x-request-id",)
+    tells_cancelled: bool = False
 
     def encoder(self, prepared: PreparedRequest, cursor: StreamCursor, _delivered: int = 0) -> "ChunkEncoder":
         """See ``AnswerFormat``."""

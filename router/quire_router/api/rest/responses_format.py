@@ -50,6 +50,7 @@ class ResponsesFormat:
 
     heartbeat: bytes | None = None
     id_headers: tuple[bytes, ...] = (b"x-request-id",)
+    tells_cancelled: bool = True
 
     def encoder(self, prepared: PreparedRequest, cursor: StreamCursor, delivered: int = 0) -> "ResponseEncoder":
         """See ``AnswerFormat``. The ``cursor`` is the beginning: all that the client has is in ``delivered``."""

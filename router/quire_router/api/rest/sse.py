@@ -5,11 +5,12 @@ sends on one connection and keeps it alive.
 import asyncio
 from collections.abc import Mapping
 from contextlib import aclosing
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from types import TracebackType
 from typing import Final, Self
 
 from quire_proto.errors import internal
+from quire_proto.sampling import FinishReason
 
 from quire_router.api.response_opener import PENDING, Response
 from quire_router.api.rest.answer_format import AnswerFormat, EventEncoder
@@ -23,6 +24,7 @@ from quire_router.api.rest.http import (
     HttpResponse,
     x_headers,
 )
+from quire_router.core.errors import answer_cancelled
 from quire_router.core.generation import Delta, DeltaStream
 
 _PENDING: Final = (b"x-quire-journal", PENDING.encode("ascii"))
@@ -48,6 +50,10 @@ async def stream(
     async with aclosing(answer.deltas) as deltas, opening as events:
         events.headers += x_headers(headers)
         async for delta in deltas:
+            if _is_cancelled(delta, answer_format):
+                if exchange.has_output and (data := encoder.encode(replace(delta, finish_reason=None, usage=None))):
+                    await events.write(data)
+                raise answer_cancelled()
             if encoder.logprobs is not None:
                 await encoder.logprobs.read_prompt(delta)
             data = encoder.encode(delta) if exchange.has_output else _begin(exchange, events, encoder, delta)
@@ -59,6 +65,11 @@ async def stream(
             if isinstance(deltas, DeltaStream) and deltas.direct_path.sink is None and encoder.logprobs is None:
                 deltas.direct_path.sink = SseDeltaSink(events, encoder)
     raise internal()
+
+
+def _is_cancelled(delta: Delta, answer_format: AnswerFormat) -> bool:
+    """Whether a delta ends an answer because its request was cancelled, and its API knows no such end."""
+    return delta.finish_reason is FinishReason.ABORT and not answer_format.tells_cancelled
 
 
 def _begin(exchange: HttpExchange, events: "SseStream", encoder: EventEncoder, delta: Delta) -> bytes:
@@ -73,6 +84,8 @@ async def collect(answer: Response, answer_format: AnswerFormat) -> tuple[bytes,
     builder, headers = answer_format.builder(answer.prepared), list[Header]()
     async with aclosing(answer.deltas) as deltas:
         async for delta in deltas:
+            if _is_cancelled(delta, answer_format):
+                raise answer_cancelled()
             if builder.logprobs is not None:
                 await builder.logprobs.read_prompt(delta)
             builder.add(delta)
