@@ -9,7 +9,7 @@ import asyncio
 import logging
 from collections.abc import Awaitable, Callable, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from datetime import UTC, datetime, timedelta
 
 import grpc
@@ -26,6 +26,7 @@ from quire_proto.tls import ServerTls
 from quire_router.api.auth import Identity
 from quire_router.api.forwarded_requests import api_path
 from quire_router.api.request_limits import ReservedBody
+from quire_router.api.rest.content_coding import decode_whole
 from quire_router.api.rest.http import HttpError, body_too_slow
 from quire_router.api.rest.rest_app import format_of_errors
 from quire_router.api.rpc.context import Context, client_may_leave
@@ -189,6 +190,9 @@ class Processor(ExternalProcessorServicer):
                     await stream.write(exchange.send_to(endpoints, removed=self._picker.removed_headers))
                     await self._pass_response(stream, exchange, None)
                     return
+                coding, limit = request.values("content-encoding"), self._limits.max_body_bytes
+                if coding:  # the server gets it as it came
+                    request = replace(request, body=await decode_whole(request.body, coding, limit, body.reserve))
                 await self._forward(stream, exchange, request, _Forwarding(path, request_id, caller, body))
         except (HttpError, QuireError) as error:
             await self._refuse(stream, exchange, error, request_id)

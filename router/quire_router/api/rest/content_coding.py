@@ -31,6 +31,25 @@ def decoding(receive: Receive, values: Sequence[str]) -> Receive:
     return _DecodedBody(receive, [_DECODERS[name]() for name in reversed(codings)]).receive
 
 
+async def decode_whole(body: bytes, values: Sequence[str], limit: int, reserve: Callable[[int], None]) -> bytes:
+    """Returns a whole ``body``, decoded to at most ``limit`` bytes; ``reserve`` is called with each size of it.
+    Raises ``HttpError``, and what ``reserve`` raises.
+    """
+
+    async def receive() -> Message:
+        return {"type": "http.request", "body": body, "more_body": False}
+
+    receiving, decoded, more = decoding(receive, values), bytearray(), True
+    while more:
+        message = await receiving()
+        more = message.get("more_body", False)
+        if len(decoded) + len(message["body"]) > limit:
+            raise body_too_large(limit)
+        reserve(len(body) + len(decoded) + len(message["body"]))
+        decoded += message["body"]
+    return bytes(decoded)
+
+
 class _DecodedBody:
     """The messages of a request, with its body decoded by ``decoders``, one after the other."""
 

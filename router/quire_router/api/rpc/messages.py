@@ -113,7 +113,7 @@ def _tool(tool: pb.Tool, number: int) -> dict[str, Any]:
 
 def _parameters(text: str, param: str) -> Any:
     try:
-        return json.loads(text)
+        return json.loads(text.removeprefix("\ufeff"))  # a byte order mark
     except (ValueError, RecursionError):
         raise invalid(param, f"{param} is not a JSON Schema.") from None
 

@@ -151,7 +151,9 @@ class _StructuredField:
         if isinstance(self.value, str) and len(self.value) > MAX_TEXT:
             return self.value  # refused for its length without parsing it
         try:
-            schema = _OBJECT.validate_json(self.value) if isinstance(self.value, str) else self.value
+            schema = (
+                _OBJECT.validate_json(self.value.removeprefix("\ufeff")) if isinstance(self.value, str) else self.value
+            )
             return schema_text(schema)
         except (ValidationError, ValueError):
             raise invalid(self.param, f"{self.param} is not a JSON Schema: it must be a JSON object.") from None

@@ -4,6 +4,7 @@ integration tests, as far as they are about picking.
 """
 
 import asyncio
+import gzip
 import json
 from collections.abc import AsyncIterator, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
@@ -287,6 +288,14 @@ class TestWithoutModel:
     async def test_a_body_without_a_model_is_for_the_only_one(self) -> None:
         async with fleet(engine := ForwardedEngine()) as each:
             answer = await each.gateway().post({"messages": chat()["messages"]})
+            assert answer.endpoint == engine.endpoint
+
+
+class TestContentCoding:
+    async def test_a_body_in_gzip_is_read_and_sent_on_as_it_came(self) -> None:
+        body = gzip.compress(json.dumps(chat()).encode())
+        async with fleet(engine := ForwardedEngine()) as each:
+            answer = await each.gateway().post(body, content_encoding="gzip")
             assert answer.endpoint == engine.endpoint
 
 
