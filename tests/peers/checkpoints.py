@@ -1,6 +1,7 @@
 """Makes the small checkpoints that stand for other projects' models: ``python -m tests.peers.checkpoints FOLDER``."""
 
 import re
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -19,7 +20,8 @@ def main(folder: Path) -> None:
     """Makes what is missing in the folder: a chat model, an encoder and a cross-encoder, and the list of flags."""
     folder.mkdir(parents=True, exist_ok=True)
     if not (folder / "chat").exists():
-        (folder / "chat").symlink_to(ROOT / "demo" / "model")
+        shutil.copytree(ROOT / "demo" / "model", folder / "chat")
+        shutil.copy(ROOT / "demo" / "templates" / "hermes.jinja", folder / "chat" / "chat_template.jinja")  # has tools
     for name, make in (("embed", encoder_folder), ("rerank", cross_encoder_folder)):
         if not (folder / name).exists():
             make(folder / name)

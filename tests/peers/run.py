@@ -1,7 +1,7 @@
 """Runs other servers' own HTTP suites against Quire and prints a table: ``python -m tests.peers.run FOLDER [PEER...]``.
 
 FOLDER is made by ``scripts/peer_suites.sh``: unpacked sources, an environment for the suites, and checkpoints. A case
-that does not pass has a class: by its error, if that is a refusal that docs/parameters.md promises, and else by the
+that does not pass has a class: by its error, if that says why (docs/parameters.md promises refusals), and else by the
 longest prefix of its id in ``classes.json``. What has none is a fault.
 """
 
@@ -18,8 +18,7 @@ from pathlib import Path
 
 HERE = Path(__file__).parent
 ROOT = HERE.parents[1]
-_REFUSAL = "is not supported here:"
-_CASE_SECONDS = 90
+_CASE_SECONDS = 300  # with the start of a server
 
 
 class Outcome(StrEnum):
@@ -30,7 +29,18 @@ class Outcome(StrEnum):
     REAL_MODEL = "needs a real model"
     INTERNAL = "internal to the peer"
     REFUSED = "refused as documented"
+    NO_ROUTE = "no such route"
     FAULT = "fault"
+
+
+_CAUSES = {
+    "is not supported here:": Outcome.REFUSED,
+    "There is nothing at /": Outcome.NO_ROUTE,
+    "LocalEntryNotFoundError": Outcome.REAL_MODEL,
+    "OfflineModeIsEnabled": Outcome.REAL_MODEL,
+    "Max retries exceeded with url: /": Outcome.REAL_MODEL,  # pictures and the like
+}
+"""What an error says for itself."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -90,8 +100,9 @@ def outcome(case: Case, classes: Mapping[str, Sequence[str]]) -> Outcome:
         return Outcome.SKIPPED
     if not case.error:
         return Outcome.PASS
-    if _REFUSAL in case.error:
-        return Outcome.REFUSED
+    for words, cause in _CAUSES.items():
+        if words in case.error:
+            return cause
     prefix = max((each for each in classes if case.id.startswith(each)), key=len, default=None)
     return Outcome.FAULT if prefix is None else Outcome(classes[prefix][0])
 

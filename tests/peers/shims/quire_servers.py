@@ -113,15 +113,24 @@ class Servers:
         flags = [*key, *(each for each in fixed if "--max-num-seqs" not in key or each not in fixed[-2:])]
         process = subprocess.Popen([*self._command, "serve", *flags], stdout=log, stderr=log)
         server = Server(process, port)
+        try:
+            self._wait(server)
+        except BaseException:
+            server.stop()
+            raise
+        return server
+
+    @staticmethod
+    def _wait(server: Server) -> None:
+        """Waits until a server is ready. Raises ``RuntimeError`` if it ends, or takes too long."""
         deadline = time.monotonic() + _START_SECONDS
-        while time.monotonic() < deadline and process.poll() is None:
+        while time.monotonic() < deadline and server.process.poll() is None:
             try:
-                with urllib.request.urlopen(f"http://127.0.0.1:{port}/ready", timeout=2):
-                    return server
+                with urllib.request.urlopen(f"http://127.0.0.1:{server.port}/ready", timeout=2):
+                    return
             except OSError:
                 time.sleep(0.3)
-        server.stop()
-        raise RuntimeError(f"quire serve {shlex.join(key)} did not start: see {log.name}")
+        raise RuntimeError(f"quire serve did not start: see server-{server.port}.log among the checkpoints")
 
     def stop(self) -> None:
         """Ends all of them."""

@@ -14,7 +14,7 @@ from quire_proto.text.conversation import REASONING_NAMES, Hidden, parsed_argume
 
 from quire_router.api.schemas import parameters
 from quire_router.api.schemas.base import Content, Label, LenientModel, Parsed, StrictModel
-from quire_router.api.schemas.parameters import Table
+from quire_router.api.schemas.parameters import RENDERED, Table
 
 MAX_TOOLS = 128
 MAX_CALLS = 128  # of one message
@@ -179,6 +179,9 @@ def _text_or_none(value: object) -> str | None:
     return value if isinstance(value, str) else None
 
 
+_CONTINUED = ("prefix", "partial")  # what marks a message that the answer continues: DeepSeek's word, and Moonshot's
+
+
 class ChatMessage(LenientModel):
     """One message of a conversation. The assistant's reasoning may have any of three names, ``function_call`` is the
     former form of a call and the role ``function`` that of its output, and ``refusal`` is the text of an assistant that
@@ -195,6 +198,8 @@ class ChatMessage(LenientModel):
     reasoning: str | None = None
     thinking: str | None = None
     refusal: Annotated[str | None, BeforeValidator(_text_or_none)] = None
+    prefix: bool | None = None
+    partial: bool | None = None
     lost: SkipJsonSchema[tuple[str, ...]] = Field(default=(), exclude=True)
 
     @model_validator(mode="before")
@@ -204,7 +209,7 @@ class ChatMessage(LenientModel):
         if not isinstance(value, dict):
             return value
         read, lost = read_message(value)
-        return {**read, "lost": lost}
+        return {**read, **{name: value[name] for name in _CONTINUED if name in value}, "lost": lost}
 
     @property
     def size(self) -> int:
@@ -329,6 +334,9 @@ def check_messages(messages: Sequence[ChatMessage]) -> None:
 def _check_parts(message: ChatMessage, where: str) -> None:
     if message.role == "function":
         raise invalid(f"{where}.name", f"{where}.name is missing.")  # with it the message is a tool's
+    for name in _CONTINUED:
+        if getattr(message, name):
+            raise invalid(f"{where}.{name}", f"{where}.{name} is not supported here: {RENDERED}.")
     if message.content is None and message.role != "assistant":
         raise invalid(f"{where}.content", f"{where}.content is missing.")
     if message.tool_calls and message.role != "assistant":

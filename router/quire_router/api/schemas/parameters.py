@@ -105,7 +105,7 @@ _SHOWN = "there is nothing like it; log-probabilities come with {logprobs}"
 _NO_BUDGET = "there is no budget of thinking; use {limit}"
 _CHAT = "use /v1/chat/completions"
 _TEMPLATE = "put chat_template.jinja into the model's folder"
-_RENDERED = "use /v1/completions with the prompt that /tokenize makes"
+RENDERED: Final = "use /v1/completions with the prompt that /tokenize makes"
 _MODERATION = "nothing is moderated here"
 
 _EXECUTION: Table = _ignored(
@@ -211,7 +211,7 @@ _GENERATION: Table = {
     **_refused("write it into {system}", "context instructions task",
                documents=([],), system=("",), safe_prompt=(False,)),
     **_refused(_TEMPLATE, "chat_template template custom_chat_template instruction_template mode"),
-    **_refused(_RENDERED, continue_final_message=(False,), generation_prompt=("",), raw=(False,)),
+    **_refused(RENDERED, continue_final_message=(False,), generation_prompt=("",), raw=(False,)),
     **_refused("write it into {input}", input_prefix=("",), input_suffix=("",), input_extra=([],)),
     **_refused("send the whole conversation in {input}", "cached_content", session_params=({},)),
     **_refused("take the marks of the model out of {input}", safe_tokenization=(False,)),
@@ -315,7 +315,7 @@ CHAT: Final[Table] = {
     "reasoning": Parameter(({},), None, "reasoning_effort", _effort),
     **_refused("use separate_reasoning or include_reasoning", reasoning_format=("auto", "deepseek", "parsed"),
                reasoning_split=(True,)),
-    **_refused(_RENDERED, add_generation_prompt=(True,)),
+    **_refused(RENDERED, add_generation_prompt=(True,)),
     **_refused("the chat template writes them", add_special_tokens=(False,)),
     **_refused("use /v1/completions", echo=(False,), suffix=("",)),
     **_refused("use messages or, for completions, /v1/completions", prompt=("",)),

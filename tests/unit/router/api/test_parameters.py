@@ -176,6 +176,15 @@ def test_an_error_names_the_parameter_that_was_sent(kind, fields, param):
     assert re.search(rf"\b{param}\b", refusal.value.message)
 
 
+@pytest.mark.parametrize("name", ["prefix", "partial"])
+def test_a_message_that_the_answer_should_continue_is_refused_and_false_is_not(name):
+    begun = {"role": "assistant", "content": "Once"}
+    with pytest.raises(QuireError) as refusal:
+        ChatRequest.from_fields(WHOLE["chat"] | {"messages": [*MESSAGES, begun | {name: True}]})
+    assert refusal.value.param == f"messages[1].{name}"
+    assert ChatRequest.from_fields(WHOLE["chat"] | {"messages": [*MESSAGES, begun | {name: False}, *MESSAGES]})
+
+
 def test_two_names_of_one_field_may_agree():
     (one,) = generations(ChatRequest, WHOLE["chat"] | {"n_predict": 5, "max_tokens": 5, "max_new_tokens": 5, "seed": 1})
 
