@@ -255,6 +255,7 @@ class OutputProcessor:
                     params.stops,
                     include_stop=params.include_stop_str_in_output,
                     skip_special_tokens=params.skip_special_tokens,
+                    min_tokens=request.sampling.min_tokens,
                 )
                 if params.detokenize
                 else None

@@ -169,8 +169,12 @@ async def with_prompt_echo(
 
 
 async def _prompt_text(generation: GenerationRequest, tokenizer: ModelTokenizer) -> str:
-    """Detokenises the prompt; yields to the event loop every ``_TOKENS_PER_TURN``."""
-    output = tokenizer.new_output_stream((), (), skip_special_tokens=generation.skip_special_tokens)
+    """Returns the prompt as it was sent, one in tokens detokenised; yields to the event loop every
+    ``_TOKENS_PER_TURN``.
+    """
+    if generation.conversation:
+        return generation.conversation
+    output = tokenizer.new_output_stream((), (), skip_special_tokens=False)
     parts = []
     for start in range(0, len(generation.prompt_token_ids), _TOKENS_PER_TURN):
         parts.append(output.push(generation.prompt_token_ids[start : start + _TOKENS_PER_TURN]))

@@ -139,6 +139,9 @@ class Validator:
             _for_prompt(first, number, prompt, most)
             for number, (prompt, most) in enumerate(zip(prompts, output_limits, strict=True))
         )
+        if isinstance(request, CompletionRequest) and first.echo:
+            sent = [each if isinstance(each, str) else "" for each in request.prompt]
+            generations = _with_texts(generations, sent)
         if request.seed is None:
             generations = tuple(map(_with_random_seed, generations))
         check_response_size(generations)
@@ -208,6 +211,11 @@ def _for_prompt(first: GenerationRequest, number: int, prompt: Sequence[int], ou
     params = first.params if first.params.max_tokens == output_limit else replace(first.params, max_tokens=output_limit)
     request_id = prompt_request_id(first.request_id, number)
     return replace(first, request_id=request_id, prompt_token_ids=prompt, params=params)
+
+
+def _with_texts(generations: Sequence[GenerationRequest], sent: Sequence[str]) -> tuple[GenerationRequest, ...]:
+    """Returns generations that echo their prompts with the texts that were ``sent``, empty for prompts in tokens."""
+    return tuple(replace(each, conversation=text) for each, text in zip(generations, sent, strict=True))
 
 
 def _with_random_seed(generation: GenerationRequest) -> GenerationRequest:

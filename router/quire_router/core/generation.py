@@ -51,14 +51,15 @@ class GenerationRequest:
     ``text_completion``, ``embeddings`` or ``score``, for traces and metrics. With ``pooling`` the prompt is pooled
     instead of continued, and ``params`` are not read.
 
-    ``response_options`` is what the API has to know to write the answer again for a client that comes back: JSON that
-    only the API reads. ``conversation`` is, for an API whose next request may go on from this one's answer, what that
-    needs besides the tokens: text that only the API reads, too, and may be long. ``parts`` are the ids of all prompts'
-    generations where a request has several, in the first one. ``digest`` distinguishes requests that came with one
-    ``Idempotency-Key``, hexadecimal, empty without one. A ``background``
-    request runs on without a listener. Requests of one ``session`` share their history; it is opaque and never shown.
-    ``deadline`` is when the answer must have ended, in seconds since 1970. ``retention`` is for how many seconds its
-    record is kept after its end, 0 for the shortest time in which followers see it; None for the router's default.
+    ``response_options`` is what the API has to know to write the answer again for a client that comes back: JSON
+    that only the API reads. ``conversation`` is, for an API whose next request may go on from this one's answer,
+    what that needs besides the tokens: text that only the API reads, too, and may be long; where a prompt is
+    echoed, its text as it was sent. ``parts`` are the ids of all prompts' generations where a request has several,
+    in the first one. ``digest`` distinguishes requests that came with one ``Idempotency-Key``, hexadecimal, empty
+    without one. A ``background`` request runs on without a listener. Requests of one ``session`` share their
+    history; it is opaque and never shown. ``deadline`` is when the answer must have ended, in seconds since 1970.
+    ``retention`` is for how many seconds its record is kept after its end, 0 for the shortest time in which
+    followers see it; None for the router's default.
     """
 
     request_id: str

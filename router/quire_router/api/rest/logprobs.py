@@ -57,10 +57,13 @@ class TokenNames:
 
 
 class TextOffsets:
-    """Where the text of each token begins: ``begin`` and the characters that ``output`` has made before it."""
+    """Where the text of each token begins: ``begin`` and the characters that ``output`` has made before it. If the
+    whole ``text`` is known, a token that it does not have there, such as one that the tokenizer added, has no length.
+    """
 
-    def __init__(self, output: OutputTextStream, begin: int = 0) -> None:
+    def __init__(self, output: OutputTextStream, begin: int = 0, text: str = "") -> None:
         self._output = output
+        self._text = text
         self.end = begin
 
     def finish(self) -> int:
@@ -73,8 +76,8 @@ class TextOffsets:
         return [self._pass(token_id) for token_id in token_ids]
 
     def _pass(self, token_id: int) -> int:
-        begin = self.end
-        self.end += len(self._output.push([token_id]))
+        begin, piece = self.end, self._output.push([token_id])
+        self.end += len(piece) if not self._text or self._text.startswith(piece, begin) else 0
         return begin
 
 
@@ -279,19 +282,22 @@ class LogprobsRenderer:
     async def _echoed_lists(self, generation: GenerationRequest, delta: Delta) -> tuple[LogprobLists, int]:
         if not (isinstance(self._format, CompletionLogprobsFormat) and generation.echo):
             return (), 0
-        output = self._new_output(generation, ())
-        offsets = TextOffsets(output)
+        output = self._prompt_output()
+        offsets = TextOffsets(output, text=generation.conversation)
         parts = [self._format.write_first(generation.prompt_token_ids[0], offsets)]
         for token_ids, logprobs in _positions(generation, delta):
             parts.append(self._format.write(token_ids, logprobs, offsets))
             await asyncio.sleep(0)
-        return tuple(map(joined, zip(*parts, strict=True))), offsets.end + len(withheld(output))
+        characters = len(generation.conversation) or offsets.end + len(withheld(output))
+        return tuple(map(joined, zip(*parts, strict=True))), characters
 
     def _characters(self, generation: GenerationRequest) -> int:
         """Returns the length of an echoed prompt's text; 0 where it is not echoed."""
         if not generation.echo:
             return 0
-        output = self._new_output(generation, ())
+        if generation.conversation:
+            return len(generation.conversation)
+        output = self._prompt_output()
         return len(output.push(list(generation.prompt_token_ids))) + len(withheld(output))
 
     async def _prompt_list(self, generation: GenerationRequest, delta: Delta) -> str:
@@ -302,6 +308,10 @@ class LogprobsRenderer:
             parts.append(self._prompt_format.write(token_ids, logprobs))
             await asyncio.sleep(0)
         return f"[{joined(parts)}]"
+
+    def _prompt_output(self) -> OutputTextStream:
+        """Returns the stream of an echoed prompt's text, which has its special tokens."""
+        return self._tokenizer.new_output_stream((), (), skip_special_tokens=False)
 
     def _new_output(self, generation: GenerationRequest, prompt: Sequence[int]) -> OutputTextStream:
         return self._tokenizer.new_output_stream(prompt, (), skip_special_tokens=generation.skip_special_tokens)

@@ -120,6 +120,20 @@ def test_a_stop_string_ends_the_output_that_has_it_and_no_other(offline, prompts
     offline.assert_idle()
 
 
+def test_a_stop_string_counts_only_behind_the_least_tokens(offline):
+    prompt, plain = [5, 6, 7], seeded(3, max_tokens=40, ignore_eos=True)
+    whole = expected_output(prompt, plain.seed, 40)
+    stop = text_of(whole[:9]).strip()[-1]
+    params = seeded(3, max_tokens=40, ignore_eos=True, min_tokens=20, stop=[stop])
+
+    (result,) = quiet(offline.llm, prompt, params)
+
+    output, early = result.outputs[0], text_of(whole[:20])
+    before, found, _ = text_of(whole)[len(early) :].partition(stop)
+    assert (output.text, output.stop_reason) == (early + before, found or None)
+    assert len(output.token_ids) > 20
+
+
 def test_nothing_is_computed_for_an_output_after_its_stop_string(offline):
     prompt, params = [5, 6, 7], seeded(3, max_tokens=200, ignore_eos=True, n=3)
     stop = text_of(expected_output(prompt, params.seed, 200)[:9]).strip()[-1]

@@ -4,6 +4,7 @@ import asyncio
 import json
 from collections import defaultdict
 from contextlib import aclosing
+from itertools import pairwise
 
 import grpc
 import pytest
@@ -20,7 +21,18 @@ from quire_router.api.request_limits import ConcurrencyLimit
 from quire_router.api.response_opener import with_prompt_echo
 from quire_router.core.generation import Delta, GenerationRequest, Usage
 
-from tests.support.scripted_api import MODEL, TOKENIZER, VOCAB_SIZE, ask, chat, completion, open_stage, text_of
+from tests.support.scripted_api import (
+    MODEL,
+    TOKENIZER,
+    VOCAB_SIZE,
+    ask,
+    chat,
+    completion,
+    events_of,
+    open_stage,
+    script_of,
+    text_of,
+)
 
 CHAT, COMPLETIONS = "/v1/chat/completions", "/v1/completions"
 TEXT = "Hello wörld"
@@ -412,8 +424,32 @@ def test_an_echo_and_its_output_are_one_text_also_where_a_character_lies_across_
 @given(st.lists(st.integers(0, VOCAB_SIZE - 1), min_size=1, max_size=40), st.booleans(), st.data())
 def test_an_echo_of_any_tokens_has_all_text_of_theirs(token_ids, skip_special_tokens, data):
     cut = data.draw(st.integers(1, len(token_ids)))
-    whole = TOKENIZER.new_output_stream([], (), skip_special_tokens=skip_special_tokens)
-    text = whole.push(token_ids) + whole.finish()
+    prompt = TOKENIZER.new_output_stream([], (), skip_special_tokens=False)
+    output = TOKENIZER.new_output_stream(token_ids[:cut], (), skip_special_tokens=skip_special_tokens)
+    text = prompt.push(token_ids[:cut]) + prompt.finish() + output.push(token_ids[cut:]) + output.finish()
 
     echo = echo_of(token_ids, cut, skip_special_tokens=skip_special_tokens)
     assert echo.replace(REPLACEMENT, "") == text.replace(REPLACEMENT, "")  # of parts of characters that never meet
+
+
+@pytest.mark.parametrize("as_tokens", [False, True])
+@pytest.mark.parametrize("skip_special_tokens", [None, False])
+@pytest.mark.parametrize("prompt", ["<|start|>user\nhi<|end|>\n", "hello <|end|>", "<|start|><|start|>", "é\u0301 x"])
+async def test_an_echo_is_the_prompt_as_it_was_sent_with_offsets_into_it(prompt, skip_special_tokens, as_tokens):
+    token_ids = TOKENIZER.encode(prompt)
+    sent, shown = (token_ids, TOKENIZER.decode(token_ids)) if as_tokens else (prompt, prompt)
+    asked = completion(sent, echo=True, logprobs=0, skip_special_tokens=skip_special_tokens)
+    async with open_stage(script_of("hello wor")) as stage:
+        whole = await ask(stage.port, "POST", COMPLETIONS, asked)
+        stream = await ask(stage.port, "POST", COMPLETIONS, {**asked, "stream": True})
+    choice = whole.json["choices"][0]
+    assert choice["text"] == shown + "hello wor"
+    offsets = choice["logprobs"]["text_offset"]
+    pieces = [choice["text"][first:last] for first, last in pairwise([*offsets, len(choice["text"])])]
+    assert "".join(pieces[: len(token_ids)]) == shown
+    chunks = [
+        event["choices"][0] for _, event in events_of(stream.body) if isinstance(event, dict) and event["choices"]
+    ]
+    assert "".join(chunk["text"] for chunk in chunks) == choice["text"]
+    streamed = [offset for chunk in chunks for offset in (chunk["logprobs"] or {"text_offset": ()})["text_offset"]]
+    assert streamed == offsets
