@@ -45,7 +45,7 @@ def with_served_class(path: Path, raw: dict[str, Any]) -> dict[str, Any]:
     names, model_type = _listed(raw), raw.get("model_type")
     if model_type == "mistral" and "layer_types" in raw:  # transformers reads such a file as Ministral's
         raw, model_type, names = {**raw, "model_type": "ministral"}, "ministral", ["MinistralForCausalLM"]
-    name = _own_class(names, model_type) or next(iter(names), None) or _class_of_type(model_type)
+    name = _own_class(names, model_type) or next(iter(names), None) or _class_of_type(path.parent, model_type)
     if name is None:
         refuse_code(path, raw)
         return raw
@@ -93,11 +93,16 @@ def _own_class(names: list[str], model_type: object) -> str | None:
     return own if all(name.endswith(GENERATING_FORMS) for name in names) else None
 
 
-def _class_of_type(model_type: object) -> str | None:
-    """transformers' class for a model type; None if it has none that makes text."""
+def _class_of_type(folder: Path, model_type: object) -> str | None:
+    """transformers' class for a model type: the body alone where sentence-transformers' modules pool it. None if it has
+    none that makes text.
+    """
     if not isinstance(model_type, str):
         return None
     from transformers.models.auto import modeling_auto as auto
 
+    if (folder / "modules.json").is_file():
+        body: str | None = auto.MODEL_MAPPING_NAMES.get(model_type)
+        return body
     named: str | None = auto.MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.get(model_type)
     return named or auto.MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES.get(model_type)

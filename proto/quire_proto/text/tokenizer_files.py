@@ -123,7 +123,8 @@ def _more_tokens(folder: Path, tokenizer: Tokenizer) -> Iterator[AddedToken]:
     properties, in the order of their ids. One that the vocabulary lacks gets the next id.
     """
     settings, named = _settings(folder), named_special_tokens(folder)
-    lists = [settings.get(key) for key in ("extra_special_tokens", "additional_special_tokens")]
+    keys = ("extra_special_tokens", "additional_special_tokens")
+    lists = [source.get(key) for source in (read_object(folder / CONFIG), settings) for key in keys]
     special = dict.fromkeys([*named.values(), *(text for each in lists for text in _texts(each))])
     known = {token.content for token in tokenizer.get_added_tokens_decoder().values()}
     decoder = settings.get("added_tokens_decoder")

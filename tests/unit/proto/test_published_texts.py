@@ -80,6 +80,9 @@ SAME: dict[str, Change] = {
         additional_special_tokens=[{"__type": "AddedToken", "content": "are", "special": True, **FLAGS}]
     ),
     "additional tokens of the older file": file("special_tokens_map.json", {"additional_special_tokens": ["are"]}),
+    "extra tokens in both files": both(
+        tokenizer(extra_special_tokens=["are"]), file("special_tokens_map.json", {"extra_special_tokens": ["how"]})
+    ),
     "an end token that is only in the vocabulary": both(NAMED, tokenizer(eos_token=PIECE)),
     "an added token of the settings": tokenizer(
         added_tokens_decoder={str(SIZE): {"content": "<new>", "special": True, **FLAGS}}

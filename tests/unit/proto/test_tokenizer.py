@@ -465,7 +465,7 @@ def test_the_demo_models_prompts_are_those_of_transformers():
 
 
 def test_sentencepiece_folders_load_too(tmp_path):
-    text = ModelTokenizer.load(write_model_folder(tmp_path, sentencepiece_like()))
+    text = ModelTokenizer.load(write_model_folder(tmp_path, sentencepiece_like(), config={"eos_token": "</s>"}))
 
     assert text.encode("hello world") == sentencepiece_like().encode("hello world").ids
     assert text.vocab_size == sentencepiece_like().get_vocab_size()
