@@ -261,7 +261,7 @@ class GenerationBody(SamplingBody, StructuredBody):
     @property
     def sent_names(self) -> dict[str, str]:
         """See ``StrictModel``."""
-        others = {"max_tokens": self.output_limit_name}
+        others = {} if self.max_tokens is not None else {"max_tokens": self.output_limit_name}
         if self.use_beam_search and not self.beam_width:
             others["beam_width"] = "use_beam_search"
         return {**others, **super().sent_names}
