@@ -16,7 +16,6 @@ from quire_proto.errors import QuireError, invalid
 from quire_proto.pooling import PoolingParams
 from quire_proto.sampling import FinishReason, TokenLogprobs, best_of, mean_logprob
 from quire_proto.text.conversation import hidden_fields, read_conversation
-from quire_proto.text.detokenizer import OutputTextStream
 from quire_proto.text.pooled_prompt import PooledPrompt
 from quire_proto.text.tokenizer import ModelTokenizer, encode_bad_words
 
@@ -25,6 +24,7 @@ from quire_engine.core.outputs import EngineCoreOutput
 from quire_engine.core.request import Request, SequenceTimings, check_request
 from quire_engine.core.scheduler import Scheduler
 from quire_engine.errors import LoRAError
+from quire_engine.llm.output_text import TextStream, new_text_stream, tool_names
 from quire_engine.llm.pooling_outputs import PoolingPrompt, PreparedPooling, encode
 from quire_engine.llm.types import (
     CompletionOutput,
@@ -54,13 +54,15 @@ _POOLED = sampling.SamplingParams(max_tokens=1)  # nobody reads them
 @dataclass(frozen=True, slots=True)
 class PreparedRequest:
     """A request that the scheduler will accept, with the prompt (None if it was token ids) and parameters given
-    for it. It is complete with its grammar, and with its adapter if it is for ``lora``.
+    for it. It is complete with its grammar, and with its adapter if it is for ``lora``. A chat has the names of its
+    ``tools``.
     """
 
     request: Request
     prompt: str | None
     params: SamplingParams
     lora: LoRARequest | None = None
+    tools: tuple[str, ...] | None = None
 
     @property
     def is_complete(self) -> bool:
@@ -133,7 +135,8 @@ class InputProcessor:
             "options": chat.template_kwargs,
         }
         token_ids = encode(chat.messages, self._limits.max_model_len, **template)
-        return self._build(render(chat.messages, **template), token_ids, params, priority, lora)
+        prepared = self._build(render(chat.messages, **template), token_ids, params, priority, lora)
+        return replace(prepared, tools=tool_names(chat.tools))
 
     def _log_unseen(self, chat: Conversation) -> None:
         hidden = partial(self._tokenizer.hidden, with_tools=bool(chat.tools))
@@ -250,15 +253,8 @@ class OutputProcessor:
         request, params = prepared.request, prepared.params
         self._choices = [
             CompletionBuilder(
-                tokenizer.new_output_stream(
-                    request.prompt_token_ids,
-                    params.stops,
-                    include_stop=params.include_stop_str_in_output,
-                    skip_special_tokens=params.skip_special_tokens,
-                    min_tokens=request.sampling.min_tokens,
-                )
-                if params.detokenize
-                else None
+                new_text_stream(tokenizer, request, params, prepared.tools) if params.detokenize else None,
+                request.sampling.stop_token_ids,
             )
             for _ in range(request.sampling.num_returned)
         ]
@@ -348,8 +344,10 @@ class CompletionBuilder:
     set once the engine or a stop string has ended it.
     """
 
-    def __init__(self, text: OutputTextStream | None) -> None:
+    def __init__(self, text: TextStream | None, stop_token_ids: Sequence[int] = ()) -> None:
         self._text = text
+        self._stop_token_ids = stop_token_ids
+        self._stop_token_id: int | None = None
         self._pieces: list[str] = []
         self._num_told = 0  # tokens of earlier deltas
         self._end_told = False
@@ -380,6 +378,14 @@ class CompletionBuilder:
         self.token_ids += output.token_ids[:kept]
         self.logprobs += output.logprobs[:kept]
         self.score, self.finish_reason = output.score, finish_reason
+        if output.stop_token is not None and output.stop_token.token_id in self._stop_token_ids:
+            self._stop_token_id = output.stop_token.token_id
+
+    @property
+    def _stop_reason(self) -> str | int | None:
+        """The stop string that ended the output, or which of the request's stop tokens."""
+        stop_string = None if self._text is None else self._text.stop_string
+        return self._stop_token_id if stop_string is None else stop_string
 
     def end(self, reason: FinishReason) -> None:
         """Ends the output, unless it has ended."""
@@ -400,7 +406,7 @@ class CompletionBuilder:
             text=text,
             token_ids=token_ids,
             finish_reason=self.finish_reason,
-            stop_reason=None if self._text is None else self._text.stop_string,
+            stop_reason=self._stop_reason,
             logprobs=None if token_text is None else _by_position(token_ids, logprobs, token_text),
             cumulative_logprob=sum(each.logprob for each in known) if known or token_text else None,
             score=self.score,

@@ -198,20 +198,20 @@ PositionLogprobs = dict[int, Logprob]
 class CompletionOutput:
     """One output of a prompt.
 
-    ``finish_reason`` is ``stop`` (``stop_reason`` is then the stop string, or None for an end-of-sequence or stop
-    token), ``length``, ``error`` or ``abort``; None for an output of ``AsyncLLM`` that has not ended. ``token_ids`` go
-    up to the token that completed the stop string. They do not have the end-of-sequence or stop token, with which
-    vLLM's ``token_ids`` and ``logprobs`` end. ``logprobs`` has one entry for each of ``token_ids`` if asked for,
-    ``cumulative_logprob`` is their sum (also known with ``best_of``). ``score`` is a beam's: the sum of its tokens'
-    log-probabilities, divided by its length to the power of ``length_penalty``. With ``RequestOutputKind.DELTA``
-    ``text``, ``token_ids`` and ``logprobs`` are what is new.
+    ``finish_reason`` is ``stop`` (``stop_reason`` is then the stop string, which of ``stop_token_ids`` it was, or
+    None for an end-of-sequence token), ``length``, ``error`` or ``abort``; None for an output of ``AsyncLLM`` that
+    has not ended. ``token_ids`` go up to the token that completed the stop string. They do not have the
+    end-of-sequence or stop token, with which vLLM's ``token_ids`` and ``logprobs`` end. ``logprobs`` has one entry
+    for each of ``token_ids`` if asked for, ``cumulative_logprob`` is their sum (also known with ``best_of``).
+    ``score`` is a beam's: the sum of its tokens' log-probabilities, divided by its length to the power of
+    ``length_penalty``. With ``RequestOutputKind.DELTA`` ``text``, ``token_ids`` and ``logprobs`` are what is new.
     """
 
     index: int
     text: str
     token_ids: list[int]
     finish_reason: FinishReason | None
-    stop_reason: str | None = None
+    stop_reason: str | int | None = None
     logprobs: list[PositionLogprobs] | None = None
     cumulative_logprob: float | None = None
     score: float | None = None
