@@ -81,13 +81,44 @@ class ChosenTool(StrictModel):
     function: ChosenFunction
 
 
+class AllowedFunctions(StrictModel):
+    """Those of the tools that may be called now, and whether one must be."""
+
+    mode: Literal["auto", "required"]
+    tools: Annotated[list[ChosenTool], Field(min_length=1, max_length=MAX_TOOLS, fail_fast=True)]
+
+
+class AllowedTools(StrictModel):
+    """A choice of some tools. All stay in the prompt, which so remains the same."""
+
+    type: Literal["allowed_tools"]
+    allowed_tools: AllowedFunctions
+
+
 ToolChoice = Annotated[
-    Literal["none", "auto", "required"] | ChosenTool,
+    Literal["none", "auto", "required"] | ChosenTool | AllowedTools,
     Parsed(
-        Literal["none", "auto", "required"] | ChosenTool,
-        'it must be "none", "auto", "required" or {"type": "function", "function": {"name": ...}}',
+        Literal["none", "auto", "required"] | ChosenTool | AllowedTools,
+        'it must be "none", "auto", "required", {"type": "function", "function": {"name": ...}} '
+        'or {"type": "allowed_tools", "allowed_tools": {"mode": ..., "tools": [...]}}',
     ),
 ]
+
+
+def chosen_names(choice: "ToolChoice | None") -> frozenset[str] | None:
+    """Returns the names of the tools that may be called; None for all."""
+    if isinstance(choice, ChosenTool):
+        return frozenset({choice.function.name})
+    if isinstance(choice, AllowedTools):
+        return frozenset(each.function.name for each in choice.allowed_tools.tools)
+    return None
+
+
+def requires_call(choice: "ToolChoice | None") -> bool:
+    """Whether a tool must be called."""
+    if isinstance(choice, AllowedTools):
+        return choice.allowed_tools.mode == "required"
+    return choice == "required" or isinstance(choice, ChosenTool)
 
 
 def arguments_text(value: object) -> object:
@@ -142,8 +173,8 @@ def check_tools(tools: Sequence[Tool], choice: "ToolChoice | None") -> None:
         raise tools_too_large()
     if choice == "required" and not names:
         raise invalid("tool_choice", "tool_choice needs tools.")
-    if isinstance(choice, ChosenTool) and choice.function.name not in names:
-        raise invalid("tool_choice", f"tool_choice names {choice.function.name}, which is not among the tools.")
+    for name in sorted((chosen_names(choice) or frozenset()) - names):
+        raise invalid("tool_choice", f"tool_choice names {name}, which is not among the tools.")
 
 
 def _sizes(tools: Sequence[Tool]) -> Iterator[int]:

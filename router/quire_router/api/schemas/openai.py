@@ -38,11 +38,12 @@ from quire_router.api.schemas.base import (
 from quire_router.api.schemas.conversation import (
     MAX_TOOLS,
     ChatMessage,
-    ChosenTool,
     Tool,
     ToolChoice,
     check_messages,
     check_tools,
+    chosen_names,
+    requires_call,
     schema_text,
     unseen_in_messages,
 )
@@ -445,20 +446,21 @@ class ChatRequest(TemplatedBody, GenerationBody):
     @property
     def callable_tools(self) -> Sequence[Tool]:
         """The tools that the model may call."""
-        if not isinstance(self.tool_choice, ChosenTool):
-            return self.offered_tools
-        return [tool for tool in self.offered_tools if tool.function.name == self.tool_choice.function.name]
+        names = chosen_names(self.tool_choice)
+        return [tool for tool in self.offered_tools if names is None or tool.function.name in names]
 
     @property
     def call_required(self) -> bool:
         """Whether the output must be a tool call."""
-        return self.tool_choice == "required" or isinstance(self.tool_choice, ChosenTool)
+        return requires_call(self.tool_choice)
 
     @property
     def is_guided(self) -> bool:
-        """Whether tool calls must be constrained by a grammar."""
+        """Whether tool calls must be constrained by a grammar. A tool that is not allowed cannot be called."""
         strict = any(tool.function.strict for tool in self.offered_tools)
-        return bool(self.offered_tools) and (self.call_required or strict or self.parallel_tool_calls is False)
+        limited = len(self.callable_tools) < len(self.offered_tools)
+        constrained = self.call_required or strict or limited or self.parallel_tool_calls is False
+        return bool(self.offered_tools) and constrained
 
     @property
     def output_limit(self) -> int | None:

@@ -401,9 +401,3 @@ class ResponsesChat(TranslatedResponses, ChatRequest):
         allowed = self._source.allowed if isinstance(self._source, InputBody) else None
         tools = super().callable_tools
         return tools if allowed is None else [tool for tool in tools if tool.function.name in allowed]
-
-    @property
-    def is_guided(self) -> bool:
-        """See ``ChatRequest``. A tool that is not allowed cannot be called."""
-        limited = len(self.callable_tools) < len(self.offered_tools)
-        return super().is_guided or limited

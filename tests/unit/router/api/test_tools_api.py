@@ -222,6 +222,12 @@ async def test_log_probabilities_of_all_tokens_come_beside_calls():
 # What the model is told
 
 
+def allowing(mode, *names):
+    """A choice of some tools, in the form of chats."""
+    tools = [{"type": "function", "function": {"name": name}} for name in names]
+    return {"type": "allowed_tools", "allowed_tools": {"mode": mode, "tools": tools}}
+
+
 def generation_of(template=HERMES_TEMPLATE, tokenizer=None, **fields):
     model_tokenizer = tokenizer_with(template, tokenizer)
     limits = Limits(2**20, model_tokenizer.vocab_size)
@@ -272,6 +278,8 @@ def test_with_tool_choice_none_the_template_gets_no_tools():
         ({"tool_choice": "auto", "parallel_tool_calls": True}, None),
         ({"tool_choice": "required"}, ["get", "now"]),
         ({"tool_choice": {"type": "function", "function": {"name": "now"}}}, ["now"]),
+        ({"tool_choice": allowing("auto", "now")}, ["now"]),
+        ({"tool_choice": allowing("required", "now")}, ["now"]),
         ({"parallel_tool_calls": False}, ["get", "now"]),
         ({"tools": [tool(strict=True)]}, ["get"]),
     ],
@@ -389,6 +397,8 @@ def called(call_id="1", arguments="{}", name="get"):
         ({"tools": [], "tool_choice": "required"}, "tool_choice"),
         ({"tool_choice": {"type": "function", "function": {"name": "drop"}}}, "tool_choice"),
         ({"tool_choice": "always"}, "tool_choice"),
+        ({"tool_choice": allowing("auto", "drop")}, "tool_choice"),
+        ({"tool_choice": allowing("auto")}, "tool_choice"),
         ({"structured_outputs": {"regex": "a+"}}, "tools"),
         ({"response_format": json_of({"x-guidance": {}})}, "response_format"),
         ({"tool_choice": "required", "ignore_eos": True}, "tool_choice"),
