@@ -268,8 +268,6 @@ _BY_OBJECT: Mapping[str, Any] = {
     "response": Response,
 }
 """Whole answers by what they call themselves, where the address does not say of which API they are."""
-_WAITS = "(abort)"
-"""What a cancelled answer ends with, which is in no document: this goes once each API has a reason of its own."""
 _OWN = ("/v1/requests/", "/v1/usage", "/v1/fleet/")
 _TAGS = ("type", "object", "role")
 _SHOWN = 6  # problems of one answer
@@ -288,7 +286,7 @@ def problems_of_answer(method: str, path: str, status: int, content_type: str, b
         found = [each for line in body.splitlines() for each in _problems_of_line(json.loads(line))]
     else:
         found = []
-    return [f"{method} {path}: {each}" for each in found if not each.endswith(_WAITS)]
+    return [f"{method} {path}: {each}" for each in found]
 
 
 def event_data(body: bytes) -> Iterator[str]:
@@ -330,7 +328,9 @@ def _model_of(method: str, path: str) -> tuple[Any, Any]:
 
 def _error_model(path: str, value: Any) -> Any:
     """Returns the model of an error. What was stored has those of the API that it came by."""
-    is_message = "type" in value if path.startswith("/v1/requests/") else f"{path}/".startswith("/v1/messages/")
+    is_message = (
+        "type" in value if path.startswith(("/v1/requests/", "/v1/models")) else f"{path}/".startswith("/v1/messages/")
+    )
     return MessagesError if is_message else OpenAIError
 
 
@@ -355,6 +355,8 @@ def _problems_of_body(method: str, path: str, status: int, value: Any) -> list[s
     if status >= 400:
         return problems(_error_model(path, value), value)
     model, _ = _model_of(method, path)
+    if path.startswith("/v1/models") and "object" not in value:  # for a client of Anthropic's API
+        model = ModelInfos if "data" in value else ModelInfo
     if model is not None:
         return problems(model, value)
     answer = value.get("response") if path.startswith("/v1/requests/") else None

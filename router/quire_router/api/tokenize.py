@@ -13,7 +13,7 @@ from quire_proto.text.tokenizer import ModelTokenizer
 
 from quire_router.api.schemas import parameters
 from quire_router.api.schemas.anthropic import CountTokensRequest, TranslatedMessages
-from quire_router.api.schemas.base import MAX_PROMPT_TOKENS, ModelName, StrictModel
+from quire_router.api.schemas.base import MAX_PROMPT_TOKENS, ModelName, StrictModel, TokenIds
 from quire_router.api.schemas.conversation import (
     ChatMessage,
     check_messages,
@@ -101,7 +101,7 @@ class DetokenizeRequest(StrictModel):
     foreign: ClassVar[Table] = parameters.DETOKENIZE
 
     model: ModelName = ""
-    tokens: Annotated[list[Annotated[int, Field(ge=0, lt=2**31)]], Field(max_length=MAX_PROMPT_TOKENS, fail_fast=True)]
+    tokens: TokenIds
 
     @property
     def size(self) -> int:

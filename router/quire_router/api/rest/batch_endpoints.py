@@ -25,7 +25,7 @@ from quire_router.api.rest.http import (
 from quire_router.api.rest.item_list import read_query
 from quire_router.api.rest.multipart import Field as FormField
 from quire_router.api.rest.multipart import MultipartParser, malformed
-from quire_router.api.schemas.base import StrictModel
+from quire_router.api.schemas.base import WHOLE, StrictModel
 from quire_router.api.service import ApiService
 from quire_router.batches.batch import ENDPOINTS, WINDOW, Batch
 from quire_router.batches.batch_store import Batches
@@ -60,7 +60,7 @@ class OutputExpiresAfter(StrictModel):
     """When a batch's files expire."""
 
     anchor: Literal["created_at"]
-    seconds: Annotated[int, Field(ge=MIN_TTL, le=MAX_TTL)]
+    seconds: Annotated[int, Field(ge=MIN_TTL, le=MAX_TTL), WHOLE]
 
 
 class BatchBody(StrictModel):

@@ -25,7 +25,9 @@ from quire_router.api.rest.http import (
     to_json,
     x_headers,
 )
+from quire_router.api.rest.item_list import read_query
 from quire_router.api.rest.messages_format import MESSAGES
+from quire_router.api.rest.model_infos import ANTHROPIC_VERSION, model_info, model_info_page
 from quire_router.api.rest.openai_format import CHAT, COMPLETION, model_object, request_object
 from quire_router.api.rest.openapi import openapi
 from quire_router.api.rest.responses_format import RESPONSES
@@ -55,14 +57,21 @@ class StatusEndpoints:
         self._openapi = b""
 
     async def models(self, exchange: HttpExchange) -> None:
-        """The configured models that the caller may use, whether or not an engine is ready."""
-        cards = [model_object(card) for card in self._service.models(exchange.caller)]
-        await exchange.response.send(200, to_json({"object": "list", "data": cards}))
+        """The configured models that the caller may use, whether or not an engine is ready. Anthropic's clients get a
+        page in the form of their API.
+        """
+        cards = self._service.models(exchange.caller)
+        if _is_anthropic(exchange):
+            listed = model_info_page(cards, read_query(exchange))
+        else:
+            listed = {"object": "list", "data": [model_object(card) for card in cards]}
+        await exchange.response.send(200, to_json(listed))
 
     async def model(self, exchange: HttpExchange) -> None:
         """One configured model."""
+        write = model_info if _is_anthropic(exchange) else model_object
         card = self._service.model(exchange.path_parameters["model"], exchange.caller)
-        await exchange.response.send(200, to_json(model_object(card)))
+        await exchange.response.send(200, to_json(write(card)))
 
     async def health(self, exchange: HttpExchange) -> None:
         """Whether requests can be served now: 200 when some model has an engine, else 503. A caller with a key, or
@@ -123,6 +132,14 @@ class StatusEndpoints:
             await exchange.response.send(200, to_json({"status": "ok", **details}))
         else:
             await exchange.response.send(503, to_json({"status": "unavailable", **details}), _UNREADY)
+
+
+def _is_anthropic(exchange: HttpExchange) -> bool:
+    """Whether a client of Anthropic's API asks, which then gets errors in its form, too."""
+    if ANTHROPIC_VERSION not in exchange.headers:
+        return False
+    exchange.format = MESSAGES
+    return True
 
 
 def format_of(generation: GenerationRequest) -> AnswerFormat:

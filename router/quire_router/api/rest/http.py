@@ -101,6 +101,11 @@ _INSTEAD = {
     "/api/generate": _COMPLETIONS,
 }
 """What to use instead of paths that are often asked for, by the path without a first ``/v1``."""
+_NOT_HERE = {
+    "/v1/responses/compact": "conversations are not compacted here; "
+    'send "truncation": "auto", which drops the earliest messages, or a shorter input',
+}
+"""What to use instead of paths of the official documents that look like another route, with an id at their end."""
 
 
 class HttpError(Exception):
@@ -204,6 +209,8 @@ def no_such_route(path: str, instead: str | None = None) -> HttpError:
 
 def wrong_method(path: str, method: str, allowed: str) -> HttpError:
     """The path exists, with other methods: ``allowed``, in the form of the header ``Allow``."""
+    if path in _NOT_HERE:
+        return no_such_route(path, _NOT_HERE[path])
     takes = " and ".join(sorted(allowed.split(", ")))
     message = f"{path[:_MAX_PATH]} takes {takes}, not {method[:_MAX_PATH]}."
     return HttpError(HTTPStatus.METHOD_NOT_ALLOWED, "method_not_allowed", message, [(b"allow", allowed.encode())])

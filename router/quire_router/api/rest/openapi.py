@@ -2,10 +2,12 @@
 
 import re
 from collections.abc import Container, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any, Final
 
 from pydantic import BaseModel
 
+from quire_router.api.rest import answers
 from quire_router.api.rest.batch_endpoints import BatchBody
 from quire_router.api.rest.conversation_endpoints import (
     CONVERSATIONS,
@@ -13,67 +15,89 @@ from quire_router.api.rest.conversation_endpoints import (
     ConversationUpdate,
     NewItems,
 )
+from quire_router.api.rest.item_list import MAX_LISTED
 from quire_router.api.rest.loras import LoadLoRABody, UnloadLoRABody
+from quire_router.api.rest.model_infos import ANTHROPIC_VERSION
+from quire_router.api.rest.model_infos import MAX_LISTED as MOST_MODELS
+from quire_router.api.rest.openapi_schemas import DescribedParameter, Schemas
 from quire_router.api.rest.pooling_routes import EMBEDDINGS, RERANK, SCORE
 from quire_router.api.schemas.anthropic import CountTokensRequest, MessagesRequest
+from quire_router.api.schemas.base import MAX_LABEL_CHARACTERS
 from quire_router.api.schemas.openai import ChatRequest, CompletionRequest
 from quire_router.api.schemas.pooling import EmbeddingRequest, RerankRequest, ScoreRequest
 from quire_router.api.schemas.responses import InputTokensRequest, ResponsesRequest
 from quire_router.api.tokenize import DetokenizeRequest, TokenizeRequest
+from quire_router.batches.files import MAX_TTL, MIN_TTL
 
 _DESCRIPTION = "OpenAI's APIs and Anthropic's Messages, served by Quire's router."
-_SCHEMAS = "#/components/schemas/"
 _JSON, _EVENTS, _TEXT = "application/json", "text/event-stream", "text/plain"
-_BYTES = "application/octet-stream"
-_ERROR = {
-    "type": "object",
-    "required": ["error"],
-    "properties": {
-        "error": {
-            "type": "object",
-            "required": ["message", "type", "code"],
-            "properties": {
-                "message": {"type": "string"},
-                "type": {"type": "string"},
-                "param": {"type": ["string", "null"], "description": "The field of the body that is wrong."},
-                "code": {"type": ["string", "null"]},
-            },
-        }
-    },
-}
-_MESSAGES_ERROR = {
-    "type": "object",
-    "required": ["type", "error", "request_id"],
-    "properties": {
-        "type": {"const": "error"},
-        "error": {
-            "type": "object",
-            "required": ["type", "message"],
-            "properties": {
-                "type": {"type": "string"},
-                "message": {"type": "string"},
-                "details": {
-                    "type": "object",
-                    "properties": {
-                        "error_code": {"type": "string"},
-                        "param": {"type": ["string", "null"], "description": "The field of the body that is wrong."},
-                    },
-                },
-            },
-        },
-        "request_id": {"type": "string"},
-    },
-}
+_BYTES, _FORM = "application/octet-stream", "multipart/form-data"
+_MESSAGES = "/v1/messages"
+_BOTH_APIS: Final = ("/v1/requests/", "/v1/models")
+"""Paths whose errors are in the form of the API that the request came by, or whose client asks."""
 
 
+@dataclass(frozen=True, slots=True)
 class Operation:
-    """What one method of one path does: in one line, with the schema of its body, and the types of its answer."""
+    """What one method of one path does, in one line. ``body`` is the model that reads its body, or ``form`` the schema
+    of one that is a form. ``answer`` is the type of a 200 and ``accepted`` that of a 202; None where the answer is not
+    JSON. ``others`` are the content types besides. ``parameters`` are those of its query and headers.
+    """
 
-    def __init__(self, summary: str, body: type[BaseModel] | None = None, *, answers: Sequence[str] = (_JSON,)) -> None:
-        self.summary = summary
-        self.body = body
-        self.answers = answers
+    summary: str
+    body: type[BaseModel] | None = None
+    answer: Any = None
+    others: Sequence[str] = ()
+    accepted: Any = None
+    parameters: Sequence[DescribedParameter] = ()
+    form: Mapping[str, Any] | None = None
+    needs_body: bool = True
 
+
+def _query(name: str, description: str, **schema: Any) -> DescribedParameter:
+    return DescribedParameter(name, "query", schema, description)
+
+
+def _header(name: str, description: str, **schema: Any) -> DescribedParameter:
+    return DescribedParameter(name, "header", {"type": "string", **schema}, description)
+
+
+_LABEL: Final = {"minLength": 1, "maxLength": MAX_LABEL_CHARACTERS, "pattern": "^[!-~]+$"}
+_SESSION = _header("X-Session-Id", "The client's name for its session: where its prompts are cached.", **_LABEL)
+_TIMEOUT = _header("X-Request-Timeout", "How long the answer may take.", pattern="^[1-9][0-9]{0,5}(ms|s|m|h)?$")
+_KEY = _header("Idempotency-Key", "Two requests with one key have one answer.", **_LABEL)
+_GENERATE: Final = (_KEY, _SESSION, _TIMEOUT)
+_LAST_EVENT: Final = _header("Last-Event-ID", "The last event that the client has.", pattern="^[0-9]{1,15}$")
+_AFTER = _query("after", "The id of the last entry that the client has.", type="string", minLength=1, maxLength=128)
+_ORDER = _query("order", "The newest first, or the oldest.", enum=["asc", "desc"])
+
+
+def _limit(most: int) -> DescribedParameter:
+    return _query("limit", "The most entries.", type="integer", minimum=1, maximum=most)
+
+
+_ITEMS: Final = (_AFTER, _ORDER, _limit(MAX_LISTED))
+_SECONDS: Final = {"type": "integer", "minimum": 0, "maximum": 99_999_999_999}
+_USAGE: Final = (
+    DescribedParameter("start_time", "query", _SECONDS, "Seconds since 1970.", required=True),
+    _query("end_time", "Seconds since 1970; now where it is absent.", **_SECONDS),
+    _query("bucket_width", "An hour or a day.", enum=["1h", "1d"]),
+    _query("limit", "The most buckets: 168 hours or 31 days.", type="integer", minimum=1, maximum=31),
+    _query("page", "The next_page of the page before.", **_SECONDS),
+)
+_UPLOAD: Final = {
+    "type": "object",
+    "required": ["file", "purpose"],
+    "properties": {
+        "file": {"type": "string", "contentMediaType": _BYTES},
+        "purpose": {"const": "batch"},
+        "expires_after[anchor]": {"const": "created_at"},
+        "expires_after[seconds]": {"type": "integer", "minimum": MIN_TTL, "maximum": MAX_TTL},
+    },
+    "dependentRequired": {"expires_after[seconds]": ["expires_after[anchor]"]},
+}
+_UP_TO_A_THOUSAND: Final = {"type": "integer", "minimum": 1, "maximum": MOST_MODELS}
+_ANTHROPIC_VERSION = _header(ANTHROPIC_VERSION, "Asks for the answer in the form of Anthropic's API.")
 
 CONVERSATION_PATHS: Final = frozenset(
     {
@@ -99,71 +123,162 @@ FLEET: Final = "/v1/fleet/events"
 LOAD_LORA: Final = "/v1/load_lora_adapter"
 UNLOAD_LORA: Final = "/v1/unload_lora_adapter"
 LORA_UPDATES: Final = frozenset({LOAD_LORA, UNLOAD_LORA})
+_EVENT_NUMBER: Final = {"type": "integer", "minimum": 0, "maximum": 10**15 - 1}
+_ITEM_PAGE: Final = answers.ListPage[answers.ConversationItem]
+_EMBEDDINGS: Final = answers.Pooled[answers.Embedding]
+_SCORES: Final = answers.Pooled[answers.Score]
+_RERANKS: Final = "Orders documents by their relevance to a query."
+
+
+def _generating(summary: str, body: type[BaseModel], answer: Any) -> Operation:
+    """Returns an operation that may be streamed, or started in the background."""
+    return Operation(summary, body, answer, (_EVENTS,), answers.RequestObject, _GENERATE)
+
+
+def _pooling(summary: str, body: type[BaseModel], answer: Any) -> Operation:
+    return Operation(summary, body, answer, parameters=(_SESSION, _TIMEOUT))
+
+
 OPERATIONS: Mapping[str, Mapping[str, Operation]] = {
-    "/v1/chat/completions": {"post": Operation("Answers a conversation.", ChatRequest, answers=(_JSON, _EVENTS))},
-    "/v1/completions": {"post": Operation("Continues a text.", CompletionRequest, answers=(_JSON, _EVENTS))},
+    "/v1/chat/completions": {"post": _generating("Answers a conversation.", ChatRequest, answers.ChatCompletion)},
+    "/v1/completions": {"post": _generating("Continues a text.", CompletionRequest, answers.Completion)},
     "/v1/messages": {
-        "post": Operation("Answers a conversation of the Messages API.", MessagesRequest, answers=(_JSON, _EVENTS))
+        "post": Operation(
+            "Answers a conversation of the Messages API.",
+            MessagesRequest,
+            answers.WholeMessage,
+            (_EVENTS,),
+            None,
+            _GENERATE,
+        )
     },
-    "/v1/messages/count_tokens": {"post": Operation("Counts a conversation's tokens.", CountTokensRequest)},
+    "/v1/messages/count_tokens": {
+        "post": Operation("Counts a conversation's tokens.", CountTokensRequest, answers.TokenCount)
+    },
     "/v1/responses": {
-        "post": Operation("Answers a conversation of the Responses API.", ResponsesRequest, answers=(_JSON, _EVENTS))
+        "post": Operation(
+            "Answers a conversation of the Responses API.",
+            ResponsesRequest,
+            answers.ResponseObject,
+            (_EVENTS,),
+            None,
+            _GENERATE,
+        )
     },
-    "/v1/responses/input_tokens": {"post": Operation("Counts a conversation's tokens.", InputTokensRequest)},
+    "/v1/responses/input_tokens": {
+        "post": Operation("Counts a conversation's tokens.", InputTokensRequest, answers.InputTokens)
+    },
     "/v1/responses/{id}": {
-        "get": Operation("A stored response, or its events.", answers=(_JSON, _EVENTS)),
-        "delete": Operation("Ends and forgets a response."),
+        "get": Operation(
+            "A stored response, or its events.",
+            answer=answers.ResponseObject,
+            others=(_EVENTS,),
+            parameters=(
+                _query("stream", "Whether to send its events.", type="boolean"),
+                _query("starting_after", "The number of the last event that the client has.", **_EVENT_NUMBER),
+                _LAST_EVENT,
+                _TIMEOUT,
+            ),
+        ),
+        "delete": Operation("Ends and forgets a response.", answer=answers.Deleted),
     },
-    "/v1/responses/{id}/cancel": {"post": Operation("Ends a response.")},
-    "/v1/responses/{id}/input_items": {"get": Operation("The conversation that a response answers.")},
-    CONVERSATIONS: {"post": Operation("Makes a conversation.", ConversationBody)},
+    "/v1/responses/{id}/cancel": {"post": Operation("Ends a response.", answer=answers.ResponseObject)},
+    "/v1/responses/{id}/input_items": {
+        "get": Operation("The conversation that a response answers.", answer=_ITEM_PAGE, parameters=_ITEMS)
+    },
+    CONVERSATIONS: {
+        "post": Operation("Makes a conversation.", ConversationBody, answers.ConversationObject, needs_body=False)
+    },
     f"{CONVERSATIONS}/{{id}}": {
-        "get": Operation("A conversation, without its items."),
-        "post": Operation("Gives a conversation other metadata.", ConversationUpdate),
-        "delete": Operation("Deletes a conversation."),
+        "get": Operation("A conversation, without its items.", answer=answers.ConversationObject),
+        "post": Operation("Gives a conversation other metadata.", ConversationUpdate, answers.ConversationObject),
+        "delete": Operation("Deletes a conversation.", answer=answers.Deleted),
     },
     f"{CONVERSATIONS}/{{id}}/items": {
-        "get": Operation("The items of a conversation."),
-        "post": Operation("Adds items to a conversation.", NewItems),
+        "get": Operation("The items of a conversation.", answer=_ITEM_PAGE, parameters=_ITEMS),
+        "post": Operation("Adds items to a conversation.", NewItems, _ITEM_PAGE),
     },
     f"{CONVERSATIONS}/{{id}}/items/{{item_id}}": {
-        "get": Operation("An item of a conversation."),
-        "delete": Operation("Removes an item from a conversation."),
+        "get": Operation("An item of a conversation.", answer=answers.ConversationItem),
+        "delete": Operation("Removes an item from a conversation.", answer=answers.ConversationObject),
     },
-    EMBEDDINGS: {"post": Operation("Makes embeddings of texts or of tokens.", EmbeddingRequest)},
-    **{path: {"post": Operation("Scores pairs of texts.", ScoreRequest)} for path in SCORE},
-    **{path: {"post": Operation("Orders documents by their relevance to a query.", RerankRequest)} for path in RERANK},
+    EMBEDDINGS: {"post": _pooling("Makes embeddings of texts or of tokens.", EmbeddingRequest, _EMBEDDINGS)},
+    **{path: {"post": _pooling("Scores pairs of texts.", ScoreRequest, _SCORES)} for path in SCORE},
+    **{path: {"post": _pooling(_RERANKS, RerankRequest, answers.Ranking)} for path in RERANK},
     FILES: {
-        "get": Operation("The caller's files."),
-        "post": Operation("Stores a file for a batch, which comes as multipart/form-data."),
+        "get": Operation(
+            "The caller's files.",
+            answer=answers.ListPage[answers.File],
+            parameters=(_AFTER, _ORDER, _limit(10_000), _query("purpose", "Files of this purpose.", type="string")),
+        ),
+        "post": Operation("Stores a file for a batch.", answer=answers.File, form=_UPLOAD),
     },
-    f"{FILES}/{{id}}": {"get": Operation("What is known of a file."), "delete": Operation("Deletes a file.")},
-    f"{FILES}/{{id}}/content": {"get": Operation("What a file holds.", answers=(_BYTES,))},
-    BATCHES: {"get": Operation("The caller's batches."), "post": Operation("Begins a batch.", BatchBody)},
-    f"{BATCHES}/{{id}}": {"get": Operation("A batch as it is now.")},
-    f"{BATCHES}/{{id}}/cancel": {"post": Operation("Ends a batch.")},
-    "/v1/models": {"get": Operation("The models that the caller may use.")},
-    "/v1/models/{model}": {"get": Operation("One model.")},
+    f"{FILES}/{{id}}": {
+        "get": Operation("What is known of a file.", answer=answers.File),
+        "delete": Operation("Deletes a file.", answer=answers.Deleted),
+    },
+    f"{FILES}/{{id}}/content": {"get": Operation("What a file holds.", others=(_BYTES,))},
+    BATCHES: {
+        "get": Operation(
+            "The caller's batches.",
+            answer=answers.ListPage[answers.BatchObject],
+            parameters=(_AFTER, _limit(MAX_LISTED)),
+        ),
+        "post": Operation("Begins a batch.", BatchBody, answers.BatchObject),
+    },
+    f"{BATCHES}/{{id}}": {"get": Operation("A batch as it is now.", answer=answers.BatchObject)},
+    f"{BATCHES}/{{id}}/cancel": {"post": Operation("Ends a batch.", answer=answers.BatchObject)},
+    "/v1/models": {
+        "get": Operation(
+            "The models that the caller may use.",
+            answer=answers.ModelList | answers.ModelInfos,
+            parameters=(
+                _ANTHROPIC_VERSION,
+                _query("limit", "The most models, in the form of Anthropic's API.", **_UP_TO_A_THOUSAND),
+                _query("after_id", "The last model that the client has, in that form.", type="string"),
+                _query("before_id", "The first model that the client has, in that form.", type="string"),
+            ),
+        )
+    },
+    "/v1/models/{model}": {
+        "get": Operation("One model.", answer=answers.Model | answers.ModelInfo, parameters=(_ANTHROPIC_VERSION,))
+    },
     "/v1/requests/{id}": {
-        "get": Operation("The state of a request, and its answer once that is complete."),
-        "delete": Operation("Ends and forgets a request."),
+        "get": Operation("The state of a request, and its answer once that is complete.", answer=answers.RequestObject),
+        "delete": Operation("Ends and forgets a request.", answer=answers.RequestObject),
     },
-    "/v1/requests/{id}/cancel": {"post": Operation("Ends a request.")},
-    "/v1/requests/{id}/events": {"get": Operation("The answer from Last-Event-ID on.", answers=(_EVENTS,))},
-    "/v1/usage": {"get": Operation("What the caller's tenant used, by hour or day and model.")},
-    FLEET: {"get": Operation("The fleet, live.", answers=(_EVENTS,))},
-    LOAD_LORA: {"post": Operation("Loads a LoRA adapter at all engines.", LoadLoRABody, answers=(_TEXT,))},
-    UNLOAD_LORA: {"post": Operation("Unloads a LoRA adapter at all engines.", UnloadLoRABody, answers=(_TEXT,))},
-    "/tokenize": {"post": Operation("The tokens of a text or of a conversation.", TokenizeRequest)},
-    "/detokenize": {"post": Operation("The text of tokens.", DetokenizeRequest)},
-    "/version": {"get": Operation("The router's version.")},
+    "/v1/requests/{id}/cancel": {"post": Operation("Ends a request.", answer=answers.RequestObject)},
+    "/v1/requests/{id}/events": {
+        "get": Operation(
+            "The answer from Last-Event-ID on.",
+            others=(_EVENTS,),
+            parameters=(
+                _header("Last-Event-ID", "The last event that the client has."),
+                _query("after", "The same, for clients that cannot set headers.", type="string"),
+                _TIMEOUT,
+            ),
+        )
+    },
+    "/v1/usage": {
+        "get": Operation(
+            "What the caller's tenant used, by hour or day and model.",
+            answer=answers.UsagePageObject,
+            parameters=_USAGE,
+        )
+    },
+    FLEET: {"get": Operation("The fleet, live.", others=(_EVENTS,))},
+    LOAD_LORA: {"post": Operation("Loads a LoRA adapter at all engines.", LoadLoRABody, others=(_TEXT,))},
+    UNLOAD_LORA: {"post": Operation("Unloads a LoRA adapter at all engines.", UnloadLoRABody, others=(_TEXT,))},
+    "/tokenize": {"post": Operation("The tokens of a text or of a conversation.", TokenizeRequest, answers.Tokens)},
+    "/detokenize": {"post": Operation("The text of tokens.", DetokenizeRequest, answers.Text)},
+    "/version": {"get": Operation("The router's version.", answer=answers.Version)},
 }
 """All routes but those of probes, of the page's files and of this document, by path."""
 
 
 def openapi(version: str, absent: Container[str] = ()) -> dict[str, Any]:
     """The document, in OpenAPI 3.1, without the paths that are ``absent`` from this router."""
-    schemas: dict[str, Any] = {"Error": _ERROR, "MessagesError": _MESSAGES_ERROR}
+    schemas = Schemas()
     paths = {
         path: {method: _operation(path, operation, schemas) for method, operation in methods.items()}
         for path, methods in OPERATIONS.items()
@@ -174,7 +289,7 @@ def openapi(version: str, absent: Container[str] = ()) -> dict[str, Any]:
         "info": {"title": "Quire", "version": version, "description": _DESCRIPTION},
         "paths": paths,
         "components": {
-            "schemas": schemas,
+            "schemas": schemas.components,
             "securitySchemes": {
                 "bearer": {"type": "http", "scheme": "bearer"},
                 "x-api-key": {"type": "apiKey", "in": "header", "name": "x-api-key"},
@@ -186,26 +301,35 @@ def openapi(version: str, absent: Container[str] = ()) -> dict[str, Any]:
     }
 
 
-def _operation(path: str, operation: Operation, schemas: dict[str, Any]) -> dict[str, Any]:
-    error = "MessagesError" if path.startswith("/v1/messages") else "Error"
-    described: dict[str, Any] = {
-        "summary": operation.summary,
-        "responses": {
-            "200": {"description": "The answer.", "content": {each: {} for each in operation.answers}},
-            "default": {
-                "description": "What was wrong.",
-                "content": {_JSON: {"schema": {"$ref": f"{_SCHEMAS}{error}"}}},
-            },
-        },
-    }
-    if names := re.findall(r"{(\w+)}", path):
-        described["parameters"] = [
-            {"name": name, "in": "path", "required": True, "schema": {"type": "string"}} for name in names
-        ]
+def _operation(path: str, operation: Operation, schemas: Schemas) -> dict[str, Any]:
+    content: dict[str, Any] = {} if operation.answer is None else _json(schemas.of_answer(operation.answer))
+    content |= {each: {"schema": {"type": "string"}} for each in operation.others}
+    responses = {"200": {"description": "The answer.", "content": content}}
+    if operation.accepted is not None:
+        accepted = _json(schemas.of_answer(operation.accepted))
+        responses["202"] = {"description": "It runs in the background.", "content": accepted}
+    error: Any = answers.MessagesError if path.startswith(_MESSAGES) else answers.Error
+    if path.startswith(_BOTH_APIS):
+        error = answers.Error | answers.MessagesError
+    responses["default"] = {"description": "What was wrong.", "content": _json(schemas.of_answer(error))}
+    described: dict[str, Any] = {"summary": operation.summary, "responses": responses}
+    in_path = [
+        DescribedParameter(
+            name, "path", {"type": "string", "minLength": 1}, f"The {name} in the address.", required=True
+        )
+        for name in re.findall(r"{(\w+)}", path)
+    ]
+    if parameters := [each.to_object() for each in (*in_path, *operation.parameters)]:
+        described["parameters"] = parameters
     if operation.body is not None:
-        schema = operation.body.model_json_schema(ref_template=f"{_SCHEMAS}{{model}}")
-        schemas.update(schema.pop("$defs", {}))
-        schemas[operation.body.__name__] = schema
-        reference = {"$ref": f"{_SCHEMAS}{operation.body.__name__}"}
-        described["requestBody"] = {"required": True, "content": {_JSON: {"schema": reference}}}
+        described["requestBody"] = {
+            "required": operation.needs_body,
+            "content": _json(schemas.of_body(operation.body)),
+        }
+    if operation.form is not None:
+        described["requestBody"] = {"required": True, "content": {_FORM: {"schema": operation.form}}}
     return described
+
+
+def _json(schema: dict[str, Any]) -> dict[str, Any]:
+    return {_JSON: {"schema": schema}}

@@ -12,6 +12,7 @@ from pydantic.json_schema import SkipJsonSchema
 from quire_proto.errors import invalid
 from quire_proto.pooling import Task
 from quire_proto.text.conversation import Hidden, part_name, unsupported_part
+from typing_extensions import TypedDict
 
 from quire_router.api.schemas import parameters
 from quire_router.api.schemas.base import (
@@ -25,6 +26,7 @@ from quire_router.api.schemas.base import (
     StopTokenIds,
     StrictModel,
     ToolOutput,
+    Whole,
 )
 from quire_router.api.schemas.conversation import (
     MAX_DESCRIPTION_CHARACTERS,
@@ -221,7 +223,7 @@ class ToolDefinition(StrictModel):
 
     foreign: ClassVar[Table] = parameters.MESSAGES_TOOL
 
-    type: Annotated[str | None, AfterValidator(_tool_type)] = None
+    type: Annotated[str | None, AfterValidator(_tool_type), Field(json_schema_extra={"enum": ["custom", None]})] = None
     name: Name
     description: Annotated[str, Field(max_length=MAX_DESCRIPTION_CHARACTERS)] | None = None
     input_schema: dict[str, Any]
@@ -301,6 +303,13 @@ def _system(value: object) -> object:
 _FOREIGN: Final[Table] = {**fields_of_chats(parameters.MESSAGES), **parameters.MESSAGES}
 
 
+class _SystemPart(TypedDict):
+    """A part of the system prompt."""
+
+    type: Literal["text"]
+    text: str
+
+
 class MessagesBody(StrictModel):
     """What a request to answer a conversation and one to count its tokens have in common."""
 
@@ -311,7 +320,7 @@ class MessagesBody(StrictModel):
     model: ModelName = ""
     messages: Annotated[list[Message], Field(min_length=1, max_length=MAX_MESSAGES, fail_fast=True)]
     system: Annotated[
-        Content | None, BeforeValidator(_system, json_schema_input_type=str | list[dict[str, Any]] | None)
+        Content | None, BeforeValidator(_system, json_schema_input_type=str | list[_SystemPart] | None)
     ] = None
     tools: Annotated[list[ToolDefinition], Field(max_length=MAX_TOOLS, fail_fast=True)] | None = None
     tool_choice: ToolUseChoice | None = None
@@ -355,7 +364,7 @@ class MessagesRequest(SamplingBody, MessagesBody):
     more of theirs (``FIELDS_OF_EXECUTION``).
     """
 
-    max_tokens: int
+    max_tokens: Whole
     stop_sequences: StopSequences = Field(default=[], validate_default=True)
     stream: bool | None = None
     metadata: RequestMetadata | None = None

@@ -8,7 +8,7 @@ import re
 from codecs import BOM_UTF8
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Annotated, Any, ClassVar, Literal, Self, TypeVar
+from typing import Annotated, Any, ClassVar, Final, Literal, Self, TypeVar
 
 from pydantic import (
     AfterValidator,
@@ -21,6 +21,7 @@ from pydantic import (
     ValidationError,
     create_model,
 )
+from pydantic.json_schema import SkipJsonSchema
 from quire_proto.errors import QuireError, invalid
 from quire_proto.pooling import Task
 from quire_proto.sampling import MAX_BAD_WORD_TOKENS, MAX_BAD_WORDS, MAX_BIASES, MAX_STOP_TOKEN_IDS
@@ -268,6 +269,7 @@ MAX_PROMPT_TOKENS = 2**18  # so many ids are read in ten milliseconds; a longer 
 MAX_PROMPTS = 128
 MAX_INPUTS = 2048  # of prompts that are pooled, as OpenAI has it
 _MAX_ABS = 2**64
+_TOKENS_REFUSAL = f"it must be a list of at most {MAX_PROMPT_TOKENS} token ids"
 _TOKEN_ID = re.compile("0|-?[1-9][0-9]{0,9}")  # one way to write each, so that none comes twice
 
 
@@ -348,9 +350,24 @@ def _bias(value: object) -> float:
     return float(value)
 
 
+def _whole(value: object) -> object:
+    """Returns a number that is whole as an integer: some clients write 1.0, which JSON Schema takes for one."""
+    return int(value) if isinstance(value, float) and value.is_integer() else value
+
+
+def _integers(tokens: list[float]) -> list[int]:
+    return list(map(int, tokens))
+
+
+WHOLE: Final = BeforeValidator(_whole)
+Whole = Annotated[int, WHOLE]
 _Token = Annotated[int, Field(ge=0, lt=2**31)]
-_Tokens = Annotated[list[_Token], Field(max_length=MAX_PROMPT_TOKENS, fail_fast=True)]
-_Word = Annotated[list[_Token], Field(max_length=MAX_BAD_WORD_TOKENS)]
+_WholeToken = Annotated[float, Field(ge=0, lt=2**31, multiple_of=1)]
+_TOKENS: Any = Field(max_length=MAX_PROMPT_TOKENS, fail_fast=True)
+_Tokens = Annotated[list[_Token], _TOKENS]
+_WholeTokens = Annotated[list[_WholeToken], _TOKENS, AfterValidator(_integers)]
+TokenIds = Annotated[list[int], Parsed(_Tokens | SkipJsonSchema[_WholeTokens], _TOKENS_REFUSAL)]
+_Word = Annotated[list[Annotated[int, Field(ge=0, lt=2**31), WHOLE]], Field(max_length=MAX_BAD_WORD_TOKENS)]
 _MetadataKey = Annotated[str, Field(max_length=MAX_METADATA_KEY_CHARACTERS)]
 _MetadataValue = Annotated[str, Field(max_length=MAX_LABEL_CHARACTERS)]
 
@@ -358,9 +375,9 @@ _MetadataValue = Annotated[str, Field(max_length=MAX_LABEL_CHARACTERS)]
 def _prompts(most: int) -> Parsed:
     """One text or list of tokens, or a list of at most ``most`` of either."""
     bounds = Field(min_length=1, max_length=most, fail_fast=True)
-    either = Annotated[
-        str | _Tokens | Annotated[list[str], bounds] | Annotated[list[_Tokens], bounds], AfterValidator(_as_list)
-    ]
+    lists = Annotated[list[_Tokens], bounds] | SkipJsonSchema[Annotated[list[_WholeTokens], bounds]]
+    one = str | _Tokens | SkipJsonSchema[_WholeTokens]
+    either = Annotated[one | Annotated[list[str], bounds] | lists, AfterValidator(_as_list)]
     refusal = (
         f"it must be one text, or one list of at most {MAX_PROMPT_TOKENS} token ids, "
         f"or a list of at most {most} of the one or of the other"
@@ -391,12 +408,12 @@ BadWords = Annotated[
     ),
 ]
 EarlyStopping = Annotated[bool | Literal["never"], Parsed(bool | Literal["never"], 'it must be true, false or "never"')]
-StopTokenIds = Annotated[list[int], Field(max_length=MAX_STOP_TOKEN_IDS)]
+StopTokenIds = Annotated[list[Whole], Field(max_length=MAX_STOP_TOKEN_IDS)]
 ModelName = Annotated[str, BeforeValidator(_model_name, json_schema_input_type=str | None), Field(max_length=128)]
 """What a request names its model; empty where it names none, and its caller may have only one."""
 Number = float | None
-Integer = Annotated[int, Field(gt=-_MAX_ABS, lt=_MAX_ABS)] | None  # wide enough: the true ranges are quire_proto's
-Seed = Annotated[int, Field(gt=-_MAX_ABS, lt=_MAX_ABS), AfterValidator(_seed)] | None
+Integer = Annotated[int, Field(gt=-_MAX_ABS, lt=_MAX_ABS), WHOLE] | None  # the true ranges are quire_proto's
+Seed = Annotated[int, Field(gt=-_MAX_ABS, lt=_MAX_ABS), AfterValidator(_seed), WHOLE] | None
 Label = Annotated[str, Field(max_length=MAX_LABEL_CHARACTERS)] | None
 Effort = Annotated[
     str,

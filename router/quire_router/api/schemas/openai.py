@@ -18,6 +18,7 @@ from quire_proto.text.conversation import Hidden
 
 from quire_router.api.schemas import parameters
 from quire_router.api.schemas.base import (
+    WHOLE,
     BadWords,
     EarlyStopping,
     Effort,
@@ -228,7 +229,7 @@ class GenerationBody(SamplingBody, StructuredBody):
     model: ModelName = ""
 
     n: Integer = None
-    best_of: Annotated[int, Field(ge=1)] | None = None
+    best_of: Annotated[int, Field(ge=1), WHOLE] | None = None
     use_beam_search: bool | None = None
     beam_width: Integer = None
     length_penalty: Number = None
@@ -413,7 +414,7 @@ class ChatRequest(TemplatedBody, GenerationBody):
 
     logprobs: bool | None = None
     max_completion_tokens: Integer = None
-    top_logprobs: Annotated[int, Field(ge=0, le=MAX_LOGPROBS)] | None = None
+    top_logprobs: Annotated[int, Field(ge=0, le=MAX_LOGPROBS), WHOLE] | None = None
 
     tool_choice: ToolChoice | None = None
     parallel_tool_calls: bool | None = None

@@ -10,7 +10,7 @@ from quire_proto.errors import invalid
 from quire_proto.pooling import Task
 
 from quire_router.api.schemas import parameters
-from quire_router.api.schemas.base import MAX_INPUTS, Inputs, Integer, Label, ModelName, Parsed, StrictModel
+from quire_router.api.schemas.base import MAX_INPUTS, WHOLE, Inputs, Integer, Label, ModelName, Parsed, StrictModel
 from quire_router.api.schemas.parameters import Table
 
 
@@ -19,7 +19,7 @@ class PoolingBody(StrictModel):
 
     model: ModelName = ""
 
-    truncate_prompt_tokens: Annotated[int, Field(ge=-1)] | None = None
+    truncate_prompt_tokens: Annotated[int, Field(ge=-1), WHOLE] | None = None
     use_activation: bool | None = None
     priority: Integer = None
     user: Label = None
@@ -128,7 +128,7 @@ class RerankRequest(ScoringBody):
 
     query: str
     documents: Documents = parameters.named(parameters.RERANK, "documents")
-    top_n: Annotated[int, Field(ge=0)] | None = None
+    top_n: Annotated[int, Field(ge=0), WHOLE] | None = None
     return_documents: bool | None = None
 
     @property

@@ -12,9 +12,11 @@ from quire_proto.errors import invalid
 from quire_proto.pooling import Task
 from quire_proto.sampling import MAX_LOGPROBS
 from quire_proto.text.conversation import Hidden
+from typing_extensions import TypedDict
 
 from quire_router.api.schemas import parameters
 from quire_router.api.schemas.base import (
+    WHOLE,
     Content,
     Effort,
     Integer,
@@ -127,7 +129,13 @@ def _conversation_id(value: object) -> object:
     return value["id"] if isinstance(value, dict) and "id" in value else value
 
 
-ConversationId = Annotated[ItemId, BeforeValidator(_conversation_id, json_schema_input_type=str | dict[str, str])]
+class _Named(TypedDict):
+    """A conversation as an object."""
+
+    id: ItemId
+
+
+ConversationId = Annotated[ItemId, BeforeValidator(_conversation_id, json_schema_input_type=ItemId | _Named)]
 
 
 class InputBody(StrictModel):
@@ -240,7 +248,7 @@ class ResponsesRequest(SamplingBody, InputBody):
     include: Annotated[list[str], Field(max_length=MAX_INCLUDED)] | None = None
     max_output_tokens: Integer = None
     max_tool_calls: Integer = None  # of tools that the server runs, of which there are none
-    top_logprobs: Annotated[int, Field(ge=0, le=MAX_LOGPROBS)] | None = None
+    top_logprobs: Annotated[int, Field(ge=0, le=MAX_LOGPROBS), WHOLE] | None = None
     stream: bool | None = None
     stream_options: StreamOptions | None = None
     background: bool | None = None

@@ -212,7 +212,7 @@ REFUSED_IN_BOTH = {
     "top_p": [-0.1, "x", 1.1],
     "top_k": [-2, 1.5, 2**31, True],
     "seed": [-(2**63) - 1, 2**64, 10**400, 0.5],
-    "max_tokens": [0, -1, 1.0, True, 10**300],
+    "max_tokens": [0, -1, 1.5, True, 10**300],
     "stop": [7, [7], {}, [""], "", ["x"] * 17, "x" * 257],
     "stop_token_ids": [[True], ["1"], 5, [-1], [VOCAB_SIZE], [0] * 17, [10**30]],
     "stream": ["true", 1],
@@ -243,7 +243,7 @@ REFUSED_IN_COMPLETIONS = {
     "suffix": ["x"],
     "add_special_tokens": [False],
     "messages": [[USER]],
-    "prompt": [None, 7, {}, [], [[]], ["a", [1]], ["a", 1], [1, "a"], [True], [1.0], [[["x"]]], [None], ["x"] * 129],
+    "prompt": [None, 7, {}, [], [[]], ["a", [1]], ["a", 1], [1, "a"], [True], [1.5], [[["x"]]], [None], ["x"] * 129],
 }
 
 
