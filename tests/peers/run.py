@@ -17,7 +17,7 @@ from enum import StrEnum
 from pathlib import Path
 
 HERE = Path(__file__).parent
-ROOT = HERE.parents[1]
+SHIMS = HERE / "shims"
 _CASE_SECONDS = 300  # with the start of a server
 
 
@@ -69,7 +69,7 @@ SUITES: Mapping[str, Suite] = {
         ".", "vllm_shim", ("--confcutdir=tests/entrypoints",), "tests/entrypoints/**/test_*.py", _VLLM_WITHOUT
     ),
     "llama.cpp": Suite("vendor/llama.cpp/tools/server/tests", "llama_shim", ("unit",), ""),
-    "sglang": Suite(".", "quire_servers", (str(HERE / "shims" / "sglang_kits.py"),), ""),
+    "sglang": Suite(".", "quire_servers", (f"--rootdir={SHIMS}", str(SHIMS / "sglang_kits.py")), ""),
 }
 
 
@@ -121,7 +121,7 @@ def run(peer: str, folder: Path) -> Path:
     own = {
         "QUIRE_COMMAND": f"{sys.executable} -m quire_cli.main",
         "QUIRE_CHECKPOINTS": str(folder / "checkpoints"),
-        "PYTHONPATH": os.pathsep.join([str(HERE / "shims"), str(sources / suite.folder)]),
+        "PYTHONPATH": os.pathsep.join([str(SHIMS), str(sources / suite.folder)]),
         "HF_HUB_OFFLINE": "1",
     }
     options = ["-q", "--tb=short", "-p", "no:cacheprovider", "-p", suite.shim, "--continue-on-collection-errors"]

@@ -3,10 +3,7 @@ the next test that wants the same.
 """
 
 import os
-import re
 import sys
-from collections.abc import Iterable
-from pathlib import Path
 from typing import Any
 
 import quire_servers
@@ -18,17 +15,9 @@ import utils
 SERVERS = quire_servers.Servers()
 
 
-def names_in(texts: Iterable[str]) -> list[str]:
-    """Returns the names of models in the sources of tests: llama.cpp's server answers to any name."""
-    return sorted({name for text in texts for name in re.findall(r'\bmodel"?[=:] ?"([A-Za-z0-9._/-]+)"', text)})
-
-
-_NAMES = names_in(path.read_text() for path in Path("unit").glob("*.py"))
-
-
 def arguments_of(server: Any) -> list[str]:
     """Returns the flags that a test's settings are with vLLM's names."""
-    flags = ["--served-model-name", ",".join([str(server.model_alias or server.model_hf_repo), *_NAMES])]
+    flags = ["--served-model-name", str(server.model_alias or server.model_hf_repo)]
     if server.n_ctx and server.n_slots:
         flags += ["--max-model-len", str(server.n_ctx // server.n_slots)]
     if server.n_slots:
@@ -46,6 +35,16 @@ def _stop(self: Any) -> None:
     """It is kept."""
 
 
+_UNVERSIONED = ("/chat/completions", "/completions", "/embeddings", "/responses", "/messages")
+_make_url = utils.ServerProcess.make_url
+
+
+def _versioned(self: Any, path: str, host: str | None = None) -> str:
+    """Returns the address of a route, with the version that llama.cpp's server lets clients leave out."""
+    return str(_make_url(self, f"/v1{path}" if path.startswith(_UNVERSIONED) else path, host))
+
+
+utils.ServerProcess.make_url = _versioned
 utils.ServerProcess.start = _start
 utils.ServerProcess.stop = _stop
 utils.ServerPreset.load_all = staticmethod(lambda: None)

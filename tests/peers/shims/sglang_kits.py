@@ -9,6 +9,7 @@ import unittest
 from pathlib import Path
 from typing import Any
 
+import openai
 import quire_servers
 
 KITS = Path(os.environ["PYTHONPATH"].split(os.pathsep)[-1]) / "sglang" / "test" / "kits"
@@ -54,12 +55,14 @@ class _Served:
     """What kits expect of the class that they are mixed into."""
 
     model = served_model_name = MODEL
-    api_key = None
+    api_key = "none"
 
     @classmethod
     def setUpClass(cls) -> None:
         """Starts the server."""
+        os.environ.setdefault("OPENAI_API_KEY", "none")
         cls.base_url = f"http://127.0.0.1:{SERVERS.get(MODEL, []).port}"
+        cls.client = openai.OpenAI(base_url=f"{cls.base_url}/v1", api_key="none")
         getattr(super(), "setUpClass", lambda: None)()
 
 
