@@ -181,6 +181,28 @@ def count_reasoning(prepared: PreparedRequest, parser: OutputParser, token_ids: 
     return len(token_ids) if parser.kinds == {Reasoning} else _count_before_others(prepared, token_ids)
 
 
+class ReasoningCounter:
+    """Counts the tokens of an answer that are reasoning, those of all choices, which ``parsers`` read. Keeps nothing of
+    an answer that cannot reason.
+    """
+
+    def __init__(self, prepared: PreparedRequest, parsers: Sequence[OutputParser] | None) -> None:
+        self._prepared = prepared
+        self._parsers = parsers if parsers is not None and prepared.has_reasoning else ()
+        self._token_ids: list[list[int]] = [[] for _ in self._parsers]
+
+    def add(self, delta: Delta) -> None:
+        """Adds a delta, to be called with each."""
+        if self._token_ids:
+            self._token_ids[delta.index] += delta.token_ids
+
+    @property
+    def total(self) -> int:
+        """The tokens so far."""
+        choices = zip(self._parsers, self._token_ids, strict=True)
+        return sum(count_reasoning(self._prepared, parser, token_ids) for parser, token_ids in choices)
+
+
 def _count_before_others(prepared: PreparedRequest, token_ids: Sequence[int]) -> int:
     """Counts the tokens before those that write something else, for models that write the end with several tokens."""
     parser, first = OutputParser("", _new_parser(prepared)), prepared.first

@@ -12,7 +12,7 @@ from typing import Any, Final
 from quire_proto.errors import QuireError, internal
 
 from quire_router.api.model_cards import ModelCard
-from quire_router.api.output_parser import ParsedDelta, ToolCallDelta, create_parsers
+from quire_router.api.output_parser import ParsedDelta, ReasoningCounter, ToolCallDelta, create_parsers
 from quire_router.api.prepared_request import PreparedRequest
 from quire_router.api.response_opener import PENDING, started_choices
 from quire_router.api.rest.answer_format import ErrorResponse, EventEncoder, error_headers
@@ -134,6 +134,11 @@ COMPLETION = OpenAiFormat(
     null_chunk_choice_fields=("prompt_token_ids", "token_ids"),
     null_chunk_fields=(),
 )
+
+
+def answer_usage(usage: Usage, reasoning_tokens: int) -> dict[str, Any]:
+    """Returns the OpenAI API's ``usage`` of an answer, of whose tokens some are reasoning."""
+    return {**(usage_object(usage) or {}), "completion_tokens_details": {"reasoning_tokens": reasoning_tokens}}
 
 
 def usage_object(usage: Usage | None) -> dict[str, Any] | None:
@@ -260,6 +265,7 @@ class CompletionBuilder:
     def __init__(self, style: OpenAiFormat, prepared: PreparedRequest) -> None:
         self.logprobs = LogprobsRenderer(prepared, style.logprobs_format) if prepared.has_logprobs else None
         self._parsers = create_parsers(prepared) if prepared.is_parsed else None
+        self._reasoning = ReasoningCounter(prepared, self._parsers)
         self._style = style
         first = prepared.first
         self._stop_token_ids = first.params.stop_token_ids
@@ -278,6 +284,7 @@ class CompletionBuilder:
             choice.texts.append(delta.text)
         else:
             choice.parsed.append(self._parsers[delta.index].parse(delta))
+            self._reasoning.add(delta)
         if self.logprobs is not None:
             choice.logprobs.append(self.logprobs.logprobs(delta))
         if delta.finish_reason is not None:
@@ -298,7 +305,7 @@ class CompletionBuilder:
             await asyncio.sleep(0)
         after = "" if self._style.prompt_in_choices else self._prompt_logprobs(0)
         after += nulls(self._style.null_fields)
-        end = f'],"usage":{json_text(usage_object(usage))}{after}}}'
+        end = f'],"usage":{json_text(answer_usage(usage, self._reasoning.total))}{after}}}'
         return b"".join(
             (f'{json_text(self._head)[:-1]},"choices":['.encode("ascii"), b",".join(choices), end.encode("ascii"))
         )
@@ -343,6 +350,7 @@ class ChunkEncoder:
         "_head",
         "_parsers",
         "_prompts",
+        "_reasoning",
         "_starts",
         "_stop_token_ids",
         "_style",
@@ -356,6 +364,7 @@ class ChunkEncoder:
             started = started_choices(cursor, prepared.num_choices)
             self.logprobs = LogprobsRenderer(prepared, style.logprobs_format, started)
         self._parsers = create_parsers(prepared) if prepared.is_parsed else None
+        self._reasoning = ReasoningCounter(prepared, self._parsers)
         self._style = style
         self._cursor = cursor
         self._has_ids = prepared.event_ids
@@ -392,6 +401,7 @@ class ChunkEncoder:
         """Returns the events of a delta: none, text, the end of its choice. A delta with the usage ends the stream."""
         logprobs = self.logprobs.logprobs(delta) if self.logprobs is not None else ()
         if self._parsers is not None:
+            self._reasoning.add(delta)
             data = self._encode_parsed(self._parsers[delta.index].parse(delta), delta, logprobs)
         else:
             data = b"" if delta.replayed else self._encode_text(delta, logprobs)
@@ -461,7 +471,8 @@ class ChunkEncoder:
         journal = {"quire_journal": PENDING} if pending else {}
         if self._usage and not self._cursor.usage:
             self._cursor.usage = True
-            return self._event({**self._head, "choices": [], "usage": usage_object(usage), **journal}) + DONE
+            told = answer_usage(usage, self._reasoning.total)
+            return self._event({**self._head, "choices": [], "usage": told, **journal}) + DONE
         if not pending:
             return DONE
         line = f"id: {self._cursor}\n" if self._has_ids else ""

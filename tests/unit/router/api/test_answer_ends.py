@@ -176,3 +176,23 @@ def test_chunks_messages_and_grpc_end_as_the_whole_chat(text: str, template: str
     free = whole(CHAT, unstopped, deltas_of(unstopped, text, FinishReason.STOP))["message"]["content"] or ""
     assert free.startswith(content)
     assert (chat["stop_reason"] is None) == (content == free)
+
+
+@pytest.mark.parametrize("placement", ReasoningPlacement)
+@pytest.mark.parametrize("stop", ["END", "never"])
+def test_chats_messages_and_responses_count_the_same_reasoning(placement: ReasoningPlacement, stop: str) -> None:
+    prepared = prepared_for(OPENING_TEMPLATE, (stop,), placement=placement)
+    deltas = deltas_of(prepared, "well, hm</think>one END two", FinishReason.STOP)
+    builders = [style.builder(prepared) for style in (CHAT, MESSAGES, RESPONSES)]
+    for delta in deltas:
+        for builder in builders:
+            builder.add(delta)
+    chat, message, response = (json.loads(asyncio.run(builder.body(USAGE)))["usage"] for builder in builders)
+    counted = chat["completion_tokens_details"]["reasoning_tokens"]
+    assert counted == message["output_tokens_details"]["thinking_tokens"]
+    assert counted == response["output_tokens_details"]["reasoning_tokens"]
+    assert (counted > 0) == (placement is not ReasoningPlacement.INLINE)
+    encoder = CHAT.encoder(prepared, StreamCursor(1))
+    events = b"".join(map(encoder.encode, deltas)).decode().split("\n\n")
+    (usage,) = (json.loads(event[6:])["usage"] for event in events if '"choices":[]' in event)
+    assert usage == chat

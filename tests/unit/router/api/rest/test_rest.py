@@ -14,7 +14,11 @@ from quire_router.api.rest.http_server import ConnectionLimits
 from tests.support.scripted_api import ANSWER, MAX_MODEL_LEN, MODEL, ask, chat, completion, open_stage, read_answer
 
 CHAT, COMPLETIONS = "/v1/chat/completions", "/v1/completions"
-USAGE = {"completion_tokens": 4, "prompt_tokens_details": {"cached_tokens": 2}}
+USAGE = {
+    "completion_tokens": 4,
+    "prompt_tokens_details": {"cached_tokens": 2},
+    "completion_tokens_details": {"reasoning_tokens": 0},
+}
 TEXT = "Hello wörld"
 
 
