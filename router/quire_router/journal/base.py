@@ -98,7 +98,8 @@ class RequestRecord:
 @dataclass(frozen=True, slots=True)
 class RecordUpdate:
     """The deltas of a request since the last poll, and the state of its record now. Fields as in ``RequestRecord``.
-    With ``more``, which the next poll returns at once, the record counts as leased and not ended.
+    With ``more``, which the next poll returns at once, the record counts as leased and not ended. An end that is
+    ``pending`` is not stored yet, and may be lost with this router.
     """
 
     deltas: list[RecordedDelta]
@@ -107,6 +108,7 @@ class RecordUpdate:
     usage: Usage
     leased: bool
     more: bool = False
+    pending: bool = False
 
 
 def partial_update(deltas: list[RecordedDelta]) -> RecordUpdate:

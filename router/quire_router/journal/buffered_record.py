@@ -38,4 +38,4 @@ async def read_buffered_update(request: BufferedRequest, offset: int) -> RawReco
         b"usage": encode_usage(end.usage).encode(),
         b"sum": b"%d" % await log_checksum(packed),
     }
-    return RawRecordUpdate(fields, len(packed), packed[offset:], 0)
+    return RawRecordUpdate(fields, len(packed), packed[offset:], 0, pending=True)

@@ -23,13 +23,14 @@ UPDATE_FIELDS = ("epoch", "reason", "error", "usage", "lease_expires", "sum")
 @dataclass(frozen=True, slots=True)
 class RawRecordUpdate:
     """Some fields of a record, the ``length`` of its packed token log in bytes, the log from some byte on (``packed``),
-    and the time in ms by Redis' clock, all of one moment.
+    and the time in ms by Redis' clock, all of one moment. The end of one that is ``pending`` is not stored yet.
     """
 
     fields: Mapping[bytes, bytes]
     length: int
     packed: bytes
     now: int
+    pending: bool = False
 
 
 class RecordFollower:
@@ -59,7 +60,7 @@ class RecordFollower:
         decode_epoch(update.fields.get(b"epoch", b""))
         if self._reader is None:
             self._reader = TokenLogReader(decode_num_choices(update.fields.get(b"request", b"")))
-        end = decode_state(update.fields, update.now)
+        end = replace(decode_state(update.fields, update.now), pending=update.pending)
         if update.length >= self._offset:
             total = await log_checksum(update.packed, self._checksum)
             verify_checksum(update.fields, update.length, total)

@@ -78,7 +78,7 @@ class RequestResumer:
                 raise decode_error(tail.error)
             if tail.finish_reason is not None:
                 for delta in replayer.finish(tail.finish_reason, tail.usage):
-                    yield delta
+                    yield replace(delta, pending=tail.pending and delta.usage is not None)
                 return
             self._check_consumer(consumer)
             claimed = None if tail.leased else await self._claim(request.request_id)

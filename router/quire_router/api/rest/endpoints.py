@@ -20,6 +20,7 @@ from quire_router.api.rest.http import (
     JSON_HEADERS,
     LAST_EVENT_ID,
     BodyLimits,
+    Header,
     HttpExchange,
     read_body,
     to_json,
@@ -34,7 +35,7 @@ from quire_router.api.rest.responses_format import RESPONSES
 from quire_router.api.rest.sse import KeepAlive, SseStream, collect, stream
 from quire_router.api.schemas.anthropic import CountTokensRequest
 from quire_router.api.service import ApiService, BeforeDelete, counting_rejections, ignored_parameters_header
-from quire_router.api.stored_requests import RequestStatus, StoredRequest
+from quire_router.api.stored_requests import RequestStatus
 from quire_router.api.tokenize import DetokenizeRequest, TokenizeRequest, TokenizeResult, to_tokenize
 from quire_router.core.errors import RETRY_NOT_READY, fleet_forbidden
 from quire_router.core.generation import GenerationRequest
@@ -191,15 +192,12 @@ class RequestEndpoints:
 
     async def _show(self, exchange: HttpExchange) -> None:
         stored = await self._service.status(_id(exchange), exchange.caller)
-        body_json = to_json(request_object(stored))
+        body_json, own = to_json(request_object(stored)), list[Header]()
         if stored.status is RequestStatus.COMPLETED:
-            body_json = body_json[:-1] + b',"response":' + await self._answer(stored, exchange) + b"}"
-        await exchange.response.send(200, body_json)
-
-    async def _answer(self, stored: StoredRequest, exchange: HttpExchange) -> bytes:
-        answer = await self._service.replay(stored, exchange.caller)
-        body, _ = await collect(answer, format_of(stored.first))
-        return body
+            answer = await self._service.replay(stored, exchange.caller)
+            whole, own = await collect(answer, format_of(stored.first))
+            body_json = body_json[:-1] + b',"response":' + whole + b"}"
+        await exchange.response.send(200, body_json, [*JSON_HEADERS, *own])
 
     async def _events(self, exchange: HttpExchange) -> None:
         with counting_rejections():

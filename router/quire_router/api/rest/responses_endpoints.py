@@ -22,6 +22,7 @@ from quire_router.api.rest.http import (
     JSON_HEADERS,
     LAST_EVENT_ID,
     BodyLimits,
+    Header,
     HttpExchange,
     read_body,
     to_json,
@@ -51,16 +52,16 @@ _RUNNING = RequestStatus.RUNNING
 _NUMBER = re.compile(r"[0-9]{1,15}", re.ASCII)
 
 
-async def _body(service: ApiService, stored: StoredRequest, caller: Identity) -> bytes:
-    """Returns a response as it is now: with its output once it has ended, in whatever way."""
+async def _body(service: ApiService, stored: StoredRequest, caller: Identity) -> tuple[bytes, list[Header]]:
+    """Returns a response as it is now, with its output once it has ended, in whatever way; and its headers."""
     if stored.status in (RequestStatus.COMPLETED, RequestStatus.CANCELLED):
-        body, _ = await collect(await service.replay(stored, caller), RESPONSES)
-        return body
+        body, own = await collect(await service.replay(stored, caller), RESPONSES)
+        return body, [*JSON_HEADERS, *own]
     if stored.status is RequestStatus.FAILED:
-        return await _failed_body(service, stored, caller)
+        return await _failed_body(service, stored, caller), [*JSON_HEADERS]
     begun = not stored.first.background or any(record.deltas for record in stored.records)
     answer = Answer(await service.reread(stored, caller))
-    return answer.json("in_progress" if begun else "queued", None).encode("ascii")
+    return answer.json("in_progress" if begun else "queued", None).encode("ascii"), [*JSON_HEADERS]
 
 
 async def _failed_body(service: ApiService, stored: StoredRequest, caller: Identity) -> bytes:
@@ -143,8 +144,8 @@ class ResponseEndpoints:
             answer = await self._service.replay(stored, exchange.caller)
             await stream(exchange, RESPONSES, answer, headers, self._keepalive)
             return
-        body = await _body(self._service, stored, exchange.caller)
-        await exchange.response.send(200, body, [*JSON_HEADERS, *x_headers(headers)])
+        body, own = await _body(self._service, stored, exchange.caller)
+        await exchange.response.send(200, body, [*own, *x_headers(headers)])
 
     async def show_or_delete(self, exchange: HttpExchange) -> None:
         """Sends a response, or its events from ``starting_after`` on; for ``DELETE``, ends and forgets it."""
@@ -168,7 +169,7 @@ class ResponseEndpoints:
                 await self._service.cancel(stored.first.request_id, exchange.caller)
                 await exchange.cancel_on_disconnect(self._send_ended(exchange, stored))
             else:
-                await exchange.response.send(200, await _body(self._service, stored, exchange.caller))
+                await exchange.response.send(200, *await _body(self._service, stored, exchange.caller))
 
     async def input_items(self, exchange: HttpExchange) -> None:
         """Lists the conversation that a response answers."""
@@ -208,7 +209,7 @@ class ResponseEndpoints:
         if query.get("stream") == "true":
             await self._stream(exchange, stored, query.get("starting_after"))
         else:
-            await exchange.response.send(200, await _body(self._service, stored, exchange.caller))
+            await exchange.response.send(200, *await _body(self._service, stored, exchange.caller))
 
     async def _stream(self, exchange: HttpExchange, stored: StoredRequest, after: str | None) -> None:
         with counting_rejections():
@@ -224,8 +225,8 @@ class ResponseEndpoints:
 
     async def _send_ended(self, exchange: HttpExchange, stored: StoredRequest) -> None:
         """Sends a response that is about to end."""
-        body, _ = await collect(await self._service.replay(stored, exchange.caller), RESPONSES)
-        await exchange.response.send(200, body)
+        body, own = await collect(await self._service.replay(stored, exchange.caller), RESPONSES)
+        await exchange.response.send(200, body, [*JSON_HEADERS, *own])
 
 
 def _result(result: TokenizeResult) -> TokenizeResult:

@@ -57,7 +57,7 @@ async def assert_ended(journal: AnyJournal, request_id: str = "r") -> None:
     assert record.choices[0].token_ids == [1, 2, 3]
     update = await journal.follow(request_id).poll()
     assert update is not None
-    assert (update.finish_reason, update.usage) == (FinishReason.LENGTH, USED)
+    assert (update.finish_reason, update.usage, update.pending) == (FinishReason.LENGTH, USED, False)
     assert [each.token_ids for each in update.deltas] == [[1, 2, 3]]
     assert await journal.claim(request_id) is None
     assert not await journal.cancel(request_id)
@@ -118,10 +118,8 @@ async def test_an_end_that_is_not_confirmed_in_time_is_seen_at_its_router_all_th
         assert status.finish_reason is FinishReason.LENGTH
         update = await journal.follow("r").poll()
         assert update is not None
-        assert (update.finish_reason, [each.token_ids for each in update.deltas]) == (
-            FinishReason.LENGTH,
-            [[1, 2, 3]],
-        )
+        assert (update.finish_reason, update.pending) == (FinishReason.LENGTH, True)
+        assert [each.token_ids for each in update.deltas] == [[1, 2, 3]]
         assert await journal.open_if_absent(small_request()) is None
         proxy.heal()
         await flushed(journal)

@@ -1,13 +1,13 @@
 """The end of an answer that can be read again comes once the journal has it, and never a token."""
 
 import asyncio
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 import pytest
 from quire_proto.errors import ErrorCode, QuireError
 from quire_proto.sampling import SamplingParams
-from quire_router.core.generation import Delta, GenerationRequest, Usage
+from quire_router.core.generation import Delta, GenerationRequest, StreamCursor, Usage
 from quire_router.journal.base import Lease
 from quire_router.journal.memory import MemoryJournal
 
@@ -97,3 +97,30 @@ async def test_an_error_that_ends_a_stored_request_waits_for_the_journal_too() -
         with pytest.raises(QuireError) as failed:
             await task
         assert failed.value.code is ErrorCode.DEADLINE
+
+
+@pytest.mark.parametrize("pending", [True, False])
+async def test_who_follows_an_answer_is_told_too_that_its_end_is_not_stored(*, pending: bool) -> None:
+    journal = MemoryJournal()
+    async with open_runner(journal=journal) as place:
+        task, submit = await started(place, place.lifecycle.run(REQUEST))
+        place.engine.send(output(submit.request_id, tokens("abc"), 0, LENGTH))
+        await task
+        record = await journal.read("r")
+        assert record is not None
+        follower = journal.follow("r")
+        update = await follower.poll()
+        assert update is not None
+        journal.follow = lambda _: OneUpdate(replace(update, pending=pending))  # type: ignore[method-assign]
+        deltas = await collect(place.lifecycle.resume(record, StreamCursor(1)))
+        assert [delta.pending for delta in deltas] == [*([False] * (len(deltas) - 1)), pending]
+
+
+@dataclass
+class OneUpdate:
+    """A follower that is at the end."""
+
+    update: Any
+
+    async def poll(self) -> Any:
+        return self.update
