@@ -246,7 +246,7 @@ class BufferedJournal(ABC):
 
     async def statuses(self, request_ids: Sequence[str], *, confirm_missing: bool = True) -> list[RequestRecord | None]:
         """See ``Journal``."""
-        ended = [await self._ended_here(request_id) for request_id in request_ids]
+        ended = await asyncio.gather(*map(self._ended_here, request_ids))
         if None not in ended:
             return [await read_buffered(request, tokens_only=True) for request in ended if request is not None]
         records = await self._statuses(request_ids)
