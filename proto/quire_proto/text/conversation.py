@@ -32,7 +32,7 @@ _MARKS = frozenset({
 })  # fmt: skip
 """Fields that client libraries add to messages and parts, in which there is nothing for a model to read."""
 _UNPRINTABLE = re.compile(r"[^A-Za-z0-9_.\[\]-]")
-_MAX_KIND = 32  # characters
+_MAX_KIND, _MAX_NAME = 32, 48  # characters: in a sentence, and in a header
 
 
 def read_message(message: Mapping[str, Any]) -> tuple[dict[str, Any], tuple[str, ...]]:
@@ -136,7 +136,7 @@ def _lost_of_parts(parts: Sequence[Any]) -> Iterator[str]:
 
 def part_name(field: str, number: int, kind: str) -> str:
     """Returns the name under which a part of a message is named where it is ignored."""
-    return f"{field}[{number}].{_UNPRINTABLE.sub('?', kind[:_MAX_KIND])}"
+    return f"{field}[{number}].{_UNPRINTABLE.sub('?', kind[:_MAX_NAME])}"
 
 
 def _kind(part: object) -> str:

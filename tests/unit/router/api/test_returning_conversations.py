@@ -7,6 +7,7 @@ from types import NoneType
 from typing import get_args, get_type_hints
 
 import pytest
+from anthropic.types.beta import BetaContentBlockParam
 from openai.types.responses.response_input_item_param import ResponseInputItemParam
 from quire.v1 import inference_pb2 as pb
 from quire_engine.llm.processor import read_conversations
@@ -191,6 +192,31 @@ READ = {
     "custom_tool_call",
     "custom_tool_call_output",
 }
+
+
+TYPED = [block for block in get_args(BetaContentBlockParam) if isinstance(block, type)]  # and not that of answers
+BLOCKS = {word for block in TYPED for word in words_of(get_type_hints(block)["type"])}
+CLIENTS = {"text", "thinking", "tool_use", "tool_result"}
+
+
+@pytest.mark.parametrize("kind", sorted(BLOCKS - CLIENTS))
+def test_every_block_that_anthropic_describes_is_taken_in_an_answer_and_named(kind):
+    block = {
+        "type": kind,
+        "id": 5,
+        "name": "a b",
+        "input": [],
+        "content": [{"type": "x"}],
+        "data": "x",
+        "tool_use_id": "t",
+    }
+    prompt, ignored = seen(message_chat([USER, {"role": "assistant", "content": [TEXT, block]}, SO]))
+
+    assert ("I looked." in prompt, ignored) == (True, (f"messages[1].content[1].{kind}",))
+
+
+def test_anthropics_description_names_the_blocks_that_are_tried_here():
+    assert {"server_tool_use", "web_search_tool_result", "mcp_tool_use", "image", *CLIENTS} <= BLOCKS
 
 
 def test_openais_description_names_the_items_that_are_tried_here():
