@@ -245,7 +245,7 @@ def samples(expression: Expression, limit: int = 64) -> list[str]:
 def _samples(expression: Expression) -> Iterator[str]:
     match expression:
         case Characters(ranges=ranges):
-            preferred = [code for code in map(ord, "a0Az-_/ .") if _includes(ranges, code)]
+            preferred = [code for code in map(ord, "a2A0z-_/ .") if _includes(ranges, code)]
             yield from map(chr, [*preferred[:3], *(low for low, _ in ranges[:2])])
         case InOrder(parts=parts):
             yield from map("".join, islice(product(*(list(islice(_samples(part), 3)) for part in parts)), 256))

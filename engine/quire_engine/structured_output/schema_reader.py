@@ -13,6 +13,7 @@ import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from fractions import Fraction
+from itertools import chain, permutations, product
 from typing import Any
 
 from quire_engine.structured_output.expressions import (
@@ -319,8 +320,10 @@ class SchemaReader:
         """Whether a text has the shape. Raises ``SchemaError`` where that cannot be told."""
         if len(shape.expressions) == 1:
             return has_length(shape.expressions[0], shape.least, shape.most)
-        known = (text for each in shape.expressions for text in samples(each))
-        if any(shape.accepts(text) for text in known):
+        known = [samples(each) for each in shape.expressions]
+        pairs = ("".join(pair) for one, two in permutations(known, 2) for pair in product(one[:8], two[:8]))
+        joined = ("".join(texts) for texts in product(*(texts[:2] for texts in known[:8])))
+        if any(shape.accepts(text) for text in chain(*known, pairs, joined)):
             return True
         raise self.error(schema, keyword, "is not supported together with the other patterns and formats here")
 
