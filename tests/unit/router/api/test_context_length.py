@@ -41,8 +41,12 @@ OF_OPENAI = {
     "litellm 1.110.2, ExceptionCheckers": Detector(("this model's maximum context length is",)),
     "langchain-openai 1.7.4, _handle_openai_bad_request": Detector(("context_length_exceeded",)),
     "crewai 1.15.30, CONTEXT_LIMIT_ERRORS": Detector(("maximum context length",)),
-    "opencode 1.3, OVERFLOW_PATTERNS": Detector((r"maximum context length is \d+ tokens",), in_body=False),
-    "pi-ai 0.60, OVERFLOW_PATTERNS": Detector((r"maximum context length is \d+ tokens",), in_body=False),
+    "opencode, OVERFLOW_PATTERNS of provider/error.ts (2026)": Detector(
+        (r"maximum context length is \d+ tokens",), in_body=False
+    ),
+    "pi-ai, OVERFLOW_PATTERNS of utils/overflow.ts (2026)": Detector(
+        (r"maximum context length is \d+ tokens",), in_body=False
+    ),
     "vLLM's and OpenAI's sentence": Detector(
         (
             r"^This model's maximum context length is \d+ tokens\. However, you requested (at least )?\d+ tokens "
@@ -57,7 +61,7 @@ OF_ANTHROPIC = {
     "litellm 1.110.2, anthropic": Detector(("prompt is too long",)),
     "langchain-anthropic 1.7.10, _handle_anthropic_bad_request": Detector(("prompt is too long",), in_body=False),
     "crewai 1.15.30, CONTEXT_LIMIT_ERRORS": Detector(("context_length_exceeded",)),
-    "opencode 1.3, OVERFLOW_PATTERNS": Detector(("prompt is too long",), in_body=False),
+    "opencode, OVERFLOW_PATTERNS of provider/error.ts (2026)": Detector(("prompt is too long",), in_body=False),
     "Claude Code's numbers": Detector((r"^prompt is too long: \d+ tokens > \d+ maximum$",), in_body=False),
 }
 LONG = "hello " * MAX_MODEL_LEN
