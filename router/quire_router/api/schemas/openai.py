@@ -77,12 +77,15 @@ class NamedSchema(StrictModel):
 
 
 class ResponseFormat(StrictModel):
-    """``response_format``: any text, any JSON object, or JSON of a schema."""
+    """``response_format``: any text, any JSON object, or JSON of a schema. llama.cpp, Together and Fireworks have the
+    schema of an object beside the type ``json_object``.
+    """
 
     foreign: ClassVar[Table] = parameters.RESPONSE_FORMAT
 
     type: Literal["text", "json_object", "json_schema"]
     json_schema: NamedSchema | None = None
+    schema_: Annotated[dict[str, Any] | None, Field(alias="schema")] = None
 
 
 class StructuredOutputs(StrictModel):
@@ -167,7 +170,12 @@ def _from_response_format(given: ResponseFormat | None) -> Iterator[_StructuredF
     if (given.json_schema is not None) != (given.type == "json_schema"):
         param = "response_format.json_schema"
         raise invalid(param, f"{param} and the type json_schema go together.")
-    if given.json_schema is not None and given.json_schema.schema_ is not None:
+    if given.schema_ is not None:
+        if given.type != "json_object":
+            param = "response_format.schema"
+            raise invalid(param, f"{param} and the type json_object go together.")
+        yield _StructuredField("response_format", StructuredKind.JSON_SCHEMA, given.schema_)
+    elif given.json_schema is not None and given.json_schema.schema_ is not None:
         yield _StructuredField("response_format", StructuredKind.JSON_SCHEMA, given.json_schema.schema_)
     elif given.type != "text":
         yield _StructuredField("response_format", StructuredKind.JSON_OBJECT)

@@ -379,7 +379,6 @@ MESSAGES: Final[Table] = {
 
 STREAM_OPTIONS: Final[Table] = {"include_obfuscation": Parameter((False,))}
 RESPONSE_FORMAT: Final[Table] = {
-    **_refused("use the type json_schema, with the schema in json_schema.schema", "schema"),
     **_refused("use structured_outputs.grammar or structured_outputs.regex", "grammar pattern"),
     **_refused(
         "use tools with strict set to true, or guided_grammar", "structures triggers format at_least_one begin end"

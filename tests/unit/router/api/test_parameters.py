@@ -185,6 +185,17 @@ def test_a_message_that_the_answer_should_continue_is_refused_and_false_is_not(n
     assert ChatRequest.from_fields(WHOLE["chat"] | {"messages": [*MESSAGES, begun | {name: False}, *MESSAGES]})
 
 
+def test_a_schema_beside_the_type_of_an_object_is_that_of_the_output():
+    schema = {"type": "object", "properties": {"a": {"type": "integer"}}}
+    forms = [
+        {"type": "json_object", "schema": schema},
+        {"type": "json_schema", "json_schema": {"name": "x", "schema": schema}},
+    ]
+
+    one, other = (generations(ChatRequest, WHOLE["chat"] | {"seed": 1, "response_format": form}) for form in forms)
+    assert one[0].params.structured == other[0].params.structured is not None
+
+
 def test_two_names_of_one_field_may_agree():
     (one,) = generations(ChatRequest, WHOLE["chat"] | {"n_predict": 5, "max_tokens": 5, "max_new_tokens": 5, "seed": 1})
 

@@ -166,7 +166,9 @@ REFUSED_IN_BOTH = {
         {"type": "json_schema", "json_schema": {"name": "x", "schema": "{}"}},
         {"type": "json_schema", "json_schema": {"name": "x", "schema": {"a": "x" * 65536}}},
         {"type": "structural_tag"},
-        {"type": "json_object", "schema": {}},
+        {"type": "json_schema", "schema": {}},
+        {"type": "text", "schema": {}},
+        {"type": "json_object", "schema": "{}"},
     ],
     "structured_outputs": [
         "x",
@@ -310,9 +312,8 @@ def test_other_values_are_refused_by_name_in_completions(name, values):
             "mirostat_mode is not supported here: of the samplers there are temperature, top_p, top_k and min_p.",
         ),
         (
-            {"response_format": {"type": "json_object", "schema": {}}},
-            "response_format.schema is not supported here: "
-            "use the type json_schema, with the schema in json_schema.schema.",
+            {"response_format": {"type": "text", "schema": {}}},
+            "response_format.schema and the type json_object go together.",
         ),
     ],
 )
