@@ -170,8 +170,9 @@ async def test_a_cancelled_message_ends_as_one():
         await stage.runner.started.wait()
         (generation,) = stage.runner.generations
         await ask(stage.port, "POST", f"/v1/requests/{generation.request_id}/cancel")
-        message = message_of(message_events((await asking).body))
-    assert (message["stop_reason"], message["content"]) == ("abort", [{"type": "text", "text": "one"}])
+        *events, last = message_events((await asking).body)
+    assert "".join(event.data["delta"]["text"] for event in events if "delta" in event.data) == "one"
+    assert (last.data["type"], last.data["error"]["details"]["error_code"]) == ("error", "cancelled")
 
 
 async def test_counting_says_how_many_tokens_the_prompt_of_the_same_message_has():

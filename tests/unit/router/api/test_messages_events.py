@@ -186,7 +186,6 @@ def test_hidden_thinking_leaves_no_block():
         ("so", FinishReason.LENGTH, False, "max_tokens"),
         ("so", FinishReason.LENGTH, True, "model_context_window_exceeded"),
         (CALLS[0], FinishReason.LENGTH, False, "max_tokens"),
-        ("so", FinishReason.ABORT, False, "abort"),
     ],
 )
 def test_the_stop_reason_is_that_of_the_api(output, reason, cut, expected):
