@@ -50,12 +50,12 @@ async def stream(
     async with aclosing(answer.deltas) as deltas, opening as events:
         events.headers += x_headers(headers)
         async for delta in deltas:
+            if encoder.logprobs is not None:
+                await encoder.logprobs.read_prompt(delta)
             if _is_cancelled(delta, answer_format):
                 if exchange.has_output and (data := encoder.encode(replace(delta, finish_reason=None, usage=None))):
                     await events.write(data)
                 raise answer_cancelled()
-            if encoder.logprobs is not None:
-                await encoder.logprobs.read_prompt(delta)
             data = encoder.encode(delta) if exchange.has_output else _begin(exchange, events, encoder, delta)
             if delta.usage is not None:
                 await events.end(data)
