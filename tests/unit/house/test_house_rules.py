@@ -244,6 +244,7 @@ SHORT_TASKS = {
     "router/quire_router/api/rest/sse.py": {"SseStream._check_idle"},
     "router/quire_router/api/rpc/servicer.py": {"MessageStream.__aenter__"},  # a call's, which it ends with
     "router/quire_router/api/multi_prompt.py": {"_merged"},
+    "router/quire_router/api/pooled_requests.py": {"pool_all"},  # a request's, which ends them
     "router/quire_router/autoscale/keda.py": {"Relay._relay"},  # a connection's
     "router/quire_router/autoscale/scaling_server.py": {"TlsServer._accept"},  # a handshake, within its time
     "router/quire_router/picker/server.py": {"_Stream.read_ahead"},  # a gateway's next message

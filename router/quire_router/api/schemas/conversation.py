@@ -88,7 +88,7 @@ class AllowedFunctions(StrictModel):
     tools: Annotated[list[ChosenTool], Field(min_length=1, max_length=MAX_TOOLS, fail_fast=True)]
 
 
-class AllowedTools(StrictModel):
+class AllowedChatTools(StrictModel):
     """A choice of some tools. All stay in the prompt, which so remains the same."""
 
     type: Literal["allowed_tools"]
@@ -96,9 +96,9 @@ class AllowedTools(StrictModel):
 
 
 ToolChoice = Annotated[
-    Literal["none", "auto", "required"] | ChosenTool | AllowedTools,
+    Literal["none", "auto", "required"] | ChosenTool | AllowedChatTools,
     Parsed(
-        Literal["none", "auto", "required"] | ChosenTool | AllowedTools,
+        Literal["none", "auto", "required"] | ChosenTool | AllowedChatTools,
         'it must be "none", "auto", "required", {"type": "function", "function": {"name": ...}} '
         'or {"type": "allowed_tools", "allowed_tools": {"mode": ..., "tools": [...]}}',
     ),
@@ -109,14 +109,14 @@ def chosen_names(choice: "ToolChoice | None") -> frozenset[str] | None:
     """Returns the names of the tools that may be called; None for all."""
     if isinstance(choice, ChosenTool):
         return frozenset({choice.function.name})
-    if isinstance(choice, AllowedTools):
+    if isinstance(choice, AllowedChatTools):
         return frozenset(each.function.name for each in choice.allowed_tools.tools)
     return None
 
 
 def requires_call(choice: "ToolChoice | None") -> bool:
     """Whether a tool must be called."""
-    if isinstance(choice, AllowedTools):
+    if isinstance(choice, AllowedChatTools):
         return choice.allowed_tools.mode == "required"
     return choice == "required" or isinstance(choice, ChosenTool)
 
