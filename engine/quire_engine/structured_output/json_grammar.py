@@ -209,7 +209,8 @@ class _Writer:
             other = self._new_rule(" | ".join(f'{self._name(each, own)} ":" n{each.value.number}' for each in others))
         # How many properties there are matters up to here: whether there is one, or the bounds.
         top = 1 if not shape.least and shape.most is None else max(shape.least, shape.most or 0) + 1
-        if min(top, len(members)) * len(members) > _MAX_STATES:
+        top = min(top, len(members))
+        if top * len(members) > _MAX_STATES:
             raise SchemaError("minProperties and maxProperties are not supported for so many properties")
         ways: list[str | None] = [self._more_members(shape, other, count) for count in range(top + 1)]
         for place in range(len(members) - 1, -1, -1):

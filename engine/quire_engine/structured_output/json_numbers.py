@@ -135,7 +135,9 @@ class NumberShape:
         bounds = [bound for bound in (self.low, self.high) if bound is not None]
         digits = min(MAX_FRACTION_DIGITS, max(FRACTION_DIGITS, *(_decimals(bound.value) for bound in bounds), 0))
         for bound in bounds:
-            if bound.exclusive and bound.value:
+            if abs(bound.value) >= _EXACT:
+                digits = 0 if bound.exclusive else digits
+            elif bound.exclusive and bound.value:
                 digits = min(digits, max(0, -math.ceil(math.log10(math.ulp(float(bound.value))))))
         return digits
 

@@ -341,7 +341,7 @@ def prepare(definition: str) -> str:
         if definition.startswith(EBNF):
             return lark(to_lark(definition.removeprefix(EBNF)))
         return with_schemas(definition.removeprefix(LARK)) if definition.startswith(LARK) else definition
-    except ValueError as error:
+    except (ValueError, OverflowError) as error:
         raise RejectedError(str(error)) from None
 
 
@@ -370,7 +370,7 @@ def with_schemas(text: str) -> str:
         try:
             _, end = _DECODER.raw_decode(text, found.end())
             grammar = _schema_grammar(text[found.end() : end])
-        except (ValueError, RecursionError) as error:
+        except (ValueError, OverflowError, RecursionError) as error:
             line = text.count("\n", 0, found.start()) + 1
             raise RejectedError(f"at {line}(1): {error or 'it is nested too deeply'}") from None
         name = f"json_{len(grammars)}"

@@ -9,7 +9,6 @@ merged exactly is refused, with the keyword and its place.
 Nodes are kept by the schemas that they join, so that schemas which refer to themselves end.
 """
 
-import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from fractions import Fraction
@@ -281,7 +280,7 @@ class SchemaReader:
         for schema in way:
             for keyword in (least, most):
                 value = schema.get(keyword, 0)
-                if not is_number(value) or value < 0 or not math.isfinite(value) or value != int(value):
+                if not is_number(value) or value < 0 or (isinstance(value, float) and not value.is_integer()):
                     raise self.error(schema, keyword, "must be a number of 0 or more")
             low = max(low, int(schema.get(least, 0)))
             if most in schema:
@@ -300,7 +299,7 @@ class SchemaReader:
         for schema in way:
             if "pattern" in schema:
                 found[str(schema["pattern"])] = (schema, "pattern")
-            if schema.get("format") in FORMATS and not is_listed:
+            if isinstance(schema.get("format"), str) and schema["format"] in FORMATS and not is_listed:
                 found[f"^(?:{FORMATS[schema['format']]})$"] = (schema, "format")
         shape = TextShape(*count, tuple(self._pattern(*where, text) for text, where in found.items()))
         if found and not self._has_text(shape, *next(iter(found.values()))):
