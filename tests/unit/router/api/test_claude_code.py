@@ -120,7 +120,10 @@ async def test_each_turn_of_a_session_continues_the_prompt_of_the_one_before():
             messages = [*FIRST, *(message for before in range(number) for message in turn(before))]
             answer = await ask(stage.port, "POST", "/v1/messages?beta=true", body(number, messages), HEADERS)
             assert answer.status == 200, answer.body
-            assert answer.headers["x-quire-ignored-parameters"] == "context_management, output_config.effort"
+            named = answer.headers["x-quire-ignored-parameters"].split(", ")
+            assert named[:2] == ["context_management", "output_config.effort"]
+            unseen = {name.rpartition(".")[2] for name in named[2:]}  # the template has no place for either
+            assert unseen == ({"thinking", "is_error"} if number else set())
             message = message_of(message_events(answer.body))
             assert [block["type"] for block in message["content"]] == ["thinking", "text", "tool_use"]
             assert message["content"][2]["input"] == {"command": "pwd"}

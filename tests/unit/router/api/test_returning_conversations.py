@@ -203,9 +203,8 @@ CLIENTS = {"text", "thinking", "tool_use", "tool_result"}
 def test_every_block_that_anthropic_describes_is_taken_in_an_answer_and_named(kind):
     block = {
         "type": kind,
-        "id": 5,
-        "name": "a b",
-        "input": [],
+        "id": "x",
+        "server_name": 5,
         "content": [{"type": "x"}],
         "data": "x",
         "tool_use_id": "t",
