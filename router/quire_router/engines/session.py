@@ -462,7 +462,8 @@ def _output(message: engine_pb2.SequenceOutput, reason: FinishReason | None, ask
         output.pooled = message.pooled
         output.error = error_from_proto(message.error) if reason is FinishReason.ERROR else None
         if reason is FinishReason.STOP and message.HasField("stop_token"):
-            output.stop_token = stop_token_from_proto(message.stop_token)
+            stop_token = stop_token_from_proto(message.stop_token)
+            output.stop_token = stop_token if asked.logprobs or stop_token.logprobs is None else None
     return output
 
 
