@@ -136,8 +136,9 @@ COMPLETION = OpenAiFormat(
 )
 
 
-def answer_usage(usage: Usage, reasoning_tokens: int) -> dict[str, Any]:
-    """Returns the OpenAI API's ``usage`` of an answer, of whose tokens some are reasoning."""
+def answer_usage(usage: Usage, reasoning: ReasoningCounter | None) -> dict[str, Any]:
+    """Returns the OpenAI API's ``usage`` of an answer, of whose tokens some may be ``reasoning``."""
+    reasoning_tokens = 0 if reasoning is None else reasoning.total
     return {**(usage_object(usage) or {}), "completion_tokens_details": {"reasoning_tokens": reasoning_tokens}}
 
 
@@ -265,7 +266,7 @@ class CompletionBuilder:
     def __init__(self, style: OpenAiFormat, prepared: PreparedRequest) -> None:
         self.logprobs = LogprobsRenderer(prepared, style.logprobs_format) if prepared.has_logprobs else None
         self._parsers = create_parsers(prepared) if prepared.is_parsed else None
-        self._reasoning = ReasoningCounter(prepared, self._parsers)
+        self._reasoning = None if self._parsers is None else ReasoningCounter(prepared, self._parsers)
         self._style = style
         first = prepared.first
         self._stop_token_ids = first.params.stop_token_ids
@@ -284,7 +285,8 @@ class CompletionBuilder:
             choice.texts.append(delta.text)
         else:
             choice.parsed.append(self._parsers[delta.index].parse(delta))
-            self._reasoning.add(delta)
+            if self._reasoning is not None:
+                self._reasoning.add(delta)
         if self.logprobs is not None:
             choice.logprobs.append(self.logprobs.logprobs(delta))
         if delta.finish_reason is not None:
@@ -305,7 +307,7 @@ class CompletionBuilder:
             await asyncio.sleep(0)
         after = "" if self._style.prompt_in_choices else self._prompt_logprobs(0)
         after += nulls(self._style.null_fields)
-        end = f'],"usage":{json_text(answer_usage(usage, self._reasoning.total))}{after}}}'
+        end = f'],"usage":{json_text(answer_usage(usage, self._reasoning))}{after}}}'
         return b"".join(
             (f'{json_text(self._head)[:-1]},"choices":['.encode("ascii"), b",".join(choices), end.encode("ascii"))
         )
@@ -364,7 +366,7 @@ class ChunkEncoder:
             started = started_choices(cursor, prepared.num_choices)
             self.logprobs = LogprobsRenderer(prepared, style.logprobs_format, started)
         self._parsers = create_parsers(prepared) if prepared.is_parsed else None
-        self._reasoning = ReasoningCounter(prepared, self._parsers)
+        self._reasoning = None if self._parsers is None else ReasoningCounter(prepared, self._parsers)
         self._style = style
         self._cursor = cursor
         self._has_ids = prepared.event_ids
@@ -401,7 +403,8 @@ class ChunkEncoder:
         """Returns the events of a delta: none, text, the end of its choice. A delta with the usage ends the stream."""
         logprobs = self.logprobs.logprobs(delta) if self.logprobs is not None else ()
         if self._parsers is not None:
-            self._reasoning.add(delta)
+            if self._reasoning is not None:
+                self._reasoning.add(delta)
             data = self._encode_parsed(self._parsers[delta.index].parse(delta), delta, logprobs)
         else:
             data = b"" if delta.replayed else self._encode_text(delta, logprobs)
@@ -471,7 +474,7 @@ class ChunkEncoder:
         journal = {"quire_journal": PENDING} if pending else {}
         if self._usage and not self._cursor.usage:
             self._cursor.usage = True
-            told = answer_usage(usage, self._reasoning.total)
+            told = answer_usage(usage, self._reasoning)
             return self._event({**self._head, "choices": [], "usage": told, **journal}) + DONE
         if not pending:
             return DONE
