@@ -83,7 +83,9 @@ async def test_a_request_in_a_coding_is_answered(coding: str) -> None:
     assert (answer.status, answer.json["object"]) == (200, "text_completion")
 
 
-@pytest.mark.parametrize("body", [b"not gzip", gzip.compress(b"{}" * 99)[:-5], zlib.compress(b"{}")])
+@pytest.mark.parametrize(
+    "body", [b"not gzip", gzip.compress(b"{}" * 99)[:-5], zlib.compress(b"{}")], ids=["text", "cut", "zlib"]
+)
 async def test_a_body_that_is_not_in_its_coding_is_a_400(body: bytes) -> None:
     async with open_stage() as stage:
         answer = await ask(stage.port, "POST", "/v1/completions", body, {"content-encoding": "gzip"})
