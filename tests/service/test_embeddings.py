@@ -119,7 +119,7 @@ def test_tokens_prompts_and_dimensions(decoder: Stack) -> None:
         ("/v1/completions", {"prompt": "x"}, "makes no text, only embeddings"),
         ("/v1/chat/completions", {"messages": [{"role": "user", "content": "x"}]}, "makes no text, only embeddings"),
         ("/v1/embeddings", {"input": "x", "dimensions": 65}, "embeddings have 64 numbers"),
-        ("/v1/embeddings", {"input": "fox " * 900}, "limit"),
+        ("/v1/embeddings", {"input": "fox " * 900}, "maximum context length"),
         ("/v1/embeddings", {"input": [999]}, "outside of this model's vocabulary"),
         ("/v1/embeddings", {"input": "x", "prompt_name": "other"}, "it has document, query"),
         ("/v1/embeddings", {"input": "x", "truncate_prompt_tokens": 300}, "between 1 and 256"),
@@ -247,7 +247,7 @@ def test_async_llm_embeds_as_llm_does_and_raises_what_a_prompt_fails_with(tmp_pa
             few = await llm.embed(TEXTS[0], PoolingParams(dimensions=16), "named")
             assert (len(few.outputs.embedding), few.request_id) == (16, "named")
             for refused, words in (
-                (llm.embed("fox " * 900), "limit"),
+                (llm.embed("fox " * 900), "maximum context length"),
                 (llm.embed(TEXTS[0], PoolingParams(dimensions=65)), "64 numbers"),
                 (llm.classify(TEXTS[0]), "classifies no texts"),
             ):

@@ -64,7 +64,7 @@ def test_a_wrong_shape_is_named(tmp_path: Path) -> None:
 
 
 def test_an_unknown_architecture_is_named(tmp_path: Path) -> None:
-    folder = broken(tmp_path, architectures=["GrandioseForCausalLM"])
+    folder = broken(tmp_path, architectures=["GrandioseForCausalLM"], model_type="grandiose")
     code, sentence = sentence_of(folder, tmp_path)
     assert code == 1
     assert "GrandioseForCausalLM" in sentence

@@ -99,7 +99,7 @@ export class Chat {
       if (!resumed) message.seconds = (performance.now() - began) / 1000;
     } catch (error) {
       if (error.status === 401) this.session.refused(error.message);
-      if (error.name === "AbortError") message.finish = "abort";
+      if (error.name === "AbortError" || error.code === "cancelled") message.finish = "abort";
       else message.error = error.message;
     }
     this.state.pending = null;

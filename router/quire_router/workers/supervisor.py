@@ -13,6 +13,7 @@ import sys
 from collections.abc import Awaitable, Callable, Iterable, Sequence
 from contextlib import AsyncExitStack
 from functools import partial
+from http import HTTPStatus
 from tempfile import TemporaryDirectory
 
 from aiohttp import ClientError, ClientSession, ClientTimeout
@@ -22,8 +23,9 @@ from quire_proto.cli import join_host_port
 from quire_proto.supervise import Backoff
 from starlette.types import Receive, Scope, Send
 
-from quire_router.api.rest.http import JSON_HEADERS, ClientDisconnectedError, Header, HttpResponse
+from quire_router.api.rest.http import JSON_HEADERS, ClientDisconnectedError, Header, HttpError, HttpResponse
 from quire_router.api.rest.http_server import HttpServer, listen
+from quire_router.api.rest.openai_format import error_response
 from quire_router.api.service import new_request_id
 from quire_router.autoscale.load_totals import RedisLoad
 from quire_router.autoscale.scaling_server import start_scaling_servers
@@ -187,7 +189,7 @@ class Admin:
         response = HttpResponse(send, self._write_timeout, new_request_id())
         try:
             page = self._pages.get(scope["path"]) if scope["method"] == "GET" else None
-            await response.send(*((404, b"{}", JSON_HEADERS) if page is None else await page()))
+            await response.send(*(_not_here(response.request_id) if page is None else await page()))
         except ClientDisconnectedError:
             return
         finally:
@@ -210,3 +212,10 @@ class Admin:
         registry = CollectorRegistry()
         MultiProcessCollector(registry, path=self._folder)  # type: ignore[no-untyped-call]
         return 200, generate_latest(registry), _TEXT
+
+
+def _not_here(request_id: str) -> Page:
+    """The page of a path that this port does not have."""
+    message = "This port has metrics and probes alone: the API is at --http-port."
+    status, body, headers = error_response(HttpError(HTTPStatus.NOT_FOUND, "not_found", message), request_id)
+    return status, body, headers

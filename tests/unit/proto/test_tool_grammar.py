@@ -249,7 +249,9 @@ def test_definitions_that_many_parameters_refer_to_are_not_repeated_without_end(
     }
     written = []
     write = tool_grammar._schema
-    monkeypatch.setattr(tool_grammar, "_schema", lambda schema: written.append(write(schema)) or written[-1])
+    monkeypatch.setattr(
+        tool_grammar, "_schema", lambda schema, marks: written.append(write(schema, marks)) or written[-1]
+    )
     with pytest.raises(GrammarTooLargeError):
         tool_call_grammar(BY_NAME["qwen3-coder"], [ToolSpec("get", schema)], forced=True, parallel=True)
     assert sum(map(len, written)) < 2 * MAX_TEXT

@@ -109,9 +109,9 @@ def test_without_the_library_for_kubernetes_what_needs_it_is_refused_and_all_els
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setitem(sys.modules, "kubernetes", None)  # as if it were not installed
-    with pytest.raises(ValueError, match=r"kubernetes://e:grpc needs .* pip install 'quire-router\[kubernetes\]'"):
+    with pytest.raises(ValueError, match=r"kubernetes://e:grpc needs .* pip install 'kubernetes"):
         create_discovery(["kubernetes://e"], dns_period=1)
-    with pytest.raises(ValueError, match=r"--scaling-port .* pip install 'quire-router\[kubernetes\]'"):
+    with pytest.raises(ValueError, match=r"--scaling-port .* pip install 'kubernetes"):
         from_cluster()
     create_discovery(["host:1", "dns://engines:9000"], dns_period=1)
 
