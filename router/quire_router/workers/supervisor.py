@@ -218,4 +218,4 @@ def _not_here(request_id: str) -> Page:
     """The page of a path that this port does not have."""
     message = "This port has metrics and probes alone: the API is at --http-port."
     status, body, headers = error_response(HttpError(HTTPStatus.NOT_FOUND, "not_found", message), request_id)
-    return status, body, headers
+    return status, body, tuple(headers)
