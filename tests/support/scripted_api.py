@@ -3,7 +3,7 @@
 import asyncio
 import json
 import ssl
-from collections.abc import AsyncGenerator, AsyncIterator, Callable, Iterator, Sequence
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Collection, Iterator, Sequence
 from contextlib import aclosing, asynccontextmanager
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -71,6 +71,8 @@ class ScriptedPool:
     engines: int = 1
     model_limits: Limits | None = field(default_factory=Limits)
     served_loras: dict[str, ServedLoRA] = field(default_factory=dict)
+    names_of_one: bool = False
+    """Whether all models are names of one."""
     without_engine: set[str] = field(default_factory=set)
     limits_of: dict[str, Limits] = field(default_factory=dict)
     """Those of models that have others than ``model_limits``."""
@@ -83,6 +85,9 @@ class ScriptedPool:
 
     def num_sleeping(self, model: str) -> int:
         return 0
+
+    def are_names_of_one(self, models: Collection[str]) -> bool:
+        return self.names_of_one and bool(models)
 
     def loras(self) -> dict[str, ServedLoRA]:
         return self.served_loras

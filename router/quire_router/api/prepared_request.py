@@ -7,7 +7,7 @@ runner of requests.
 import logging
 import math
 import re
-from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
+from collections.abc import AsyncGenerator, Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from hashlib import blake2b
 from typing import Protocol
@@ -297,6 +297,10 @@ class EnginePoolView(Protocol):
 
     def num_sleeping(self, model: str) -> int:
         """Returns the number of engines of the model that are woken up when they are needed."""
+        ...
+
+    def are_names_of_one(self, models: Collection[str]) -> bool:
+        """Returns whether each engine that serves any of these names serves all of them; False while there is none."""
         ...
 
     def loras(self) -> Mapping[str, ServedLoRA]:

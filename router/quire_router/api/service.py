@@ -434,14 +434,15 @@ class ApiService:
             await self._tenant_limits.consume_request(caller.tenant)
 
     def _only_model(self, caller: Identity, tasks: Sequence[Task]) -> str:
-        """Returns the one model that the caller may use for one of these ``tasks``. Adapters count where there is
-        nothing else. Raises ``QuireError`` INVALID with the models there are. May be called on any thread.
+        """Returns the one model that the caller may use for one of these ``tasks``, by the first of its names. Adapters
+        count where there is nothing else. Raises ``QuireError`` INVALID with the models there are. May be called on any
+        thread.
         """
         names = [name for name in self._cards.names() if caller.may_use(name)]
         loras = self._engine_pool.loras()
         usable = [name for name in names if name not in loras] or names
         fitting = [name for name in usable if self._validator.can_do(name, tasks)]
-        if len(fitting) != 1:
+        if len(fitting) != 1 and not self._engine_pool.are_names_of_one(fitting):
             raise model_missing(fitting or usable)
         return fitting[0]
 

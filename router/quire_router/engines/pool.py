@@ -4,7 +4,7 @@ How they are found and connected is in ``engine_registry``.
 
 import asyncio
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 
@@ -180,6 +180,14 @@ class EnginePool:
     def num_sleeping(self, model: str) -> int:
         """How many engines of the model sleep, or are about to, and could be woken up."""
         return sum(engine.condition == "sleeping" and model in engine.models for engine in self._engines.values())
+
+    def are_names_of_one(self, models: Collection[str]) -> bool:
+        """Returns whether each engine that serves any of these names serves all of them; False while there is none.
+        May be called on any thread.
+        """
+        names = set(models)
+        serving = [engine.models for engine in self.engines() if not engine.models.isdisjoint(names)]
+        return bool(serving) and all(names <= served for served in serving)
 
     def loras(self) -> Mapping[str, ServedLoRA]:
         """All adapters by their names, which are not those of models. Where engines have different ones of a name, it

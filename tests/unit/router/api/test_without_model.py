@@ -69,6 +69,14 @@ async def test_of_several_models_one_has_to_be_named(path, body):
     assert answer.error["message"] == "model is missing: there is not exactly one; send 'one' or 'two'."
 
 
+async def test_names_of_one_model_are_no_choice():
+    async with open_stage(models=("one", "two")) as stage:
+        stage.fleet.names_of_one = True
+        answer = await ask(stage.port, "POST", "/v1/completions", {"prompt": "hello"})
+
+    assert (answer.status, answer.json["model"]) == (200, "one")
+
+
 async def test_an_adapter_is_not_meant_by_a_request_that_names_nothing():
     async with open_stage() as stage:
         stage.fleet.served_loras = {"extra": ServedLoRA("tiny", LoRA("extra", b""))}

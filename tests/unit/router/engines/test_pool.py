@@ -64,6 +64,9 @@ async def test_an_engine_belongs_to_the_models_that_it_names() -> None:
         assert fleet.ready("alias") == 1
         assert fleet.ready("unknown") == 0
         assert fleet.rows("m").tolist() == fleet.rows("alias").tolist()
+        assert fleet.are_names_of_one(["m", "alias"])
+        assert not fleet.are_names_of_one(["m", "other"])
+        assert not fleet.are_names_of_one([])
         assert not set(fleet.rows("m")) & set(fleet.rows("other"))
 
 
