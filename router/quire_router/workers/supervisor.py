@@ -13,7 +13,6 @@ import sys
 from collections.abc import Awaitable, Callable, Iterable, Sequence
 from contextlib import AsyncExitStack
 from functools import partial
-from http import HTTPStatus
 from tempfile import TemporaryDirectory
 
 from aiohttp import ClientError, ClientSession, ClientTimeout
@@ -23,7 +22,7 @@ from quire_proto.cli import join_host_port
 from quire_proto.supervise import Backoff
 from starlette.types import Receive, Scope, Send
 
-from quire_router.api.rest.http import JSON_HEADERS, ClientDisconnectedError, Header, HttpError, HttpResponse
+from quire_router.api.rest.http import JSON_HEADERS, ClientDisconnectedError, Header, HttpResponse, not_on_this_port
 from quire_router.api.rest.http_server import HttpServer, listen
 from quire_router.api.rest.openai_format import error_response
 from quire_router.api.service import new_request_id
@@ -216,6 +215,5 @@ class Admin:
 
 def _not_here(request_id: str) -> Page:
     """The page of a path that this port does not have."""
-    message = "This port has metrics and probes alone: the API is at --http-port."
-    status, body, headers = error_response(HttpError(HTTPStatus.NOT_FOUND, "not_found", message), request_id)
+    status, body, headers = error_response(not_on_this_port(), request_id)
     return status, body, tuple(headers)

@@ -129,6 +129,12 @@ def body_too_large(limit: int) -> HttpError:
     return HttpError(HTTPStatus.REQUEST_ENTITY_TOO_LARGE, "body_too_large", message)
 
 
+def not_on_this_port() -> HttpError:
+    """The port has metrics and probes alone."""
+    message = "This port has metrics and probes alone: the API is at --http-port."
+    return HttpError(HTTPStatus.NOT_FOUND, "not_found", message)
+
+
 def body_too_slow(seconds: float) -> HttpError:
     """The body did not arrive within ``seconds``."""
     message = f"The body did not arrive within {seconds:g} seconds."
