@@ -80,9 +80,16 @@ def test_an_answer_can_be_stopped_and_the_conversation_goes_on(stack: Stack, bro
     browser.open(stack.router.url)
     browser.set(format="regex")
     browser.set(shape=2 * LONG)  # as long as the context allows: it is to be stopped before its end
-    browser.say(STORY)
-    browser.wait(lambda: len(browser.text(".assistant .text")) > 20)
-    browser.find("#stop").click()
+    stack.signal(signal.SIGSTOP)  # so that the answer cannot end before a slow browser stops it
+    try:
+        browser.say(STORY)
+        while len(browser.text(".assistant .text")) <= 20:
+            stack.signal(signal.SIGCONT)
+            time.sleep(0.1)
+            stack.signal(signal.SIGSTOP)
+        browser.find("#stop").click()
+    finally:
+        stack.signal(signal.SIGCONT)
     assert 20 < len(browser.answer()) < 4000
     assert "Stopped." in browser.text(".end")
     browser.set(format="text", temperature=0, max_tokens=5)
