@@ -95,7 +95,7 @@ class AdmissionQueue:
     ) -> None:
         settings, tenants = settings or QueueSettings(), Tenants() if tenants is None else tenants
         self._queues = {model: _ModelQueue(model, capacity, tenants, settings, clock) for model in models}
-        self._closed = False
+        self._closed = self._notified = False
         self.on_queued: Callable[[str], None] = lambda _: None
         self.on_waiting: Callable[[], None] = lambda: None
 
@@ -115,7 +115,15 @@ class AdmissionQueue:
             await self._queues[request.model].acquire(request, self.on_waiting)
 
     def notify_capacity(self) -> None:
-        """There may be capacity now: a stream has ended, or an engine is ready. Never waits."""
+        """There may be capacity now: a stream has ended, or an engine is ready. Never waits, and admits nothing before
+        the event loop runs again: the caller may be in the middle of a choice, of this queue or of an engine.
+        """
+        if not self._notified:
+            self._notified = True
+            asyncio.get_running_loop().call_soon(self._admit_next)
+
+    def _admit_next(self) -> None:
+        self._notified = False
         for queue in self._queues.values():
             queue.admit_next()
 

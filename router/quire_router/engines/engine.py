@@ -18,7 +18,8 @@ from quire_router.placement.prefix_index import BlockNamespace
 
 class Engine:
     """One engine, with its connection and its load: from its discovery until it left the fleet and its last request
-    ended. ``served`` decides under which of its names it gets requests.
+    ended. ``served`` decides under which of its names it gets requests. What it says of itself counts from ``refresh``
+    on.
     """
 
     def __init__(self, connection: EngineClient, load: EngineLoad, served: ModelMatcher | None = None) -> None:
@@ -51,19 +52,16 @@ class Engine:
     @property
     def models(self) -> frozenset[str]:
         """The names under which it serves its model, also while it is not connected."""
-        self._refresh()
         return self._models
 
     @property
     def namespace(self) -> BlockNamespace | None:
         """The namespace of its block hashes; None until it has described itself."""
-        self._refresh()
         return self._namespace
 
     @property
     def version(self) -> ModelVersion:
         """The version of its model, as far as it says."""
-        self._refresh()
         return self._version
 
     def update(self, endpoint: Endpoint) -> None:
@@ -81,14 +79,12 @@ class Engine:
     @property
     def can_sleep(self) -> bool:
         """Whether it can be put to sleep, or woken up, now."""
-        self._refresh()
         able = self._description is not None and self._description.can_sleep and bool(self._models)
         return able and self.connection.ready and not self.retired
 
     @property
     def shared_device(self) -> str:
         """The name of what it shares with engines that are awake in turns with it; empty if it is alone."""
-        self._refresh()
         return "" if self._description is None else self._description.shared_device
 
     @property
@@ -100,7 +96,6 @@ class Engine:
     @property
     def serves_loras(self) -> bool:
         """Whether adapters can be loaded there."""
-        self._refresh()
         return self._description is not None and self._description.max_loras > 0
 
     def lacks_lora_slot(self) -> bool:
@@ -108,7 +103,10 @@ class Engine:
         most = 0 if self._description is None else self._description.max_loras
         return len(self.connection.active_loras) >= most
 
-    def _refresh(self) -> None:
+    def refresh(self) -> None:
+        """Takes over what the engine says of itself, if that has changed. To be called when its connection reports a
+        change, and never where its properties are read: a new size may be new capacity.
+        """
         description = self.connection.description
         if description is None or description is self._description:
             return

@@ -148,7 +148,7 @@ class EngineRegistry:
         connection = create(
             address,
             self._settings,
-            on_change=self._on_change,
+            on_change=partial(self._on_engine_change, address),
             on_kv_event=partial(self._on_kv_event, address, load) if hears and self._kv_listener is not None else None,
             on_load=partial(self._on_load, address, load) if hears else None,
             on_lost=partial(self._clear_reported, address, load) if hears else _nothing,
@@ -189,6 +189,11 @@ class EngineRegistry:
             self._update_sharing.on_removed(engine.id)
 
     # What they report
+
+    def _on_engine_change(self, engine_id: str) -> None:
+        if (engine := self.engines.get(engine_id)) is not None:
+            engine.refresh()
+        self._on_change()
 
     def _on_load(self, engine_id: str, load: EngineLoad, report: engine_pb2.Load) -> None:
         self._report(load, report)

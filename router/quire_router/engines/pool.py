@@ -430,13 +430,13 @@ class EnginePool:
         self._throttled_notify.request()
 
     def _notify(self) -> None:
-        self.refresh_loras()
         for model in self._models:
             if model in self._gathering and not self._missing(model):
                 self._end_gathering(model)
-            self._update_limits(model)
             metrics.ENGINES_READY.labels(model).set(self.ready(model))
             metrics.ENGINES_SLEEPING.labels(model).set(self.num_sleeping(model))
+            self._update_limits(model)
+        self.refresh_loras()
         # All that wait check again; the next ones wait for a new event.
         self._changed.set()
         self._changed = asyncio.Event()

@@ -240,6 +240,47 @@ async def test_models_wait_apart():
     assert parked(MODEL) == 0
 
 
+@pytest.mark.parametrize("waiters", [1, 2, 3, 8])
+@pytest.mark.parametrize("best_effort", [False, True])
+async def test_a_question_for_capacity_may_find_that_there_is_some(waiters, best_effort):
+    class FindsWhenAsked(FakeCapacity):
+        """As engines that describe themselves in one moment: each question for one finds that another one has room."""
+
+        found = 0
+
+        def _ask(self):
+            if self.found < 3 * self.slots:
+                self.found += 1
+                self.queue.notify_capacity()
+
+        def has_capacity(self, model):
+            self._ask()
+            return super().has_capacity(model)
+
+        def has_best_effort_capacity(self, model):
+            self._ask()
+            return super().has_best_effort_capacity(model)
+
+        def ready(self, model):
+            self._ask()
+            return super().ready(model)
+
+    capacity, order = FindsWhenAsked(slots=0), []
+    queue = open_queue(capacity)
+    names = [f"r{number}" for number in range(waiters)]
+    priority = BEST_EFFORT if best_effort else 0
+    tasks = [asyncio.create_task(run(capacity, waiting(name, priority=priority), order, steps=3)) for name in names]
+    await settle()
+    capacity.slots = 2
+    queue.notify_capacity()
+    async with asyncio.timeout(20):
+        await asyncio.gather(*tasks)
+
+    assert order == names
+    assert capacity.most <= 2
+    assert parked(MODEL) == 0
+
+
 async def test_while_no_engine_is_ready_a_request_waits_and_runs_when_one_comes():
     capacity = FakeCapacity(engines=0)
     queue = open_queue(capacity)

@@ -6,6 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from quire.v1 import engine_pb2
+from quire_router.engines.engine import Engine
 from quire_router.engines.load import EngineLoad, LoadLedger
 from quire_router.engines.pool import any_has_capacity, has_best_effort_capacity, has_spare_capacity
 from quire_router.placement.engine_table import EngineTable
@@ -106,3 +107,30 @@ def test_at_an_engine_that_does_not_know_the_class_it_is_a_request_like_any() ->
     ledger.begin("e0:1", pending_tokens=50, best_effort=True)
     assert load.local == (1, 50, 0)
     assert not has_best_effort_capacity([load]), "it would delay others"
+
+
+class DescribedConnection:
+    """A connection that has just heard what its engine is, and has not reported it yet."""
+
+    address, ready, condition = "e:1", True, "ready"
+
+    def __init__(self) -> None:
+        self.description: engine_pb2.DescribeResponse | None = None
+
+
+def test_reading_what_an_engine_is_never_finds_capacity() -> None:
+    told: list[None] = []
+    ledger = LoadLedger(EngineTable(), capacity_seconds=CAPACITY, on_capacity=lambda: told.append(None))
+    connection, load = DescribedConnection(), ledger.add("e:1")
+    load.describe(engine_pb2.DescribeResponse(max_num_seqs=1))
+    ledger.begin("e:1", pending_tokens=1)
+    engine = Engine(connection, load)  # type: ignore[arg-type]
+    told.clear()
+    connection.description = engine_pb2.DescribeResponse(served_model_names=["m"], max_num_seqs=8)
+    for name in (name for name in dir(Engine) if isinstance(getattr(Engine, name), property)):
+        getattr(engine, name)
+    assert not engine.can_run("m")
+    assert not told
+    engine.refresh()
+    assert engine.can_run("m")
+    assert told == [None]
