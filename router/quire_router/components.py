@@ -17,9 +17,9 @@ from quire_router.admission.fair_queue import QueueBounds
 from quire_router.admission.limits import RateLimiter
 from quire_router.admission.model_targets import ModelTargets
 from quire_router.admission.queue import AdmissionQueue, QueueSettings
-from quire_router.admission.settings_file import WATCH_PERIOD, FileWatch
+from quire_router.admission.settings_file import WATCH_PERIOD, FileWatch, SettingsFileError
 from quire_router.admission.targets_file import TargetsFile, read_targets
-from quire_router.admission.tenants_file import TenantsFile, read_tenants
+from quire_router.admission.tenants_file import TenantsFile
 from quire_router.api.auth import Authenticator, OidcSettings
 from quire_router.api.conversations import Conversations
 from quire_router.api.fleet_feed import FleetFeed
@@ -95,7 +95,8 @@ class Components:
         self, settings: Settings, tokenizers: Mapping[str, ModelTokenizer], worker: WorkerContext | None = None
     ) -> None:
         metrics.init_series(settings.models, ATTEMPT_FAILURES)
-        tenants = TenantsFile() if settings.tenants is None else read_tenants(settings.tenants)
+        self._settings = settings
+        tenants = settings.read_tenants() or TenantsFile(open=True)
         self._targets, self._targets_file = model_targets(settings, tokenizers)
         self.index = PrefixIndex()
         self.update_sharing = (
@@ -150,7 +151,7 @@ class Components:
         self._tenants_file = (
             None
             if settings.tenants is None
-            else FileWatch(settings.tenants, tenants, read_tenants, metrics.TENANTS_FILE_CURRENT)
+            else FileWatch(settings.tenants, tenants, self._read_tenants, metrics.TENANTS_FILE_CURRENT)
         )
         self.lora_updater = LoRAUpdater(self.fleet, list(tokenizers)) if settings.allow_lora_updates else None
         self.service = ApiService(
@@ -242,6 +243,14 @@ class Components:
                 self._tenants.replace_all(file.tenants)
                 self.service.keys.replace(file)
                 await self.service.keys.prepare()
+
+    def _read_tenants(self, path: Path) -> TenantsFile:
+        """Reads the tenants' file again. Raises ``SettingsFileError``, also for one that would open a closed API."""
+        file = self._settings.read_tenants()
+        assert file is not None, "it was there at the start"
+        if file.open and self.service.keys.required:
+            raise SettingsFileError(f"{path}: open: this router asks for keys: restart it to let everybody in.")
+        return file
 
     async def _keep_targets(self) -> None:
         """Takes over the file of targets whenever it was replaced."""

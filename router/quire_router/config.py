@@ -334,7 +334,10 @@ class Settings(CliSettings):
     redis_password_file: PasswordFile | None = Field(
         default=None, description="File with the password of Redis, read for each connection; none: the one in the URL."
     )
-    api_key: Keys = Field(default=[], description="A key that clients must send; repeatable; none: open to all.")
+    api_key: Keys = Field(
+        default=[],
+        description="A key that clients must send; repeatable; none, nor --tenants or an issuer: open to all.",
+    )
     tenants: Path | None = Field(
         default=None, description="TOML or JSON that names tenants and their limits, read again when it is replaced."
     )
@@ -522,6 +525,22 @@ class Settings(CliSettings):
             raise ValueError("--oidc-client-id, --oidc-jwks-url and --oidc-ca-file need --oidc-issuer-url.")
         return self
 
+    @model_validator(mode="after")
+    def _lists_of_who_may_enter_name_somebody(self) -> Self:
+        for name in ("api_key", "scaling_client_name"):
+            if name in self.model_fields_set and not getattr(self, name):
+                flag = f"--{name.replace('_', '-')}"
+                raise ValueError(f"{flag} is given and empty: name one, or leave it out to let everybody in.")
+        return self
+
+    def read_tenants(self) -> TenantsFile | None:
+        """Returns the tenants' file; None without one. Raises ``SettingsFileError`` for one that cannot be used, by
+        itself or with these settings.
+        """
+        if self.tenants is None:
+            return None
+        return read_tenants(self.tenants, has_keys=bool(self.api_key), has_issuer=self.oidc is not None)
+
     @property
     def oidc(self) -> OidcSettings | None:
         """Whose tokens are accepted; None: nobody's."""
@@ -612,8 +631,8 @@ def log_startup_warnings(settings: Settings, targets: Collection[str] = ()) -> N
     """Logs warnings about the settings, once for all workers; ``targets`` are the names that have some. Raises
     ``SettingsFileError``.
     """
-    file = TenantsFile() if settings.tenants is None else read_tenants(settings.tenants)
-    open_to_all = not settings.api_key and settings.tenants is None and settings.oidc is None
+    file = settings.read_tenants() or TenantsFile(open=True)
+    open_to_all = file.open and not settings.api_key and settings.oidc is None
     if open_to_all and not _is_loopback(settings.host):
         log.warning("no API key is configured: everyone who can reach this port may use the service")
     if not settings.engine:

@@ -1,5 +1,6 @@
 """The tenants file: TOML or JSON, with the tenants' limits, and their keys as they are, by their hashes or in files of
 their own; or the claims of those who have tokens instead. It is read again when it was replaced (``settings_file``).
+A file that lets nobody in is an error, unless it says that it is open to all.
 """
 
 import re
@@ -56,7 +57,7 @@ class ApiKey:
 class TenantsFile:
     """The content of the file: the tenants, the ``keys`` of each by its id (its salt is made from the first one), and
     by each of the ``claims`` that tokens may have the id of its tenant. ``versions`` are those of the files that it was
-    read from.
+    read from. An ``open`` file lets everybody in, with the limits of its default.
     """
 
     tenants: Tenants = field(default_factory=Tenants)
@@ -64,6 +65,7 @@ class TenantsFile:
     claims: dict[str, str] = field(default_factory=dict)
     policies: tuple[Tenant, ...] = ()
     versions: FileVersions = field(default_factory=dict)
+    open: bool = False
 
     @property
     def summary(self) -> str:
@@ -76,6 +78,12 @@ class TenantsFile:
         """
         policies = (self.tenants[""], *self.policies)
         return [(each.id, model) for each in policies for model in sorted(each.models) if model not in served]
+
+
+def _check_models(models: list[str]) -> list[str]:
+    if not models:
+        raise ValueError("it is empty, which could mean none or all: leave it out for all models")
+    return models
 
 
 def _check_name(name: str) -> str:
@@ -92,7 +100,7 @@ Count = Annotated[int, Field(ge=1, le=2**40)]
 class _Policy(BaseModel):
     model_config = ConfigDict(extra="forbid", strict=True, allow_inf_nan=False, hide_input_in_errors=True)
 
-    models: list[str] = []
+    models: Annotated[list[str], AfterValidator(_check_models)] = []
     weight: Annotated[float, Field(ge=0.001, le=1000)] = 1.0
     priority: Annotated[int, Field(ge=-(2**20), le=2**20)] = 0
     allow_priority: bool = False
@@ -146,23 +154,28 @@ class _Entry(_Policy):
 class _File(BaseModel):
     model_config = ConfigDict(extra="forbid", strict=True, hide_input_in_errors=True)
 
+    open: bool = False
     default: _Policy = _Policy()
-    tenants: list[_Entry]
+    tenants: list[_Entry] | None = None
 
 
-def read_tenants(path: Path) -> TenantsFile:
+def read_tenants(path: Path, *, has_keys: bool = False, has_issuer: bool | None = None) -> TenantsFile:
     """Returns the tenants in ``path``, which is JSON if its name ends in ``.json`` and else TOML. Names of key files
-    are relative to its folder. Raises ``SettingsFileError`` when the file or one of its key files cannot be used.
+    are relative to its folder. ``has_keys`` and ``has_issuer`` say whether callers can also have one of ``--api-key``,
+    or a token; None: that is not known. Raises ``SettingsFileError`` when the file or one of its key files cannot be
+    used, and when it lets nobody in, or everybody beside keys.
     """
     versions = versions_of([path])
     content = read_content(path, _File)
-    files = [each.file for entry in content.tenants for each in entry.keys if each.file is not None]
-    files += [name for entry in content.tenants for name in entry.key_files]
+    entries = content.tenants or []
+    _check_somebody_is_let_in(path, content, has_keys=has_keys, has_issuer=has_issuer)
+    files = [each.file for entry in entries for each in entry.keys if each.file is not None]
+    files += [name for entry in entries for name in entry.key_files]
     versions |= versions_of(path.parent / name for name in files)
-    policies = tuple(entry.tenant(entry.name) for entry in content.tenants)
+    policies = tuple(entry.tenant(entry.name) for entry in entries)
     keys: dict[str, tuple[ApiKey, ...]] = {}
     claims: dict[str, str] = {}
-    for number, entry in enumerate(content.tenants):
+    for number, entry in enumerate(entries):
         where = f"{path}: tenants[{number}]"
         if entry.name in keys:
             raise SettingsFileError(f"{where}.name: {entry.name} is there twice.")
@@ -171,7 +184,28 @@ def read_tenants(path: Path) -> TenantsFile:
             if claims.setdefault(claim, entry.name) != entry.name:
                 raise SettingsFileError(f"{where}.claims: {claim} is also one of {claims[claim]}.")
     _check_distinct(path, keys)
-    return TenantsFile(Tenants(policies, content.default.tenant("")), keys, claims, policies, versions)
+    tenants = Tenants(policies, content.default.tenant(""))
+    return TenantsFile(tenants, keys, claims, policies, versions, content.open)
+
+
+def _check_somebody_is_let_in(path: Path, content: _File, *, has_keys: bool, has_issuer: bool | None) -> None:
+    entries = content.tenants or []
+    if content.tenants is None and not content.open:
+        raise SettingsFileError(f"{path}: tenants: it is missing: name one, or say open = true to let everybody in.")
+    if content.open and (entries or has_keys or has_issuer):
+        raise SettingsFileError(
+            f"{path}: open: everybody would be let in without the keys or tokens that there are: leave out open, or "
+            "the tenants, --api-key and --oidc-issuer-url."
+        )
+    if not (entries or content.open or has_keys or has_issuer):
+        raise SettingsFileError(
+            f"{path}: tenants: it is empty, so that nobody is let in: name one, or say open = true to let everybody in."
+        )
+    for number, entry in enumerate(entries):
+        if entry.claims and has_issuer is False:
+            raise SettingsFileError(
+                f"{path}: tenants[{number}].claims: no tokens are accepted: give --oidc-issuer-url, or keys instead."
+            )
 
 
 def _read_keys(path: Path, where: str, entry: _Entry) -> Iterable[ApiKey]:

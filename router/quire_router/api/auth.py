@@ -98,9 +98,12 @@ class TokenVerifier(Protocol):
 
 
 class Authenticator:
-    """The configured keys, and those who have tokens of an issuer that ``tokens`` verifies; without both the API is
-    open to all. ``prepare`` derives every identity ahead; a caller that comes before waits a twentieth of a second,
-    once. ``replace`` takes over a tenants' file that was read again.
+    """The configured keys, and those who have tokens of an issuer that ``tokens`` verifies. ``prepare`` derives every
+    identity ahead; a caller that comes before waits a twentieth of a second, once. ``replace`` takes over a tenants'
+    file that was read again.
+
+    Whether callers need a key follows from the settings, not from the keys that there are: without keys, tokens and a
+    file the API is open to all, and with a file that says so. ``replace`` can close an open API, and never opens one.
 
     Each of ``keys`` is a tenant of its own, unless the ``file`` assigns it to one. A tenant of the file is identified
     by its name, so that its keys can change. Its salt is that of its first key: it cannot be derived from a name that
@@ -113,10 +116,12 @@ class Authenticator:
         self._own = [ApiKey.of(key) for key in keys]
         self._tokens = tokens
         self._secret = token_bytes(32)
-        self.replace(file or TenantsFile())
+        self._required = bool(self._own) or tokens is not None
+        self.replace(file or TenantsFile(open=True))
 
     def replace(self, file: TenantsFile) -> None:
         """Accepts the keys of ``file`` from now on, and no others but those that were given at the start."""
+        self._required = self._required or not file.open
         self._tenants = file.tenants
         self._claims = file.claims
         self._anyone = Identity(policy=file.tenants[""])
@@ -133,8 +138,8 @@ class Authenticator:
 
     @property
     def required(self) -> bool:
-        """Whether each caller must have a key or a token, because any is configured."""
-        return bool(self._keys) or self._tokens is not None
+        """Whether each caller must have a key or a token."""
+        return self._required
 
     async def prepare(self) -> None:
         """Derives the identity of every key, on another thread, one after the other."""

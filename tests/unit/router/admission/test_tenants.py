@@ -12,10 +12,14 @@ from quire_router.admission.settings_file import FileWatch, SettingsFileError
 from quire_router.admission.tenants import Tenant, Tenants, TenantUsage
 from quire_router.admission.tenants_file import ApiKey, read_tenants
 from quire_router.api.auth import Authenticator, Identity
+from quire_router.components import Components
 from quire_router.config import Settings, log_startup_warnings
 from quire_router.core import metrics
 
+from tests.support.http_engines import DEMO, demo_tokenizer
+
 KEY, OTHER, THIRD = "a-long-enough-key", "another-long-key", "third-key-of-many"
+ISSUER = ("--oidc-issuer-url", "https://issuer.example", "--oidc-client-id", "quire")
 HASH = sha256(KEY.encode()).hexdigest()
 TOML = f"""
 [default]
@@ -93,6 +97,11 @@ def test_json_and_toml_files_are_equivalent(tmp_path):
     ("content", "where"),
     [
         ({}, "tenants: it is missing"),
+        ({"tenants": []}, "tenants: it is empty, so that nobody is let in"),
+        ({"open": False, "default": {"weight": 2}, "tenants": []}, "tenants: it is empty"),
+        ({"open": True, "tenants": [entry()]}, "open: everybody would be let in without the keys"),
+        ({"open": "yes", "tenants": []}, "open: "),
+        ({"tenants": [entry(models=[])]}, "tenants[0].models: it is empty, which could mean none or all"),
         ({"tenants": [], "defaults": {}}, "defaults: there is no such setting"),
         (
             {"tenants": [entry(), entry(name="b", keys=[OTHER], wieght=2)]},
@@ -254,6 +263,66 @@ def test_a_router_warns_of_models_that_it_does_not_serve(tmp_path, caplog):
 
     (line,) = [record.getMessage() for record in caplog.records if record.levelname == "WARNING"]
     assert line == f"{path}: research may use 'big', which is not served here"
+
+
+@pytest.mark.parametrize(
+    ("content", "flags", "problem"),
+    [
+        ({"tenants": [{"name": "a", "claims": ["x"]}]}, (), "tenants[0].claims: no tokens are accepted: give --oidc"),
+        ({"tenants": [entry(), {"name": "b", "claims": ["x"]}]}, ("--api-key", OTHER), "tenants[1].claims: no tokens"),
+        ({"tenants": []}, (), "tenants: it is empty"),
+        ({"tenants": []}, ("--api-key", OTHER), None),
+        ({"tenants": []}, ISSUER, None),
+        ({"tenants": [{"name": "a", "claims": ["x"]}]}, ISSUER, None),
+        ({"open": True}, (), None),
+        ({"open": True, "tenants": [], "default": {"requests_per_minute": 1}}, (), None),
+        ({"open": True}, ("--api-key", OTHER), "open: everybody would be let in"),
+        ({"open": True}, ISSUER, "open: everybody would be let in"),
+    ],
+    ids=str,
+)
+def test_a_file_lets_somebody_in_and_everybody_only_if_it_says_so(content, flags, problem, tmp_path):
+    path = write(tmp_path, content, "tenants.json")
+    settings = read_settings(Settings, ["--model", "/m", "--tenants", str(path), *flags])
+    if problem is None:
+        keys = Authenticator((key.get_secret_value() for key in settings.api_key), settings.read_tenants())
+        assert keys.required != content.get("open", False)
+        return
+    for reading in (settings.read_tenants, lambda: log_startup_warnings(settings)):
+        with pytest.raises(SettingsFileError) as refusal:
+            reading()
+        assert str(refusal.value).startswith(f"{path}: {problem}")
+
+
+@pytest.mark.parametrize("flag", ["api-key", "scaling-client-name"])
+@pytest.mark.parametrize("value", ["", " , "])
+def test_a_list_of_who_may_enter_is_not_empty(flag, value, capsys, monkeypatch):
+    monkeypatch.setenv(f"QUIRE_ROUTER_{flag.upper().replace('-', '_')}", value)
+    with pytest.raises(SystemExit):
+        read_settings(Settings, ["--model", "/m"])
+    assert f"--{flag} is given and empty" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("content", [{"tenants": []}, {"open": True}, {"tenants": [{"name": "b", "claims": ["x"]}]}])
+async def test_a_replaced_file_never_opens_a_router(content, tmp_path):
+    path = write(tmp_path, {"tenants": [entry()]}, "tenants.json")
+    settings = read_settings(Settings, ["--model", f"m={DEMO}", "--tenants", str(path)])
+    parts = Components(settings, {"m": demo_tokenizer()})
+    write(tmp_path, content, "tenants.json")
+    assert await parts._tenants_file.look() is None
+    assert metrics.TENANTS_FILE_CURRENT._value.get() == 0
+    with pytest.raises(QuireError, match="key"):
+        parts.service.keys.authenticate()
+
+
+def test_a_replaced_file_closes_an_open_router(tmp_path):
+    keys = Authenticator((), read_tenants(write(tmp_path, {"open": True}, "tenants.json")))
+    assert keys.authenticate() == Identity()
+    keys.replace(read_tenants(write(tmp_path, {"tenants": [entry()]}, "tenants.json")))
+    with pytest.raises(QuireError):
+        keys.authenticate()
+    keys.replace(read_tenants(write(tmp_path, {"open": True}, "tenants.json")))
+    assert keys.required
 
 
 # Keys that end, keys by their hash, and files that are replaced
