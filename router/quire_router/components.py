@@ -122,10 +122,10 @@ class Components:
         )
         self.queue = AdmissionQueue(settings.models, self.fleet, tenants.tenants, _queue_settings(settings))
         self.fleet.on_capacity = self.queue.notify_capacity
-        redis = settings.redis
+        redis = settings.redis  # one for all, so that a failover that one client notices counts for every one
         # One membership: the owner of leases in the journal, and the sender of load to routers and autoscalers.
         router_id = uuid4().hex
-        self.journal = _journal(settings, router_id)
+        self.journal = _journal(settings, redis, router_id)
         self.speculative_blocks = SpeculativeBlocks(self.fleet.table, self.index)
         self.speculative_blocks.on_remote = self.fleet.expect_cached
         local = LocalLoad(settings.models, self._count_load)
@@ -183,7 +183,7 @@ class Components:
         self.picker = None if settings.picker_port is None else self._create_picker(settings, limits)
         self._deletion_costs = self._create_deletion_costs(settings, router_id, worker)
         self._background_jobs = BackgroundJobs(self.runner, self.index, self.journal)
-        self._objects = _object_store(settings, self.journal)
+        self._objects = _object_store(redis, self.journal)
         files = Files(
             self._objects,
             FileSettings(settings.max_file_bytes, settings.max_tenant_file_bytes, settings.file_retention),
@@ -393,14 +393,14 @@ def _queue_settings(settings: Settings) -> QueueSettings:
     )
 
 
-def _journal(settings: Settings, router_id: str) -> "BufferedJournal | MemoryJournal":
+def _journal(settings: Settings, redis: "RedisAccess | None", router_id: str) -> "BufferedJournal | MemoryJournal":
     """Raises ``JournalFileError``. Imports the one that the settings ask for."""
     times = JournalSettings(retention=settings.retention, usage_retention=settings.usage_retention)
     journal: BufferedJournal
-    if settings.redis is not None:
+    if redis is not None:
         from quire_router.journal.redis.redis_journal import RedisJournal
 
-        journal = RedisJournal(settings.redis, owner=router_id, settings=times)
+        journal = RedisJournal(redis, owner=router_id, settings=times)
     elif settings.journal_file is not None:
         from quire_router.journal.sqlite.sqlite_journal import SqliteJournal
 
@@ -413,13 +413,13 @@ def _journal(settings: Settings, router_id: str) -> "BufferedJournal | MemoryJou
 
 
 def _object_store(
-    settings: Settings, journal: "BufferedJournal | MemoryJournal"
+    redis: "RedisAccess | None", journal: "BufferedJournal | MemoryJournal"
 ) -> "RedisObjectStore | SqliteObjectStore | MemoryObjectStore":
     """Returns where files and batches are kept: in the journal's place."""
-    if settings.redis is not None:
+    if redis is not None:
         from quire_router.journal.redis.redis_objects import RedisObjectStore
 
-        return RedisObjectStore(settings.redis)
+        return RedisObjectStore(redis)
     if isinstance(journal, MemoryJournal):
         return MemoryObjectStore()
     from quire_router.journal.sqlite.sqlite_journal import SqliteJournal

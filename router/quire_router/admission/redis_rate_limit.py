@@ -41,8 +41,7 @@ class RedisRateLimiter:
     """
 
     def __init__(self, access: RedisAccess | str, *, timeout: float = 0.05, lease: float = 30.0) -> None:
-        # repeats: a connection that died with a former Redis is replaced at once.
-        self._client = redis_client(access, timeout=_EXCHANGE_TIMEOUT, repeats=1, connections=_CONNECTIONS)
+        self._client = redis_client(access, timeout=_EXCHANGE_TIMEOUT, connections=_CONNECTIONS)
         self._timeout = timeout
         self._lease = lease
         self._reserve_script = self._client.register_script(lua_source(__package__, "reserve"))

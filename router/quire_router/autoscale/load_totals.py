@@ -68,7 +68,7 @@ class LoadPublisher:
         self._snapshot = snapshot
         self._settings = settings or LoadSettings()
         self._id = router_id or uuid4().hex
-        self._client = redis_client(access, timeout=self._settings.timeout, repeats=1)
+        self._client = redis_client(access, timeout=self._settings.timeout)
         self._register = TotalsRegister(self._client, self._settings.lease)
         self._changed = asyncio.Event()
         self._task: SupervisedTask | None = None
@@ -114,7 +114,7 @@ class RedisLoad:
     def __init__(self, access: RedisAccess | str, models: Iterable[str], settings: LoadSettings | None = None) -> None:
         self._models = tuple(models)
         self._settings = settings or LoadSettings()
-        self._client = redis_client(access, timeout=self._settings.timeout, repeats=1)
+        self._client = redis_client(access, timeout=self._settings.timeout)
         self._register = TotalsRegister(self._client, self._settings.lease)
         self._reading = asyncio.Lock()
         self._known: Mapping[str, int] | QuireError = {}

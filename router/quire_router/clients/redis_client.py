@@ -1,10 +1,12 @@
 """Where Redis is, with which credentials, and clients of it: each component has its own, with its own timeouts."""
 
 import asyncio
-from collections.abc import Iterable
+import socket
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from importlib.resources import files
 from pathlib import Path
+from time import monotonic
 from typing import Any, Final
 
 from redis.asyncio import BlockingConnectionPool, Connection, ConnectionPool, Redis, SSLConnection
@@ -13,8 +15,36 @@ from redis.asyncio.connection import AbstractConnection, UnixDomainSocketConnect
 from redis.asyncio.retry import Retry
 from redis.backoff import NoBackoff
 from redis.credentials import CredentialProvider
+from redis.exceptions import AuthenticationError, RedisError, ResponseError
 from redis.exceptions import ConnectionError as RedisConnectionError
-from redis.exceptions import RedisError
+from redis.maint_notifications import MaintNotificationsConfig
+
+_RECONNECT_PERIOD = 1.0  # seconds at least between two failovers: a Redis that stays read-only is not stormed
+_NOT_PRIMARY = ("READONLY", "MASTERDOWN", "NOREPLICAS", "NOAUTH")
+_KEEPALIVE = {socket.TCP_KEEPIDLE: 30, socket.TCP_KEEPINTVL: 10, socket.TCP_KEEPCNT: 3}  # seconds; less than NATs wait
+
+
+class Failovers:
+    """How often clients of one Redis had to leave the server that they were connected to: it answered that it is not
+    the primary, or not any more, while the name may lead to another one by now. A connection that was made before the
+    last of these is replaced when it is used next, whichever client has it.
+    """
+
+    def __init__(self) -> None:
+        self.count = 0
+        self._noticed_at = -_RECONNECT_PERIOD
+
+    def notice(self, error: Exception, count: int) -> None:
+        """An ``error`` was the reply on a connection that was made after ``count`` failovers."""
+        # Redis 6 has the error of a command in a script in the middle of its text.
+        if count == self.count and _is_no_primary(error) and monotonic() >= self._noticed_at + _RECONNECT_PERIOD:
+            self.count += 1
+            self._noticed_at = monotonic()
+
+
+def _is_no_primary(error: Exception) -> bool:
+    code = getattr(error, "status_code", None)
+    return code in _NOT_PRIMARY or any(f"{each} " in str(error) for each in _NOT_PRIMARY)
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,6 +57,7 @@ class RedisAccess:
     url: str = field(repr=False)
     username: str | None = None
     password_file: Path | None = None
+    failovers: Failovers = field(default_factory=Failovers, repr=False, compare=False)
 
     def __post_init__(self) -> None:
         in_url = self._of_url()
@@ -95,26 +126,33 @@ def redis_client(
     access: RedisAccess | str,
     *,
     timeout: float,
-    repeats: int = 0,
+    repeats: int = 1,
     connections: int | None = None,
     limited_by_caller: bool = False,
 ) -> Redis:
     """A client that waits ``timeout`` seconds for each connection, and for each reply unless the caller puts a time
-    limit around each exchange (``limited_by_caller``). A command whose connection fails is sent again ``repeats``
-    times, at once: callers know better when to try later. With ``connections`` it opens so many at most, and waits
-    ``timeout`` for one that is free. Raises ``ValueError``, without the password, if ``access`` is no URL.
+    limit around each exchange (``limited_by_caller``). A command whose connection breaks is sent again ``repeats``
+    times, at once, on a new one: callers know better when to try later. With ``connections`` it opens so many at most,
+    and waits ``timeout`` for one that is free. Raises ``ValueError``, without the password, if ``access`` is no URL.
     """
     where = RedisAccess.of(access)
     options = {
         "socket_timeout": None if limited_by_caller else timeout,
         "socket_connect_timeout": timeout,
-        "retry": Retry(NoBackoff(), repeats),
+        "socket_keepalive": True,
+        "socket_keepalive_options": _KEEPALIVE,
+        "retry": Retry(NoBackoff(), repeats, (RedisConnectionError,)),  # what was too slow once is not waited for twice
+        # With these notifications the library does not find out before use that the other end closed a connection.
+        "maint_notifications_config": MaintNotificationsConfig(enabled=False),
     }
     if connections is None:
         pool = ConnectionPool.from_url(where.url, **options)
     else:
         pool = BlockingConnectionPool.from_url(where.url, max_connections=connections, timeout=timeout, **options)
     where.add_credentials(pool.connection_kwargs)
+    pool.connection_kwargs["failovers"] = where.failovers
+    if pool.connection_class is UnixDomainSocketConnection:
+        del pool.connection_kwargs["socket_keepalive"], pool.connection_kwargs["socket_keepalive_options"]
     pool.connection_class = _FIXED[pool.connection_class]
     return Redis.from_pool(pool)
 
@@ -137,15 +175,28 @@ def lua_source(package: str, name: str) -> str:
 
 
 class _FixedConnection(AbstractConnection):
-    """Works around two bugs. The library sends within ``asyncio.wait_for``, which in Python 3.11 loses a cancellation
-    that comes while the command is being sent: the cancelled task would run on for ever.
-    (https://github.com/python/cpython/issues/86296, fixed in 3.12.)
+    """A connection that is replaced after a failover. It also works around two bugs. The library sends within
+    ``asyncio.wait_for``, which in Python 3.11 loses a cancellation that comes while the command is being sent: the
+    cancelled task would run on for ever. (https://github.com/python/cpython/issues/86296, fixed in 3.12.)
 
     For a connection that broke just before, uvloop raises a RuntimeError, which the library does not handle.
     """
 
+    def __init__(self, *, failovers: Failovers, **options: Any) -> None:
+        super().__init__(**options)
+        self._failovers = failovers
+        self._made_after = failovers.count
+
+    async def connect_check_health(self, check_health: bool = True, retry_socket_connect: bool = True) -> None:
+        """As ``Connection.connect_check_health``."""
+        if not self.is_connected:
+            self._made_after = self._failovers.count
+        await super().connect_check_health(check_health, retry_socket_connect)
+
     async def send_packed_command(self, command: bytes | str | Iterable[bytes], check_health: bool = True) -> None:
         """As ``Connection.send_packed_command``. Raises ``redis.ConnectionError`` also where uvloop does not."""
+        if self._made_after != self._failovers.count:
+            await self.disconnect(nowait=True)  # sending connects again
         task = asyncio.current_task()
         before = 0 if task is None else task.cancelling()
         try:
@@ -156,13 +207,42 @@ class _FixedConnection(AbstractConnection):
             await self.disconnect(nowait=True)  # the next command here would get this one's reply
             raise asyncio.CancelledError
 
+    async def read_response(self, *arguments: Any, **options: Any) -> Any:
+        """As ``Connection.read_response``."""
+        try:
+            return await super().read_response(*arguments, **options)
+        except (ResponseError, AuthenticationError) as error:
+            self._failovers.notice(error, self._made_after)
+            raise
+
 
 class _Tcp(_FixedConnection, Connection):
-    pass
+    """Looks up its host by itself. When a time limit ends a connection of uvloop's that still looks it up, that goes on
+    without an owner, and its late failure is logged as an exception that nobody retrieved.
+    """
+
+    _address: str | int = ""
+
+    async def _connect(self) -> None:
+        async with asyncio.timeout(self.socket_connect_timeout):
+            loop = asyncio.get_running_loop()
+            found = await loop.getaddrinfo(self.host, self.port, type=socket.SOCK_STREAM)
+            for number, (*_, place) in enumerate(found, 1):
+                self._address = place[0]
+                try:
+                    await super()._connect()  # type: ignore[no-untyped-call]  # the library's has no types
+                    break
+                except OSError:
+                    if number == len(found):
+                        raise
+
+    def _connection_arguments(self) -> Mapping[str, Any]:
+        return {**super()._connection_arguments(), "host": self._address}
 
 
-class _Tls(_FixedConnection, SSLConnection):
-    pass
+class _Tls(_Tcp, SSLConnection):
+    def _connection_arguments(self) -> Mapping[str, Any]:
+        return {**super()._connection_arguments(), "server_hostname": self.host}
 
 
 class _Unix(_FixedConnection, UnixDomainSocketConnection):

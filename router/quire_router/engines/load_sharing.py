@@ -72,8 +72,8 @@ class LoadSharing:
         self._ledger = ledger
         self._speculative = expectations
         self._settings = settings or LoadSharingSettings()
-        # Without retries: the next message replaces one that was lost.
-        self._client = redis_client(place, timeout=self._settings.timeout)
+        # Without repeats: a channel that broke has missed messages, and what is stored is to be read again.
+        self._client = redis_client(place, timeout=self._settings.timeout, repeats=0)
         self._register = PeerRegister(self._client, self._settings.lease)
         self._closing = False
         self._published = False

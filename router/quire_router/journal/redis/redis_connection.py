@@ -102,11 +102,15 @@ class PipelinedConnection:
         """The replies to the commands in order, Redis' error replies among them. Raises what the client raises."""
         pool: Any = self._client.connection_pool
         async with asyncio.timeout(self._timeout):
-            connection = await pool.get_connection()
+            connection, sent = await pool.get_connection(), list(commands)
             try:
-                return await _execute(connection, list(commands))
+                # As the library's own pipeline: again on a new connection if this one breaks.
+                answers: list[Any] = await connection.retry.call_with_retry(
+                    lambda: _execute(connection, sent), lambda _: connection.disconnect(nowait=True)
+                )
             finally:
                 await pool.release(connection)
+        return answers
 
 
 async def _execute(connection: Any, commands: list[bytes]) -> list[Any]:

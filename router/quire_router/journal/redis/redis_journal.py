@@ -34,7 +34,6 @@ class RedisJournal(BufferedJournal):
         max_tokens: int = 8_000_000,
         timeout: float = 5.0,
     ) -> None:
-        # The writer retries by itself, with all that came since.
         self._client = redis_client(access, timeout=timeout)
         self._writing = redis_client(access, timeout=timeout, limited_by_caller=True)
         # There may be hundreds of readers, which must not delay writes.
@@ -45,7 +44,7 @@ class RedisJournal(BufferedJournal):
         self._records = RedisStore(reading, settings, health)
         writer = JournalWriter(target, buffer, settings)
         super().__init__(self._records, writer, buffer, owner=owner, timeout=timeout, end_timeout=settings.end_timeout)
-        asking = redis_client(access, timeout=timeout)
+        asking = redis_client(access, timeout=timeout, repeats=0)
         self._owners = OwnerChannel(asking, self._owner, self.settle_all, timeout=settings.ask_timeout)
 
     def start(self) -> None:

@@ -9,7 +9,6 @@ from time import time
 from typing import Any, TypeVar
 
 from redis.asyncio import Redis
-from redis.exceptions import ConnectionError as RedisConnectionError
 from redis.exceptions import OutOfMemoryError, RedisError, ResponseError
 
 from quire_router.clients.redis_client import RedisAccess, execute_each, lua_source, redis_client
@@ -118,10 +117,7 @@ class RedisObjectStore:
 
     async def _call(self, exchange: Callable[[], Awaitable[T]]) -> T:
         try:
-            try:
-                answer = await exchange()
-            except RedisConnectionError:
-                answer = await exchange()
+            answer = await exchange()
         except OutOfMemoryError:
             raise store_full() from None
         except (RedisError, OSError, TimeoutError) as error:

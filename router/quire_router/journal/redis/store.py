@@ -11,7 +11,6 @@ from typing import Any, TypeVar
 from quire_proto.errors import internal
 from quire_proto.sampling import FinishReason
 from redis.asyncio import Redis
-from redis.exceptions import ConnectionError as RedisConnectionError
 from redis.exceptions import NoScriptError, RedisError, ResponseError
 
 from quire_router.clients.redis_client import execute_each
@@ -57,8 +56,8 @@ T = TypeVar("T")
 
 
 class RedisStore:
-    """See ``RecordStore``. Each call is one exchange, and repeated once when its connection turns out to be dead: all
-    of them are idempotent. ``health`` gets to know how long they take.
+    """See ``RecordStore``. Each call is one exchange, which the client repeats when its connection breaks: all of them
+    are idempotent. ``health`` gets to know how long they take.
     """
 
     errors: tuple[type[Exception], ...] = (RedisError, OSError, TimeoutError)
@@ -210,14 +209,9 @@ class RedisStore:
             return await self._call(exchange)
 
     async def _call(self, exchange: Callable[[], Awaitable[T]]) -> T:
-        """The reply, at the second try if the first finds a dead connection."""
+        """The reply."""
         try:
-            try:
-                return await exchange()
-            except RedisConnectionError:
-                # The pool may hold connections that died with a former Redis; a fresh one shows whether it is there.
-                await self._client.connection_pool.disconnect(inuse_connections=False)
-                return await exchange()
+            return await exchange()
         except ResponseError as error:
             if is_corruption(error):
                 raise CorruptRecordError("the keys are not a record's") from None
