@@ -34,6 +34,7 @@ from quire_engine.core.outputs import EngineCoreOutput, EngineLoad
 from quire_engine.core.request import Request
 from quire_engine.core.step import StepTimings
 from quire_engine.core.step_time_model import Pace
+from quire_engine.server.grpc_options import server_options
 from quire_engine.server.servicer import EngineServicer
 from quire_engine.server.session_manager import SessionManager
 from quire_engine.server.tracing import TraceExporter
@@ -172,7 +173,7 @@ class StandIn:
         manager.bind(core)
         servicer = CountedServicer(manager, description)
         servicer.opened = self.opened
-        self._server = grpc.aio.server(options=[("grpc.so_reuseport", 0)])
+        self._server = grpc.aio.server(options=server_options())
         add_EngineServicer_to_server(servicer, self._server)
         self._server.add_insecure_port(self._address)
         await self._server.start()

@@ -3,7 +3,7 @@
 import struct
 from collections.abc import Iterable
 
-HEADERS, RST_STREAM, SETTINGS, DATA = 1, 3, 4, 0
+HEADERS, RST_STREAM, SETTINGS, DATA, PING, GOAWAY = 1, 3, 4, 0, 6, 7
 END_STREAM, END_HEADERS, ACK = 1, 4, 1
 PREFACE = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n"
 _MAX_FRAME = 16_384

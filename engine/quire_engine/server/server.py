@@ -27,6 +27,7 @@ from quire_engine.core.engine_core import EngineCore, EngineCoreOutputs, Shutdow
 from quire_engine.core.executor import Executor, Sleeper, WeightStats
 from quire_engine.core.scheduler import Scheduler
 from quire_engine.core.startup import StartupPhase, StartupTimer
+from quire_engine.server.grpc_options import server_options
 from quire_engine.server.loras import LoRARegistry
 from quire_engine.server.metrics import EngineMetrics, ProbeServer
 from quire_engine.server.servicer import EngineServicer
@@ -37,24 +38,7 @@ from quire_engine.structured_output.compiler import GrammarCompiler, ModelGramma
 log = logging.getLogger(__name__)
 
 SERVICE = engine_pb2.DESCRIPTOR.services_by_name["Engine"].full_name
-MAX_RECEIVE_BYTES = 16 << 20
-MAX_SEND_BYTES = 256 << 20
-_OPTIONS = [
-    ("grpc.max_receive_message_length", MAX_RECEIVE_BYTES),
-    ("grpc.max_send_message_length", MAX_SEND_BYTES),
-    ("grpc.keepalive_permit_without_calls", 1),
-    ("grpc.http2.min_ping_interval_without_data_ms", 5_000),
-    # No ping with each message that comes, to size the window by its round trip: a window as large as this instead.
-    ("grpc.http2.bdp_probe", 0),
-    ("grpc.http2.lookahead_bytes", 4 << 20),
-    # Two engines on one port would share its connections, and a router's session would end up at either.
-    ("grpc.so_reuseport", 0),
-]
 CORE_END_SECONDS = 5.0
-KEEPALIVE_SECONDS = 10.0
-"""Seconds without traffic after which a router is pinged, and within which it must answer. The session of a router that
-does not is closed after its grace period, and its requests are aborted.
-"""
 
 
 class EngineServer:
@@ -176,7 +160,7 @@ class EngineServer:
         return CORE_END_SECONDS + others_end
 
     async def _start_grpc(self) -> tuple[grpc.aio.Server, health.aio.HealthServicer]:
-        server = grpc.aio.server(options=[*_OPTIONS, *_keepalive_options(KEEPALIVE_SECONDS)])
+        server = grpc.aio.server(options=server_options())
         servicer = EngineServicer(self._sessions, self._description, self._core.scheduler.stats)
         engine_pb2_grpc.add_EngineServicer_to_server(servicer, server)
         checks = health.aio.HealthServicer()
@@ -260,12 +244,6 @@ class EngineServer:
         task = SupervisedTask(name, work, lambda: self._metrics.on_restart(name))
         self._tasks.append(task)
         return task
-
-
-def _keepalive_options(seconds: float) -> list[tuple[str, int]]:
-    milliseconds = round(seconds * 1000)
-    names = ("grpc.keepalive_time_ms", "grpc.keepalive_timeout_ms", "grpc.http2.ping_timeout_ms")
-    return [("grpc.http2.max_pings_without_data", 0), *((name, milliseconds) for name in names)]
 
 
 def _listen(server: grpc.aio.Server, host: str, port: int, certificates: ReloadingServerCredentials | None) -> int:

@@ -21,11 +21,6 @@ log = logging.getLogger(__name__)
 
 MAX_MESSAGE_BYTES = 64 * 2**20
 _OPTIONS = (
-    # An idle engine sends nothing, so pings find a frozen engine or a lost host, within 11 seconds. Engines end
-    # connections that ping them more often than every 5 seconds.
-    ("grpc.keepalive_time_ms", 6_000),
-    ("grpc.keepalive_timeout_ms", 5_000),
-    ("grpc.http2.ping_timeout_ms", 5_000),  # a minute otherwise, whatever the former is
     ("grpc.keepalive_permit_without_calls", 1),
     ("grpc.http2.max_pings_without_data", 0),
     # A ping with the data that comes, to size the window by its round trip, is a third of what a message costs here. A
@@ -40,20 +35,35 @@ _OPTIONS = (
     ("grpc.use_local_subchannel_pool", 1),
     ("grpc.enable_retries", 0),
 )
+# For the answer to a ping: a machine that is short of processors may be late by several pings.
+PING_PATIENCE = 2
 _NOT_CONNECTED = "failed to connect"
 _CLOSED = re.compile(r"socket closed|connection reset|broken pipe", re.IGNORECASE)
 _REFUSED_CERTIFICATE = re.compile(r"CERTIFICATE_VERIFY_FAILED(?:: ([A-Za-z -]+))?")
 
 
-async def open_channel(address: str, tls: ClientTls | None) -> grpc.aio.Channel:
+async def open_channel(address: str, tls: ClientTls | None, ping_interval: float) -> grpc.aio.Channel:
     """A channel that is not connected yet, in plain text only where there is no ``tls``. Its files are read now, so
     that each connection is made with what they hold then. Raises ``TlsError``.
+
+    An idle engine sends nothing, so pings find a frozen engine or a lost host: one is sent after ``ping_interval``
+    seconds without traffic, and answered within ``PING_PATIENCE`` times as long.
     """
+    options = (*_OPTIONS, *_pings(ping_interval))
     if tls is None:
-        return grpc.aio.insecure_channel(address, options=_OPTIONS)
+        return grpc.aio.insecure_channel(address, options=options)
     credentials = await asyncio.to_thread(_credentials_now, tls)
     name = () if tls.name is None else (("grpc.ssl_target_name_override", tls.name),)
-    return grpc.aio.secure_channel(address, credentials, options=(*_OPTIONS, *name))
+    return grpc.aio.secure_channel(address, credentials, options=(*options, *name))
+
+
+def _pings(interval: float) -> tuple[tuple[str, int], ...]:
+    every, answer = round(interval * 1000), round(PING_PATIENCE * interval * 1000)
+    return (
+        ("grpc.keepalive_time_ms", every),
+        ("grpc.keepalive_timeout_ms", answer),
+        ("grpc.http2.ping_timeout_ms", answer),  # a minute otherwise, whatever the former is
+    )
 
 
 def explain(details: str, tls: ClientTls | None) -> str | None:

@@ -344,7 +344,7 @@ class EngineConnection:
         return ConnectFailureLog(self.address, self.settings, self.settings.start_patience, known_to_leave=True)
 
     async def _run_stream(self) -> None:
-        async with await open_channel(self.address, self.settings.tls) as channel:
+        async with await open_channel(self.address, self.settings.tls, self._update_rate.ping_interval) as channel:
             stub = EngineStub(channel)
             async with asyncio.timeout(self.settings.connect_timeout):
                 description = await stub.Describe(engine_pb2.DescribeRequest())

@@ -52,21 +52,31 @@ MAX_UPDATES_PER_SECOND = 1000
 """Batches without outputs, from all engines together: reading one takes about a tenth of a millisecond."""
 
 MIN_UPDATE_INTERVAL = 0.2  # seconds
+
+MAX_PINGS_PER_SECOND = 25
+"""To all idle engines together. Each is answered, which together takes about a tenth of a millisecond."""
+
+MIN_PING_INTERVAL = 6.0
+"""Seconds. Engines of the release before this one end connections that ping them more often than every 5 seconds."""
+
 _RELEVANT_CHANGE = 1.25  # of the interval: what is less is not worth a message to every engine
 
 
 class UpdateRate:
     """How often each engine of a pool is to send an update, which is what it does for other routers: seldom enough that
     all together send ``MAX_UPDATES_PER_SECOND``. Between two updates a router knows what it has dispatched itself, and
-    what the other routers have.
+    what the other routers have. ``ping_interval`` is after how many seconds without traffic an engine is pinged, by a
+    connection that is made now.
     """
 
     def __init__(self) -> None:
         self.interval = MIN_UPDATE_INTERVAL
+        self.ping_interval = MIN_PING_INTERVAL
 
     def set_engines(self, count: int) -> None:
         """Sets how many engines there are. They are sent it with the next acknowledgement that they get."""
         self.interval = max(MIN_UPDATE_INTERVAL, count / MAX_UPDATES_PER_SECOND)
+        self.ping_interval = max(MIN_PING_INTERVAL, count / MAX_PINGS_PER_SECOND)
 
     def has_changed_since(self, sent: float) -> bool:
         """Whether an engine that was sent an interval has to be sent another one."""

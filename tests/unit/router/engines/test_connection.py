@@ -21,11 +21,17 @@ from quire_router.engines.connection import (
     _yielding_to_loop,
 )
 from quire_router.engines.output_stream import OutputStream
-from quire_router.engines.rates import MAX_UPDATES_PER_SECOND, MIN_UPDATE_INTERVAL, UpdateRate
+from quire_router.engines.rates import (
+    MAX_PINGS_PER_SECOND,
+    MAX_UPDATES_PER_SECOND,
+    MIN_PING_INTERVAL,
+    MIN_UPDATE_INTERVAL,
+    UpdateRate,
+)
 from quire_router.engines.settings import ConnectionSettings
 
 from tests.support.batches import take_all
-from tests.support.ports import free_port
+from tests.support.ports import cut_off, free_port
 from tests.support.scripted_engine import ABORT, ERROR, LENGTH, STOP, ScriptedEngine, output
 from tests.support.waiting import until
 
@@ -402,6 +408,23 @@ def test_a_router_that_was_held_up_itself_suspects_nobody() -> None:
     assert not liveness.late
 
 
+async def test_an_idle_engine_whose_host_is_gone_is_found_by_a_ping() -> None:
+    engine, rate = ScriptedEngine(), UpdateRate()
+    rate.ping_interval = 0.1
+    async with cut_off(int((await engine.start()).rpartition(":")[2])) as (port, dead):
+        link = EngineConnection(f"127.0.0.1:{port}", PATIENT, update_rate=rate)
+        link.start()
+        try:
+            await until(lambda: link.ready)
+            await asyncio.sleep(0.5)
+            assert link.ready  # its pings are answered
+            dead.set()
+            await until(lambda: link.condition == "reconnecting")
+        finally:
+            await link.close()
+            await engine.stop()
+
+
 async def test_an_engine_without_requests_may_be_silent() -> None:
     async with linked(ConnectionSettings(silence=0.01, stall=0.02)) as (engine, link):
         await asyncio.sleep(0.1)
@@ -743,8 +766,10 @@ def test_engines_send_the_less_often_the_more_there_are() -> None:
     for engines in (0, 1, 100):
         rate.set_engines(engines)
         assert rate.interval == MIN_UPDATE_INTERVAL
+        assert rate.ping_interval == MIN_PING_INTERVAL
     rate.set_engines(1000)
     assert 1000 / rate.interval <= MAX_UPDATES_PER_SECOND
+    assert 1000 / rate.ping_interval <= MAX_PINGS_PER_SECOND
     assert not rate.has_changed_since(rate.interval)
     assert not rate.has_changed_since(1.1 * rate.interval)
     assert rate.has_changed_since(2 * rate.interval)
