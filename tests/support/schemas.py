@@ -153,7 +153,7 @@ def objects(draw: st.DrawFn, inner: st.SearchStrategy[Any]) -> dict[str, Any]:
 @st.composite
 def combined(draw: st.DrawFn, inner: st.SearchStrategy[Any]) -> dict[str, Any]:
     schema = dict(draw(inner.filter(lambda each: isinstance(each, dict))))
-    keyword = draw(st.sampled_from(["anyOf", "allOf", "anyOf"]))
+    keyword = draw(st.sampled_from(["anyOf", "allOf", "oneOf"]))
     schema[keyword] = draw(st.lists(inner, min_size=1, max_size=3))
     return schema
 
@@ -162,7 +162,8 @@ def any_schemas(max_leaves: int = 8) -> st.SearchStrategy[dict[str, Any]]:
     """Schemas with any keywords, most of which something satisfies; some have a keyword that is refused."""
 
     def grown(inner: st.SearchStrategy[Any]) -> st.SearchStrategy[Any]:
-        options = st.lists(inner, min_size=1, max_size=3).map(lambda each: {"anyOf": each})
+        keyword = st.sampled_from(["anyOf", "oneOf"])
+        options = st.tuples(keyword, st.lists(inner, min_size=1, max_size=3)).map(lambda each: {each[0]: each[1]})
         annotated = st.tuples(inner.filter(lambda each: isinstance(each, dict)), st.sampled_from(ANNOTATIONS))
         return (
             arrays(inner)

@@ -6,8 +6,7 @@ The library's work is bounded twice: by its own limits on each step, and by the 
 because the limits count what is built and not what is tried.
 
 Whatever the library would ignore, or would read in its own way, is rejected here: its settings inside a schema, a
-number of properties that repeated names could reach, a backslash with nothing behind it. A ``oneOf`` whose options
-overlap is read as ``anyOf``, which is all that a grammar can express.
+number of properties that repeated names could reach, a backslash with nothing behind it.
 
 Grammars in EBNF may be in the dialects of llama.cpp (GBNF), XGrammar and SGLang. llguidance's converter translates them
 to Lark's notation. Constructs that it reads in another way, or would write so that its own compiler reads them in

@@ -1,7 +1,8 @@
 """Reads JSON Schemas as what grammars are made of: ``SchemaReader`` turns schemas that must all hold into a ``Node``, a
 list of shapes of which a value must have one.
 
-``allOf``, ``$ref`` and keywords beside them join schemas, ``anyOf`` and ``oneOf`` multiply the ways to satisfy them.
+``allOf``, ``$ref`` and keywords beside them join schemas, ``anyOf`` and ``oneOf`` multiply the ways to satisfy them;
+options of ``oneOf`` are first made to exclude each other.
 Each way is merged exactly: the bounds of numbers, the names of properties and the positions of arrays. So what cannot
 be satisfied is known before anything is written, and a grammar offers only what can be completed. What cannot be
 merged exactly is refused, with the keyword and its place.
@@ -34,6 +35,7 @@ from quire_engine.structured_output.json_numbers import (
     read_bound,
 )
 from quire_engine.structured_output.json_patterns import parse_pattern
+from quire_engine.structured_output.schema_choices import TYPES, OverlapError, exclusive
 from quire_engine.structured_output.schema_keywords import Schema, SchemaError, unsupported
 from quire_engine.structured_output.schema_members import Members, Names, has_name, subsets
 from quire_engine.structured_output.schema_references import References, places
@@ -51,7 +53,6 @@ from quire_engine.structured_output.schema_shapes import (
     type_of,
 )
 
-TYPES = ("null", "boolean", "number", "string", "array", "object")
 MAX_WAYS = 512  # to satisfy one schema
 MAX_NODES = 6000
 MAX_PATTERNS = 3  # of the names in one object
@@ -63,27 +64,38 @@ _COMBINING = ("allOf", "anyOf", "oneOf")
 
 
 class SchemaReader:
-    """Reads the schemas within ``root``. ``node`` and ``accepts`` raise ``SchemaError``."""
+    """Reads the schemas within ``root``. ``node`` and ``accepts`` raise ``SchemaError``.
 
-    def __init__(self, root: Any) -> None:
+    With ``is_lax``, ``oneOf`` is read as ``anyOf``: so the reader knows at least the values that options share.
+    """
+
+    def __init__(self, root: Any, *, is_lax: bool = False) -> None:
         self._places = dict(places(root, ()))
         self._references = References(root)
         self._nodes: dict[tuple[int, ...], Node] = {}
         self._unread: list[tuple[Node, list[Any]]] = []
         self._patterns: dict[str, Expression] = {}
+        self._overlaps = None if is_lax else SchemaReader(root, is_lax=True)
+        self._exclusive: dict[int, list[Any]] = {}
+        self._joined_schemas: list[Any] = []  # keeps them: nodes are found by their ids
         self.root = root
         self.reason = ""  # why the first schema that allows no value does not
 
     def read(self) -> Node:
         """The node of the root. Raises ``SchemaError`` if no value satisfies it."""
         self._check_loops()
-        node = self.node([self.root])
-        while self._unread:
-            next_node, schemas = self._unread.pop()
-            next_node.shapes += self._shapes(schemas)
-        self._find_possible()
+        node = self._read([self.root])
         if not node.is_possible:
             raise SchemaError(self.reason or "no value satisfies it: it refers to itself without an end")
+        return node
+
+    def _read(self, schemas: Sequence[Any]) -> Node:
+        """The node of ``schemas``, and all that it contains."""
+        node = self.node(schemas)
+        while self._unread:
+            next_node, unread = self._unread.pop()
+            next_node.shapes += self._shapes(unread)
+        self._find_possible()
         return node
 
     @property
@@ -186,8 +198,26 @@ class SchemaReader:
                     raise self.error(schema, keyword, "must be a list of schemas")
                 if keyword == "allOf":
                     yield from options
+                elif keyword == "oneOf" and self._overlaps is not None:
+                    yield _Options(self._exclusive_options(schema, self._overlaps))
                 else:
                     yield _Options(options)
+
+    def _exclusive_options(self, schema: Mapping[str, Any], overlaps: "SchemaReader") -> list[Any]:
+        if id(schema) not in self._exclusive:
+            beside = {keyword: value for keyword, value in schema.items() if keyword != "oneOf"}
+
+            def join(schemas: Sequence[Any]) -> Node:
+                self._joined_schemas += [beside, *schemas]
+                return overlaps._read([beside, *schemas])
+
+            try:
+                self._exclusive[id(schema)] = exclusive(schema["oneOf"], self._references.target, join)
+            except OverlapError as error:
+                raise self.error(schema, "oneOf", str(error)) from None
+            except SchemaError as error:
+                raise self.error(schema, "oneOf", f"has options that may hold for the same values: {error}") from None
+        return self._exclusive[id(schema)]
 
     # Shapes
 

@@ -311,11 +311,15 @@ def _usage(usage: Usage) -> types_pb2.Usage:
     )
 
 
-def add_parsed(message: Message, parsed: ParsedDelta) -> None:
-    """Adds reasoning and tool calls to the message of a delta, whose text is the content already."""
+def add_parsed(message: Message, parsed: ParsedDelta, reasoning_tokens: int) -> None:
+    """Adds reasoning, tool calls and the number of ``reasoning_tokens`` (0 before the end) to the message of a delta,
+    whose text is the content already.
+    """
     chat = message.chat if isinstance(message, pb.ResumeResponse) else message
     assert isinstance(chat, pb.ChatResponse)
     chat.reasoning = parsed.reasoning
+    if reasoning_tokens:
+        chat.usage.reasoning_tokens = reasoning_tokens
     for call in parsed.calls:
         chat.tool_calls.add(index=call.index, id=call.id, name=call.name, arguments=call.arguments)
     if parsed.finish_reason == TOOL_CALLS:

@@ -16,7 +16,7 @@ from quire.v1 import inference_pb2 as pb
 from quire.v1.inference_pb2_grpc import InferenceServicer
 from quire_proto.errors import QuireError, internal
 
-from quire_router.api.output_parser import create_parsers
+from quire_router.api.output_parser import ReasoningCounter, create_parsers
 from quire_router.api.pooled_requests import PooledAnswer, PreparedPooling, scores_of
 from quire_router.api.prepared_request import NO_OPTIONS, RequestOptions
 from quire_router.api.request_limits import WriteTimeout
@@ -51,10 +51,12 @@ class DeltaMessages:
         self._cursor = answer.cursor
         self._respond = respond
         self._parsers = create_parsers(answer.prepared) if answer.prepared.is_parsed else None
+        self._reasoning = ReasoningCounter(answer.prepared, self._parsers)
 
     def message(self, delta: Delta) -> Message | None:
         """Returns the message of a delta; None where it has nothing that the client lacks."""
         parsed = None if self._parsers is None else self._parsers[delta.index].parse(delta)
+        self._reasoning.add(delta)
         if delta.usage is not None and self._cursor.usage:
             delta = replace(delta, usage=None)
         if delta.replayed:
@@ -66,7 +68,7 @@ class DeltaMessages:
         if parsed is None:
             return self._respond(self._generation, delta, str(self._cursor))
         message = self._respond(self._generation, replace(delta, text=parsed.content), str(self._cursor))
-        add_parsed(message, parsed)
+        add_parsed(message, parsed, 0 if delta.usage is None else self._reasoning.total)
         return message
 
     def empty(self) -> Message:

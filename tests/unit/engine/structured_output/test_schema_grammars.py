@@ -73,6 +73,13 @@ def test_so_are_those_under_many_more(schema: dict[str, Any], seed: int) -> None
 
 INT64 = {"type": "integer", "minimum": -(2**63), "maximum": 2**63 - 1}
 CLOSED = {"type": "object", "additionalProperties": False}
+
+
+def tagged(kind: str) -> dict[str, Any]:
+    """What pydantic writes for a class whose tag has a default."""
+    return {"type": "object", "properties": {"kind": {"const": kind, "default": kind}, "x": {"type": "integer"}}}
+
+
 TREE = {"type": "object", "properties": {"v": {"type": "integer"}, "next": {"$ref": "#"}}, "required": ["v"], **CLOSED}
 
 
@@ -118,6 +125,14 @@ TREE = {"type": "object", "properties": {"v": {"type": "integer"}, "next": {"$re
         ({"allOf": [{"minimum": 2}, {"type": "integer"}], "maximum": 3}, ["2", "3"], ["1", "4", "2.5"]),
         ({"type": "object", "properties": {"a": {"const": 1}}, "anyOf": [{"required": ["a"]}, {"required": ["b"]}]},
          ['{"a":1}', '{"b":2}'], ["{}"]),
+        ({"type": "object", "oneOf": [{"required": ["a"]}, {"required": ["b"]}]}, ['{"a":1}', '{"b":2}'],
+         ["{}", '{"a":1,"b":2}', '{"b":2,"a":1}']),
+        ({"oneOf": [{"type": ["string", "null"]}, {"type": ["integer", "null"]}]}, ['"a"', "1"], ["null"]),
+        ({"oneOf": [tagged("cat"), tagged("dog")]}, ['{"kind":"cat"}', '{"kind":"dog","x":1}'], ["{}", '{"x":1}']),
+        ({"oneOf": [{**CLOSED, "properties": {"a": {}}}, {**CLOSED, "properties": {"b": {}}}]},
+         ['{"a":1}', '{"b":null}'], ["{}", '{"a":1,"b":1}']),
+        ({"oneOf": [{"type": "integer", "maximum": 3}, {"type": "integer", "minimum": 4}, TREE]},
+         ["3", "4", '{"v":1}'], ["3.5"]),
     ],
     ids=lambda each: json.dumps(each)[:70] if isinstance(each, dict) else "",
 )  # fmt: skip
@@ -137,6 +152,8 @@ def test_a_schema_means_what_the_standard_says(schema: Any, texts: list[str], ot
         ({"type": "string", "enum": ["a"], "maxLength": 0}, "enum has no value"),
         ({"items": {"type": "string", "pattern": "a(?!b)"}}, "items.pattern cannot be used: look-around"),
         ({"const": 1e400}, "too large"),
+        ({"oneOf": [{"type": "integer"}, {"type": "number"}]}, "oneOf has options 1 and 2 that hold for the same"),
+        ({"items": {"oneOf": [{}, {"const": 1}, {"type": "null"}]}}, "items.oneOf has options 1 and 2"),
         ({"type": "array", "minItems": 3, "maxItems": 2}, "maxItems is below minItems"),
         ({"type": "integer", "minimum": "1"}, "minimum must be a number"),
         ({"required": "a"}, "required must be a list"),

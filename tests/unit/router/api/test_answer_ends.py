@@ -2,18 +2,22 @@
 
 import asyncio
 import json
+from collections.abc import AsyncGenerator
 from dataclasses import dataclass, replace
 from typing import Any
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from quire.v1.inference_pb2 import ChatResponse
 from quire_proto.sampling import FinishReason, SamplingParams, StopToken
 from quire_router.api.prepared_request import PreparedRequest
+from quire_router.api.response_opener import Response
 from quire_router.api.rest.messages_format import MESSAGES
 from quire_router.api.rest.openai_format import CHAT, OpenAiFormat
 from quire_router.api.rest.responses_format import RESPONSES
 from quire_router.api.rpc import messages
+from quire_router.api.rpc.servicer import DeltaMessages
 from quire_router.api.schemas.response_items import History
 from quire_router.api.schemas.responses import ResponsesRequest
 from quire_router.core.generation import Delta, GenerationRequest, StreamCursor, Usage
@@ -99,6 +103,11 @@ def streamed_chat(prepared: PreparedRequest, deltas: list[Delta]) -> tuple[str, 
     return content, choices[-1]["finish_reason"], choices[-1]["stop_reason"]
 
 
+async def no_deltas() -> AsyncGenerator[Delta]:
+    for delta in ():
+        yield delta
+
+
 TEMPLATES = {"calls": HERMES_TEMPLATE, "thoughts": THINKING_TEMPLATE, "opened": OPENING_TEMPLATE}
 
 
@@ -180,7 +189,7 @@ def test_chunks_messages_and_grpc_end_as_the_whole_chat(text: str, template: str
 
 @pytest.mark.parametrize("placement", ReasoningPlacement)
 @pytest.mark.parametrize("stop", ["END", "never"])
-def test_chats_messages_and_responses_count_the_same_reasoning(placement: ReasoningPlacement, stop: str) -> None:
+def test_all_apis_count_the_same_reasoning(placement: ReasoningPlacement, stop: str) -> None:
     prepared = prepared_for(OPENING_TEMPLATE, (stop,), placement=placement)
     deltas = deltas_of(prepared, "well, hm</think>one END two", FinishReason.STOP)
     builders = [style.builder(prepared) for style in (CHAT, MESSAGES, RESPONSES)]
@@ -196,3 +205,7 @@ def test_chats_messages_and_responses_count_the_same_reasoning(placement: Reason
     events = b"".join(map(encoder.encode, deltas)).decode().split("\n\n")
     (usage,) = (json.loads(event[6:])["usage"] for event in events if '"choices":[]' in event)
     assert usage == chat
+    rpc = DeltaMessages(Response(prepared, no_deltas(), StreamCursor(1)), messages.chat_response)
+    *_, last = (rpc.message(delta) for delta in deltas)
+    assert isinstance(last, ChatResponse)
+    assert last.usage.reasoning_tokens == counted
