@@ -106,8 +106,9 @@ class Components:
         cache_events = CacheEvents(self.index, table)
         if self.update_sharing is not None:
             self.update_sharing.blocks = cache_events.blocks
+        discovery = create_discovery(settings.engine, dns_period=settings.engine_dns_period)
         self.fleet = EnginePool(
-            create_discovery(settings.engine, dns_period=settings.engine_dns_period),
+            discovery,
             settings.models,
             _connection_settings(settings),
             on_kv_event=cache_events,
@@ -119,6 +120,7 @@ class Components:
             },
             tokenizers=tokenizers,
             update_sharing=self.update_sharing,
+            is_complete=discovery.is_complete,
         )
         self.queue = AdmissionQueue(settings.models, self.fleet, tenants.tenants, _queue_settings(settings))
         self.fleet.on_capacity = self.queue.notify_capacity
@@ -153,7 +155,11 @@ class Components:
             if settings.tenants is None
             else FileWatch(settings.tenants, tenants, self._read_tenants, metrics.TENANTS_FILE_CURRENT)
         )
-        self.lora_updater = LoRAUpdater(self.fleet, list(tokenizers)) if settings.allow_lora_updates else None
+        self.lora_updater = (
+            LoRAUpdater(self.fleet, list(tokenizers), hold_timeout=settings.hold_timeout)
+            if settings.allow_lora_updates
+            else None
+        )
         self.service = ApiService(
             tokenizers,
             self.fleet,
@@ -164,6 +170,7 @@ class Components:
             refuse_unknown=settings.unknown_parameters == "refuse",
             sampling_defaults=sampling_defaults(settings),
             request_timeout=settings.request_timeout,
+            hold_timeout=settings.hold_timeout,
             durable=self.journal.is_durable,
             tenant_limits=limits,
             bodies=BodyBudget(settings.max_inflight_body_bytes),

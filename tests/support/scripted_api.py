@@ -4,7 +4,7 @@ import asyncio
 import json
 import ssl
 from collections.abc import AsyncGenerator, AsyncIterator, Callable, Collection, Iterator, Sequence
-from contextlib import aclosing, asynccontextmanager
+from contextlib import aclosing, asynccontextmanager, suppress
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -64,6 +64,12 @@ class Limits:
     matryoshka_dimensions: tuple[int, ...] = ()
 
 
+def _set_event() -> asyncio.Event:
+    event = asyncio.Event()
+    event.set()
+    return event
+
+
 @dataclass
 class ScriptedPool:
     """A fleet whose size and limits the test sets."""
@@ -74,6 +80,8 @@ class ScriptedPool:
     names_of_one: bool = False
     """Whether all models are names of one."""
     without_engine: set[str] = field(default_factory=set)
+    all_heard: asyncio.Event = field(default_factory=_set_event)
+    """Whether all engines have said what they have."""
     limits_of: dict[str, Limits] = field(default_factory=dict)
     """Those of models that have others than ``model_limits``."""
 
@@ -91,6 +99,14 @@ class ScriptedPool:
 
     def loras(self) -> dict[str, ServedLoRA]:
         return self.served_loras
+
+    def knows_loras(self) -> bool:
+        return self.all_heard.is_set()
+
+    async def wait_for_lora(self, name: str, seconds: float) -> None:
+        with suppress(TimeoutError):
+            async with asyncio.timeout(seconds):
+                await self.all_heard.wait()
 
 
 @dataclass

@@ -304,7 +304,15 @@ class EnginePoolView(Protocol):
         ...
 
     def loras(self) -> Mapping[str, ServedLoRA]:
-        """Returns all adapters by their names."""
+        """Returns all adapters by their names, as far as they are known."""
+        ...
+
+    def knows_loras(self) -> bool:
+        """Returns whether all adapters are known: every engine has said which it has."""
+        ...
+
+    async def wait_for_lora(self, name: str, seconds: float) -> None:
+        """Waits until an adapter of this name is known, or all are, so long at most."""
         ...
 
 

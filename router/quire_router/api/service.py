@@ -13,6 +13,7 @@ from contextlib import (
     suppress,
 )
 from dataclasses import replace
+from functools import cache
 from secrets import token_hex
 from time import time
 from typing import Any, Protocol, Self, TypeVar
@@ -54,7 +55,7 @@ from quire_router.api.tokenize import DetokenizeRequest, TokenizeRequest, Tokeni
 from quire_router.api.tokenizer_pool import TokenizerPool
 from quire_router.api.validation import Validator
 from quire_router.core import metrics
-from quire_router.core.errors import model_missing, unknown_model
+from quire_router.core.errors import MODEL_NOT_KNOWN_YET, model_missing, model_not_known_yet, unknown_model
 from quire_router.core.generation import GenerationRequest, Usage
 from quire_router.core.response_options import Api
 from quire_router.core.usage import UsageRow
@@ -90,7 +91,8 @@ PreparedT = TypeVar("PreparedT", PreparedRequest, PreparedPooling, ForwardedRequ
 
 
 class ApiService:
-    """The common half of both APIs. No request may take more than ``request_timeout`` seconds. ``durable`` returns
+    """The common half of both APIs. No request may take more than ``request_timeout`` seconds, and one for an adapter
+    waits ``hold_timeout`` at most until it is known which there are. ``durable`` returns
     whether the requests of these ids are recorded in the journal, and ``read_usage`` what a tenant used. Responses of
     the Responses API are kept for ``responses_retention`` seconds, others as long as the journal keeps them; a tenant's
     own retention comes first. A request may name what has ``targets``, and gets one of them. ``sampling_defaults``: see
@@ -108,6 +110,7 @@ class ApiService:
         allow_priority: bool = False,
         refuse_unknown: bool = False,
         request_timeout: float | None = None,
+        hold_timeout: float = 10.0,
         durable: Callable[[Sequence[str]], bool] = lambda _request_ids: True,
         tenant_limits: RateLimiter | None = None,
         bodies: BodyBudget | None = None,
@@ -127,6 +130,7 @@ class ApiService:
         self._store = RequestStore(runner, tokenizers)
         self.responses = ResponseOpener(runner, self._runner, self._store)
         self._request_timeout = request_timeout
+        self._hold_timeout = hold_timeout
         self._responses_retention = responses_retention
         self._durable = durable
         self._read_usage = read_usage
@@ -371,9 +375,17 @@ class ApiService:
         """Returns what requests of the caller may name: models, in order, what has targets, and then the adapters."""
         return [self._cards.card(name) for name in self._cards.names() if caller.may_use(name)]
 
-    def model(self, name: str, caller: Identity = ANONYMOUS) -> ModelCard:
-        """Returns what requests name so. Raises ``QuireError`` FORBIDDEN and NOT_FOUND."""
-        self._check_model(name, caller)
+    async def model(self, name: str, caller: Identity = ANONYMOUS) -> ModelCard:
+        """Returns what requests name so, once it is known. Raises ``QuireError`` FORBIDDEN and NOT_FOUND, and
+        UNAVAILABLE as long as it is not.
+        """
+        try:
+            self._check_model(name, caller)
+        except QuireError as error:
+            if error.reason != MODEL_NOT_KNOWN_YET:
+                raise
+            await self._engine_pool.wait_for_lora(name, self._hold_timeout)
+            self._check_model(name, caller)
         return self._cards.card(name)
 
     def serving(self) -> bool:
@@ -390,9 +402,18 @@ class ApiService:
         self, read: Callable[[], SizedT], make: Callable[[SizedT], T], caller: Identity, size: int
     ) -> T:
         """Returns ``make(read())``. Runs on a thread what would stall other streams: parsing a body of many bytes
-        (``size``), tokenising a long text.
+        (``size``), tokenising a long text. A model that no engine has named waits until all were heard.
         """
+        read_once = cache(read)
+        try:
+            return await self._run_now(read_once, make, caller, size)
+        except QuireError as error:
+            if error.reason != MODEL_NOT_KNOWN_YET:
+                raise
+        await self._engine_pool.wait_for_lora(read_once().model, self._hold_timeout)
+        return await self._run_now(read_once, make, caller, size)
 
+    async def _run_now(self, read: Callable[[], SizedT], make: Callable[[SizedT], T], caller: Identity, size: int) -> T:
         def checked() -> SizedT:
             request = read()
             if not request.model:
@@ -435,10 +456,13 @@ class ApiService:
 
     def _only_model(self, caller: Identity, tasks: Sequence[Task]) -> str:
         """Returns the one model that the caller may use for one of these ``tasks``, by the first of its names. Adapters
-        count where there is nothing else. Raises ``QuireError`` INVALID with the models there are. May be called on any
-        thread.
+        count where there is nothing else. Raises ``QuireError`` INVALID with the models there are, and UNAVAILABLE
+        where there is none yet. May be called on any thread.
         """
+        knows_all = self._engine_pool.knows_loras()
         names = [name for name in self._cards.names() if caller.may_use(name)]
+        if not (names or knows_all):
+            raise model_not_known_yet("")
         loras = self._engine_pool.loras()
         usable = [name for name in names if name not in loras] or names
         fitting = [name for name in usable if self._validator.can_do(name, tasks)]
@@ -447,11 +471,15 @@ class ApiService:
         return fitting[0]
 
     def _check_model(self, name: str, caller: Identity) -> None:
-        """Raises ``QuireError`` FORBIDDEN for a model that the caller may not use, and NOT_FOUND with names of those
-        that there are. May be called on any thread.
+        """Raises ``QuireError`` FORBIDDEN for a model that the caller may not use, NOT_FOUND with names of those that
+        there are, and UNAVAILABLE where not all are known yet. May be called on any thread.
         """
         caller.check_model(name)
-        if name not in self._models and name not in self._targets and name not in self._engine_pool.loras():
+        if name in self._models or name in self._targets or name in self._engine_pool.loras():
+            return
+        if not self._engine_pool.knows_loras():
+            raise model_not_known_yet(name)
+        if name not in self._engine_pool.loras():  # it may have become known just now
             raise unknown_model(name, [served for served in self._cards.names() if caller.may_use(served)])
 
 

@@ -49,7 +49,9 @@ class RefusalReason(StrEnum):
 
 _RETRY_AFTER: Final = {ErrorCode.OVERLOADED: 1.0, ErrorCode.UNAVAILABLE: 5.0}
 """For errors that pass, where nothing better is known."""
+MODEL_NOT_KNOWN_YET: Final = "model_not_known_yet"
 RETRY_NOT_READY: Final = 2.0  # until an engine may be there
+_MAY_BE_DONE: Final = ("CANCELLED", "DEADLINE_EXCEEDED", "ABORTED")  # statuses of gRPC
 _RETRY_BUSY = 1.0
 _RETRY_CAPACITY = _RETRY_BACKGROUND = 5.0
 _RETRY_STOPPING = 5.0  # another replica, or the next start
@@ -114,9 +116,12 @@ def not_an_adapters_name(name: str) -> QuireError:
 
 
 def lora_update_failed(grpc_status: str, message: str, param: str | None) -> QuireError:
-    """An engine did not load or unload an adapter, for the reason in ``message``. ``param`` is at fault, if it says."""
+    """An engine did not load or unload an adapter, for the reason in ``message``. ``param`` is at fault, if it says. An
+    engine that went away, or did not answer in time, may have done it: trying again is right.
+    """
     codes = (ErrorCode.INVALID, ErrorCode.NOT_FOUND, ErrorCode.CONFLICT, ErrorCode.OVERLOADED, ErrorCode.UNAVAILABLE)
-    code = next((code for code in codes if STATUS[code].grpc == grpc_status), None)
+    status = "UNAVAILABLE" if grpc_status in _MAY_BE_DONE else grpc_status
+    code = next((code for code in codes if STATUS[code].grpc == status), None)
     if code is None:
         return internal()
     return QuireError(code, message, param=param, retry_after=_RETRY_AFTER.get(code))
@@ -134,6 +139,16 @@ def unknown_model(model: str, served: Sequence[str] = ()) -> QuireError:
     more = f" and {len(served) - _NAMED_MODELS} more" if len(served) > _NAMED_MODELS else ""
     message = f"There is no model named {model[:128]!r} here" + (f", only {names}{more}." if names else ".")
     return QuireError(ErrorCode.NOT_FOUND, message, param="model", reason="model_not_found")
+
+
+def model_not_known_yet(model: str) -> QuireError:
+    """Nobody has said that there is an adapter of this name, and not every engine has been heard."""
+    message = (
+        f"It is not known yet whether there is a model named {model[:128]!r}: not every engine has said what it has."
+    )
+    return QuireError(
+        ErrorCode.UNAVAILABLE, message, param="model", retry_after=RETRY_NOT_READY, reason=MODEL_NOT_KNOWN_YET
+    )
 
 
 def model_missing(served: Sequence[str]) -> QuireError:

@@ -44,6 +44,10 @@ class CombinedDiscovery:
         self._changed = asyncio.Event()
         self._too_many = False
 
+    def is_complete(self) -> bool:
+        """Whether each source has answered: before that there may be engines that no view has."""
+        return self._views.keys() == self._sources.keys()
+
     async def watch(self) -> AsyncGenerator[Sequence[Endpoint]]:
         """Yields when one of them did, and then pauses in proportion to the CPU time that this took, here and in the
         consumer: engines whose readiness flaps would keep a router of a large fleet busy. Changes that come meanwhile

@@ -4,7 +4,7 @@ Implementations: ``connection.EngineConnection``, for Quire's engines, and ``ext
 servers that speak HTTP. Both take and report the messages of ``quire.v1``: requests, load, changes of a prefix cache.
 """
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Protocol
 
 from quire.v1 import engine_pb2
@@ -60,6 +60,11 @@ class EngineClient(Protocol):
     @property
     def loras(self) -> Mapping[str, LoRA]:
         """The engine's adapters by name."""
+        ...
+
+    @property
+    def unloaded_loras(self) -> Collection[LoRA]:
+        """Adapters that the engine had and has no more, because they were unloaded there."""
         ...
 
     @property

@@ -4,10 +4,10 @@ interprets them. And ``LivenessMonitor``, which knows for how long the engine sa
 
 import asyncio
 import logging
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import suppress
 from math import ceil, inf
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, TypeVar
 
 import grpc
 from quire.v1 import engine_pb2
@@ -30,6 +30,7 @@ if TYPE_CHECKING:
     from quire.v1.engine_pb2_grpc import EngineAsyncStub  # there is none at run time
 
 log = logging.getLogger(__name__)
+T = TypeVar("T")
 
 MAX_UNACKNOWLEDGED_BYTES = 2**20  # a sixteenth of what an engine keeps of a session
 INSPECT_TIMEOUT = 5.0  # seconds
@@ -173,6 +174,11 @@ class EngineConnection:
         return self.session.loras
 
     @property
+    def unloaded_loras(self) -> Collection[LoRA]:
+        """Adapters that were unloaded there."""
+        return self.session.unloaded_loras
+
+    @property
     def active_loras(self) -> set[str]:
         """The adapters that requests there run with or wait for."""
         return self.session.active_loras
@@ -244,57 +250,60 @@ class EngineConnection:
         self._notify_change(ready, leaving)
 
     async def _answers(self) -> bool:
-        if self._stub is None:
-            return False
+        timeout = self.settings.silence * PROBE_PART
         try:
-            await self._stub.Describe(engine_pb2.DescribeRequest(), timeout=self.settings.silence * PROBE_PART)
-        except grpc.aio.AioRpcError:
+            await self._call(lambda stub: stub.Describe(engine_pb2.DescribeRequest(), timeout=timeout))
+        except (grpc.aio.AioRpcError, EngineLost):
             return False
         return True
 
     async def inspect(self) -> engine_pb2.InspectResponse | None:
         """Asks the engine what its blocks hold. Returns None if it is not connected, too busy, or too old to say."""
-        if self._stub is None:
-            return None
         try:
-            answer = await self._stub.Inspect(engine_pb2.InspectRequest(), timeout=INSPECT_TIMEOUT)
-        except grpc.aio.AioRpcError:
+            return await self._call(lambda stub: stub.Inspect(engine_pb2.InspectRequest(), timeout=INSPECT_TIMEOUT))
+        except (grpc.aio.AioRpcError, EngineLost):
             return None
-        return answer
 
     async def load_lora(self, name: str, path: str, digest: bytes = b"") -> bytes:
         """Loads an adapter at the engine, that with the ``digest`` if one is given. Returns its digest. Raises
         ``grpc.aio.AioRpcError``, or ``EngineLost`` if it is not connected.
         """
-        if self._stub is None:
-            raise EngineLost("the engine is not connected")
         message = engine_pb2.LoadLoraRequest(lora_name=name, lora_path=path, digest=digest)
-        return (await self._stub.LoadLora(message, timeout=LOAD_LORA_TIMEOUT)).lora.digest
+        return (await self._call(lambda stub: stub.LoadLora(message, timeout=LOAD_LORA_TIMEOUT))).lora.digest
 
     async def unload_lora(self, name: str) -> None:
         """Unloads an adapter, as far as new requests are concerned; one that is not there is unloaded. Raises as
         ``load_lora``.
         """
-        if self._stub is None:
-            raise EngineLost("the engine is not connected")
+        message = engine_pb2.UnloadLoraRequest(lora_name=name)
         try:
-            await self._stub.UnloadLora(engine_pb2.UnloadLoraRequest(lora_name=name), timeout=UNLOAD_LORA_TIMEOUT)
+            await self._call(lambda stub: stub.UnloadLora(message, timeout=UNLOAD_LORA_TIMEOUT))
         except grpc.aio.AioRpcError as error:
             if error.code() not in (grpc.StatusCode.DEADLINE_EXCEEDED, grpc.StatusCode.NOT_FOUND):
                 raise
 
     async def sleep(self, wait_seconds: float) -> None:
         """Puts the engine to sleep when its requests have ended; it waits so long. Raises as ``load_lora``."""
-        if self._stub is None:
-            raise EngineLost("the engine is not connected")
         message = engine_pb2.SleepRequest(wait_seconds=wait_seconds)
-        await self._stub.Sleep(message, timeout=wait_seconds + SLEEP_TIMEOUT)
+        await self._call(lambda stub: stub.Sleep(message, timeout=wait_seconds + SLEEP_TIMEOUT))
 
     async def wake_up(self) -> None:
         """Wakes the engine up, and returns when it is ready. Raises as ``load_lora``."""
+        await self._call(lambda stub: stub.WakeUp(engine_pb2.WakeUpRequest(), timeout=WAKE_UP_TIMEOUT))
+
+    async def _call(self, call: Callable[["EngineAsyncStub"], Awaitable[T]]) -> T:
+        """Returns the engine's answer to a call beside the stream. Raises ``grpc.aio.AioRpcError``, and ``EngineLost``
+        if it is not connected, or not any more: a channel that is closed makes its calls look cancelled.
+        """
         if self._stub is None:
             raise EngineLost("the engine is not connected")
-        await self._stub.WakeUp(engine_pb2.WakeUpRequest(), timeout=WAKE_UP_TIMEOUT)
+        try:
+            return await call(self._stub)
+        except asyncio.CancelledError:
+            task = asyncio.current_task()
+            if task is None or task.cancelling():
+                raise
+        raise EngineLost("the connection to the engine broke")
 
     # The stream's life
 

@@ -1,6 +1,7 @@
 """``Engine``: one engine as its router knows it. And ``Dispatch``, one attempt of a request there."""
 
 from collections.abc import Callable
+from time import monotonic
 from types import TracebackType
 
 from quire.v1 import engine_pb2
@@ -27,6 +28,7 @@ class Engine:
         self.load = load
         self._model_matcher = served
         self.endpoint = Endpoint(connection.address)
+        self.known_since = monotonic()
         self.is_passed_on = False  # by another worker of this router, which hears it
         self.retired = False
         self._description: engine_pb2.DescribeResponse | None = None
@@ -53,6 +55,11 @@ class Engine:
     def models(self) -> frozenset[str]:
         """The names under which it serves its model, also while it is not connected."""
         return self._models
+
+    @property
+    def described(self) -> bool:
+        """Whether it has ever said what it is."""
+        return self._description is not None
 
     @property
     def namespace(self) -> BlockNamespace | None:

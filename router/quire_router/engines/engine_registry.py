@@ -42,7 +42,8 @@ class EngineKvListener(Protocol):
 
 class EngineRegistry:
     """The engines of one pool. ``engines`` are those that are known, by id and in the order in which they were found,
-    and ``by_row`` the same by their row of the table; only the registry changes them. ``ledger`` has the load of each.
+    and ``by_row`` the same by their row of the table; only the registry changes them. ``discovered`` says whether
+    discovery has answered. ``ledger`` has the load of each.
 
     ``on_change`` is called when what can run where may have changed, ``on_removed`` when an engine is known no more,
     ``on_kv_event`` with what is cached. ``has_substitute`` says whether another engine can take what one that is silent
@@ -66,6 +67,7 @@ class EngineRegistry:
     ) -> None:
         self.engines: dict[str, Engine] = {}
         self.by_row: dict[int, Engine] = {}
+        self.discovered = False
         self._discovery = discovery
         self._ledger = ledger
         self._settings = settings
@@ -111,6 +113,7 @@ class EngineRegistry:
 
     def update(self, endpoints: Sequence[Endpoint]) -> None:
         """Applies what discovery reports: all engines that there are."""
+        self.discovered = True
         for endpoint in endpoints:
             with _log_and_continue(endpoint.address):
                 self._add_or_update(endpoint)

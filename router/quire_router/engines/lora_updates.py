@@ -17,6 +17,7 @@ from quire_proto.supervise import SupervisedTask
 
 from quire_router.core.errors import (
     lora_update_failed,
+    model_not_known_yet,
     no_engine_ready,
     not_an_adapters_name,
     unknown_lora,
@@ -45,11 +46,12 @@ class LoRAUpdater:
 
     Those that any engine has loaded while it served are remembered until they are unloaded, by this router or another,
     and are loaded at engines that join or begin again (``start``). Engines say what they have, so that each router
-    knows it, also one that starts later.
+    knows it, also one that starts later; ``hold_timeout`` is for how many seconds it waits to hear all of them.
     """
 
-    def __init__(self, pool: EnginePool, models: Sequence[str]) -> None:
+    def __init__(self, pool: EnginePool, models: Sequence[str], *, hold_timeout: float = 10.0) -> None:
         self._pool = pool
+        self._hold_timeout = hold_timeout
         self._models = tuple(models)
         self._seen: dict[str, tuple[int, dict[str, LoRA]]] = {}  # by engine: its generation, and what it had loaded
         self._loading: dict[str, asyncio.Task[None]] = {}  # by engine
@@ -95,7 +97,10 @@ class LoRAUpdater:
         """Unloads an adapter wherever it is; returns once requests may not name it any more. Those that run with it go
         on. Raises ``QuireError``.
         """
+        await self._pool.wait_for_lora(name, self._hold_timeout)
         engines = [engine for engine in self._pool.engines() if name in engine.connection.loras]
+        if not (engines or name in self._pool.expected_loras or self._pool.knows_loras()):
+            raise model_not_known_yet(name)
         if not engines and name not in self._pool.expected_loras:
             raise unknown_lora(name)
         self._forget(name)
@@ -115,7 +120,7 @@ class LoRAUpdater:
             names = ", ".join(name for name, engines in ready.items() if engines)
             raise invalid("base_model_name", f"base_model_name must say of which model the adapter is one: {names}.")
         engines = list(chain.from_iterable(found.values()))
-        if not engines and any(self._pool.ready(name) for name in ready):
+        if not engines and self._pool.knows_loras() and any(self._pool.ready(name) for name in ready):
             raise invalid("lora_name", "No engine serves adapters: start engines with --enable-lora.")
         if not engines:
             raise no_engine_ready()

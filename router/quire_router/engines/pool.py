@@ -5,8 +5,10 @@ How they are found and connected is in ``engine_registry``.
 import asyncio
 from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
+from time import monotonic
 
 import numpy as np
 from quire.v1 import engine_pb2
@@ -83,8 +85,9 @@ class EnginePool:
     known engine, with the load of all routers that ``ledger`` knows of. ``assumed`` are the limits of models until an
     engine reports some. Engines whose tokens are not those of ``vocabularies`` do not serve the model. ``tokenizers``
     are for engines that do not say which one they have, or know only text. Requests may also name ``expected_loras``,
-    as an engine is going to have them: they wait for it. With ``update_sharing`` this pool is one of several of one
-    router, and hears of the load and the caches of other pools' engines from these.
+    as an engine is going to have them: they wait for it. ``is_complete`` says whether each source of engines has
+    answered. With ``update_sharing`` this pool is one of several of one router, and hears of the load and the caches of
+    other pools' engines from these.
 
     Where no engine of a model was ready and one is, but others are known to have it that are not, none counts as ready
     before all are or ``GATHER_SECONDS`` have passed.
@@ -104,17 +107,20 @@ class EnginePool:
         vocabularies: Mapping[str, ModelIdentity] | None = None,
         tokenizers: Mapping[str, ModelTokenizer] | None = None,
         update_sharing: UpdateSharing | None = None,
+        is_complete: Callable[[], bool] = lambda: True,
     ) -> None:
         self.table = EngineTable() if table is None else table
         self.on_capacity = on_capacity
         self.ledger = LoadLedger(self.table, capacity_seconds=capacity_seconds, on_capacity=self._notify_capacity)
         self._models = tuple(models)
+        self._is_complete = is_complete
+        self._settings = settings or ConnectionSettings()
         known = {name: KnownModel((tokenizers or {}).get(name), (assumed or {}).get(name)) for name in self._models}
         self._candidates_cache: dict[tuple[str, LoRA | None], _Candidates] = {}
         self._registry = EngineRegistry(
             discovery,
             self.ledger,
-            settings or ConnectionSettings(),
+            self._settings,
             ModelMatcher(self._models, vocabularies),
             known,
             on_change=self._on_change,
@@ -126,6 +132,7 @@ class EnginePool:
         self._engines, self._by_row = self._registry.engines, self._registry.by_row  # which changes them
         self.expected_loras: dict[str, ServedLoRA] = {}
         self._loras: Mapping[str, ServedLoRA] = {}
+        self._knows_loras = False
         self._live: dict[tuple[str, ModelVersion], tuple[float, bool]] = {}  # whether an engine is, until when it holds
         self._gathered: set[str] = set()  # the models with engines that are ready
         self._gathering: dict[str, asyncio.TimerHandle] = {}
@@ -198,6 +205,29 @@ class EnginePool:
     def refresh_loras(self) -> None:
         """Has ``loras`` say what engines have told by now, and what is expected."""
         self._loras = self._find_loras()
+        self._knows_loras = self._all_heard()
+
+    def knows_loras(self) -> bool:
+        """Whether ``loras`` has all adapters that there are. May be called on any thread."""
+        return self._knows_loras
+
+    async def wait_for_lora(self, name: str, seconds: float) -> None:
+        """Waits until an engine has an adapter of this name, or all adapters are known, so long at most."""
+        with suppress(TimeoutError):
+            async with asyncio.timeout(seconds):
+                while name not in self._loras and not self._knows_loras:
+                    await self.changed()
+
+    def _all_heard(self) -> bool:
+        """Whether each source of engines has answered, and each engine. One that was never reached is not waited for
+        longer than an engine takes to start, once others have answered.
+        """
+        if not (self._registry.discovered and self._is_complete()):
+            return False
+        engines = [engine for engine in self._engines.values() if not engine.retired]
+        silent = [engine for engine in engines if not engine.described]
+        late = monotonic() - self._settings.start_patience
+        return not silent or (len(silent) < len(engines) and all(engine.known_since < late for engine in silent))
 
     def forget_lora(self, name: str) -> None:
         """An adapter was unloaded: it is expected no more."""
@@ -205,13 +235,14 @@ class EnginePool:
         self._loras = {other: served for other, served in self._loras.items() if other != name}
 
     def has_lora(self, model: str, lora: LoRA) -> bool:
-        """Whether it is worth waiting for an engine with an adapter: one has it that may not be ready, or is to get it;
-        or there is none of the model.
+        """Whether it is worth waiting for an engine with an adapter: one has it that may not be ready, or may get it,
+        as engines do that begin again. It is not where the adapter was unloaded, or where its name is another one's.
         """
         if self.expected_loras.get(lora.name) == ServedLoRA(model, lora):
             return True
-        engines = [engine for engine in self._engines.values() if model in engine.models]
-        return not engines or any(engine.connection.loras.get(lora.name) == lora for engine in engines)
+        connections = [engine.connection for engine in self._engines.values() if model in engine.models]
+        known = [each.loras[lora.name] for each in connections if lora.name in each.loras]
+        return lora in known or not (known or any(lora in each.unloaded_loras for each in connections))
 
     def lora_columns(self, rows: Rows, lora: LoRA) -> LoRAColumns:
         """What the engines of ``rows`` do with adapters now."""

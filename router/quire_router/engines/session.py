@@ -126,6 +126,7 @@ class CommandQueue:
 
 
 MAX_PENDING_CANCELS = 65_536
+MAX_UNLOADED_LORAS = 1_024
 
 
 class SequenceGap(Exception):  # noqa: N818 - a finding about a stream
@@ -140,8 +141,9 @@ class Session:
     the engine answers, and repeated on a stream that resumes the session, because an engine ignores a request that it
     runs already. At most ``settings.max_unconfirmed`` are kept; others are cancelled and end with ``EngineLost``.
 
-    ``loras`` are the engine's adapters by name, of which its requests use those that ``active_loras`` names.
-    ``on_loras`` is called when there are others. ``address`` is the engine's, for the log.
+    ``loras`` are the engine's adapters by name, of which its requests use those that ``active_loras`` names, and
+    ``unloaded_loras`` those that it had: what it lost because it began again is not among them. ``on_loras`` is called
+    when there are others. ``address`` is the engine's, for the log.
     """
 
     def __init__(
@@ -160,6 +162,7 @@ class Session:
         self.draining = False
         self.kv_events = 0
         self.loras: dict[str, LoRA] = {}
+        self.unloaded_loras: dict[LoRA, None] = {}  # the oldest first
         self.active_loras: set[str] = set()
         self.commands = CommandQueue(settings.max_unsent)
         self._settings = settings
@@ -226,7 +229,7 @@ class Session:
             self._cancelled.clear()
             self._maybe_duplicated.clear()
         self.engine_generation, self.draining = snapshot.generation, snapshot.draining
-        self._set_loras(snapshot.loras)
+        self._set_loras(snapshot.loras, same_engine=same_engine)
         self.active_loras = set(snapshot.active_loras)
         if self._on_load is not None:
             self._on_load(snapshot.load)
@@ -271,11 +274,18 @@ class Session:
             if number % TOKENS_PER_YIELD == 0:
                 yield
 
-    def _set_loras(self, message: engine_pb2.Loras) -> None:
+    def _set_loras(self, message: engine_pb2.Loras, *, same_engine: bool = True) -> None:
         loras = {each.name: LoRA(each.name, each.digest, each.path) for each in message.loras}
-        if loras != self.loras:
-            self.loras = loras
-            self._on_loras()
+        if loras == self.loras:
+            return
+        if same_engine:
+            self.unloaded_loras |= dict.fromkeys(self.loras.values())
+        for lora in loras.values():
+            self.unloaded_loras.pop(lora, None)
+        for lora in list(self.unloaded_loras)[:-MAX_UNLOADED_LORAS]:
+            del self.unloaded_loras[lora]
+        self.loras = loras
+        self._on_loras()
 
     def fail_all(self, reason: str) -> None:
         """Ends every request with ``EngineLost``. The next stream opens a new session, and so gets a whole snapshot:

@@ -150,7 +150,7 @@ class Dispatcher:
             decision = self._place(state)
             if decision is not None:
                 return decision
-            in_vain = bool(state.refused_by) or self._lora_is_gone(state)
+            in_vain = (bool(state.refused_by) and not _all_miss_lora(state)) or self._lora_is_gone(state)
             if monotonic() >= until or (in_vain and not state.has_output) or _unsupported(state) is not None:
                 raise self._no_engine_error(state)
             await self._wait_for_engine(state, until - monotonic())
@@ -243,22 +243,24 @@ class Dispatcher:
         return np.array([row for row in rows.tolist() if ids[row] not in state.refused_by], np.intp)
 
     def _lora_is_gone(self, state: RequestState) -> bool:
-        """Whether the request's adapter was unloaded since it came."""
+        """Whether the request's adapter was unloaded. Where engines merely lack it, as those do that begin again, they
+        may get it: the request waits.
+        """
         request = state.generation
         return request.lora is not None and not self._pool.has_lora(request.model, request.lora)
 
     def _no_engine_error(self, state: RequestState) -> QuireError:
         refusals = [*state.refused_by.values()]
         missing = [each.error for each in refusals if isinstance(each, LoRAMissing)]
-        all_miss = len(missing) == len(refusals) > 0
+        unreadable = [error for error in missing if error.code is not ErrorCode.NOT_FOUND]
         unsupported = _unsupported(state)
         if unsupported is not None:
             error = unsupported
-        elif self._lora_is_gone(state) or (all_miss and missing[-1].code is ErrorCode.NOT_FOUND):
+        elif self._lora_is_gone(state):
             error = unknown_model(state.generation.model_name)
-        elif all_miss:
-            error = from_engine(missing[-1])
-        elif refusals:
+        elif unreadable and len(missing) == len(refusals):
+            error = from_engine(unreadable[-1])
+        elif len(missing) < len(refusals):
             error = engines_full()
         else:
             others = state.version != UNKNOWN_VERSION and self._pool.ready(state.generation.model)
@@ -271,6 +273,12 @@ def _unsupported(state: RequestState) -> QuireError | None:
     """Why none of the engines can run the request, if that is so of each of them."""
     errors = [each.error for each in state.refused_by.values() if isinstance(each, RequestUnsupported)]
     return errors[-1] if len(errors) == len(state.refused_by) > 0 else None
+
+
+def _all_miss_lora(state: RequestState) -> bool:
+    """Whether each engine that refused the request lacks its adapter, and may get it."""
+    refusals = state.refused_by.values()
+    return all(isinstance(each, LoRAMissing) and each.error.code is ErrorCode.NOT_FOUND for each in refusals)
 
 
 def record_placement(log: FleetLog, request: GenerationRequest, decision: PlacementDecision, attempt: int) -> None:

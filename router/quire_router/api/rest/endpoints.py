@@ -71,7 +71,7 @@ class StatusEndpoints:
     async def model(self, exchange: HttpExchange) -> None:
         """One configured model."""
         write = model_info if _is_anthropic(exchange) else model_object
-        card = self._service.model(exchange.path_parameters["model"], exchange.caller)
+        card = await self._service.model(exchange.path_parameters["model"], exchange.caller)
         await exchange.response.send(200, to_json(write(card)))
 
     async def health(self, exchange: HttpExchange) -> None:

@@ -4,7 +4,7 @@ request of HTTP for each choice that it runs.
 
 import asyncio
 import logging
-from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Collection, Mapping, Sequence
 from contextlib import aclosing, asynccontextmanager, suppress
 from dataclasses import dataclass, field
 from functools import partial
@@ -120,6 +120,7 @@ class ExternalEngine:
         self.description: engine_pb2.DescribeResponse | None = None
         self.generation = 0
         self.loras: Mapping[str, LoRA] = {}
+        self.unloaded_loras: Collection[LoRA] = ()
         self.active_loras: set[str] = set()
         self._url = url
         self._kind: ServerKind = _KINDS[kind]()

@@ -1,9 +1,11 @@
 """Adapters as clients see them: a name beside those of models, and two routes that load and unload them."""
 
+import asyncio
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from pathlib import Path
 
+import grpc
 import pytest
 from quire.v1 import inference_pb2 as pb
 from quire.v1.inference_pb2_grpc import InferenceStub
@@ -85,6 +87,50 @@ async def test_models_list_adapters_behind_their_models() -> None:
         stage.fleet.served_loras.clear()
         assert (await ask(stage.port, "GET", "/v1/models/polite")).status == 404
         assert (await ask(stage.port, "POST", "/v1/completions", completion(model="polite"))).status == 404
+
+
+ASKING = [
+    ("POST", "/v1/chat/completions", chat(model="polite")),
+    ("POST", "/v1/chat/completions", chat(model="polite", stream=True)),
+    ("POST", "/v1/completions", completion(model="polite")),
+    ("POST", "/v1/completions", completion(model="polite", prompt="word " * 5_000)),
+    ("POST", "/v1/messages", chat(model="polite", max_tokens=8)),
+    ("POST", "/v1/responses", {"model": "polite", "input": "Hi"}),
+    ("POST", "/v1/responses", {"model": "polite", "input": "Hi", "background": True}),
+    ("POST", "/tokenize", {"model": "polite", "prompt": "Hi"}),
+    ("POST", "/detokenize", {"model": "polite", "tokens": [1]}),
+    ("GET", "/v1/models/polite", None),
+]
+
+
+@pytest.mark.parametrize(("method", "path", "body"), ASKING)
+async def test_an_adapter_that_no_engine_has_named_yet_is_waited_for(
+    method: str, path: str, body: dict[str, object] | None
+) -> None:
+    async with open_stage(hold_timeout=0.05) as stage:
+        stage.fleet.all_heard.clear()
+        early = await ask(stage.port, method, path, body)
+        assert (early.status, early.headers["retry-after"]) == (503, "2")
+        assert "not every engine has said" in early.body.decode()
+    async with open_stage(hold_timeout=20) as stage:
+        stage.fleet.all_heard.clear()
+        asking = asyncio.create_task(ask(stage.port, method, path, body))
+        await asyncio.sleep(0.05)
+        assert not asking.done()
+        stage.fleet.served_loras["polite"] = POLITE
+        stage.fleet.all_heard.set()
+        assert (await asking).status in (200, 400)  # as the prompt is that is too long
+        stage.fleet.served_loras.clear()
+        assert (await ask(stage.port, method, path, body)).status == 404
+
+
+async def test_an_adapter_is_waited_for_over_grpc_too() -> None:
+    async with open_stage(hold_timeout=0.05) as stage, stage.channel() as channel:
+        stage.fleet.all_heard.clear()
+        asked = pb.ChatRequest(model="polite", messages=[pb.ChatMessage(role="user", content="Hi")])
+        with pytest.raises(grpc.aio.AioRpcError) as early:
+            await InferenceStub(channel).Chat(asked).read()
+        assert early.value.code() is grpc.StatusCode.UNAVAILABLE
 
 
 async def test_one_idempotency_key_is_not_for_two_adapters() -> None:

@@ -5,6 +5,7 @@ others; and adapters that are loaded and unloaded at all engines, those that joi
 import asyncio
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
+from dataclasses import replace
 
 import grpc
 import pytest
@@ -18,9 +19,10 @@ from quire_router.engines.lora_updates import LoRAUpdater
 from quire_router.engines.pool import EnginePool
 from quire_router.engines.settings import ServedLoRA
 
+from tests.support.scripted_discovery import ScriptedDiscovery
 from tests.support.scripted_engine import ERROR, ScriptedEngine, output
 from tests.support.waiting import until
-from tests.unit.router.engines.test_pool import all_ready, fleet_of, submit
+from tests.unit.router.engines.test_pool import QUICK, all_ready, fleet_of, submit
 
 OLD, NEW = LoRA("x", b"old"), LoRA("x", b"new")
 
@@ -169,6 +171,145 @@ async def test_without_an_engine_loading_may_be_tried_again() -> None:
         with pytest.raises(QuireError) as refused:
             await LoRAUpdater(fleet, ["m"]).load("x", "new")
         assert refused.value.code is ErrorCode.UNAVAILABLE
+
+
+async def dies(engine: ScriptedEngine) -> None:
+    await until(lambda: len(engine.lora_requests) == 1)
+    await engine.stop()
+
+
+@pytest.mark.parametrize("others", [0, 1])
+async def test_an_engine_that_dies_while_it_loads_an_adapter_is_a_typed_error(others: int) -> None:
+    """A channel that closes makes its calls look cancelled: the caller's task is not."""
+    dying, living = engine({}), [engine({}) for _ in range(others)]
+    dying.lora_gate.clear()
+    async with fleet_of(dying, *living) as fleet:
+        await all_ready(fleet, 1 + others)
+        death = asyncio.create_task(dies(dying))
+        with pytest.raises(QuireError) as failed:
+            await LoRAUpdater(fleet, ["m"]).load("x", "new")
+        await death
+        assert (failed.value.code, failed.value.retry_after) == (ErrorCode.UNAVAILABLE, 5.0)
+        assert (dying.address in failed.value.message) is bool(others)
+        await hears(fleet, *["x"] * others)
+
+
+@pytest.mark.parametrize(
+    ("status", "code"),
+    [
+        (grpc.StatusCode.DEADLINE_EXCEEDED, ErrorCode.UNAVAILABLE),
+        (grpc.StatusCode.CANCELLED, ErrorCode.UNAVAILABLE),
+        (grpc.StatusCode.UNAVAILABLE, ErrorCode.UNAVAILABLE),
+        (grpc.StatusCode.RESOURCE_EXHAUSTED, ErrorCode.OVERLOADED),
+        (grpc.StatusCode.UNKNOWN, ErrorCode.INTERNAL),
+    ],
+)
+async def test_each_status_that_a_load_can_end_with_is_a_typed_error(status: grpc.StatusCode, code: ErrorCode) -> None:
+    only = engine({})
+    only.lora_refusal = status
+    async with fleet_of(only) as fleet:
+        await all_ready(fleet, 1)
+        with pytest.raises(QuireError) as failed:
+            await LoRAUpdater(fleet, ["m"]).load("x", "new")
+        assert failed.value.code is code
+
+
+async def test_what_is_cancelled_stays_cancelled() -> None:
+    only = engine({})
+    only.lora_gate.clear()
+    async with fleet_of(only) as fleet:
+        await all_ready(fleet, 1)
+        loading = asyncio.create_task(LoRAUpdater(fleet, ["m"]).load("x", "new"))
+        await until(lambda: len(only.lora_requests) == 1)
+        loading.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await loading
+
+
+# What is not known yet
+
+
+async def test_adapters_are_known_once_each_source_and_each_engine_has_answered() -> None:
+    discovery, complete = ScriptedDiscovery(), asyncio.Event()
+    first, late = engine({}), engine({"x": b"new"})
+    fleet = EnginePool(discovery, ["m"], QUICK, is_complete=complete.is_set)
+    await fleet.start()
+    try:
+        assert not fleet.knows_loras()
+        addresses = [await first.start(), await late.start()]
+        await late.stop()
+        discovery.publish(*map(Endpoint, addresses))
+        await all_ready(fleet, 1)
+        complete.set()
+        await fleet.wait_for_lora("x", 0.05)
+        assert not fleet.knows_loras()
+        waiting = asyncio.create_task(fleet.wait_for_lora("x", 20))
+        await late.start()
+        await waiting
+        assert set(fleet.loras()) == {"x"}
+        await until(fleet.knows_loras)
+    finally:
+        await fleet.close()
+        await first.stop()
+        await late.stop()
+
+
+async def test_an_engine_that_never_answers_is_waited_for_as_long_as_a_start_takes() -> None:
+    discovery, first, gone = ScriptedDiscovery(), engine({}), engine({})
+    fleet = EnginePool(discovery, ["m"], replace(QUICK, start_patience=0.2))
+    await fleet.start()
+    try:
+        addresses = [await first.start(), await gone.start()]
+        await gone.stop()
+        discovery.publish(Endpoint(addresses[1]))
+        await asyncio.sleep(0.3)
+        fleet.refresh_loras()
+        assert not fleet.knows_loras(), "nobody has said anything"
+        discovery.publish(*map(Endpoint, addresses))
+        await all_ready(fleet, 1)
+        await until(fleet.knows_loras)
+    finally:
+        await fleet.close()
+        await first.stop()
+
+
+async def test_an_adapter_is_not_unloaded_before_it_is_known_where_it_is() -> None:
+    """Neither is it unknown: an engine may still say that it has it."""
+    first, late = engine({}), engine({"x": b"new"})
+    late.lora_paths["x"] = "new"
+    await late.start()
+    await late.stop()
+    async with fleet_of(first) as fleet:
+        await all_ready(fleet, 1)
+        join(fleet, first, late)
+        with pytest.raises(QuireError) as unknown:
+            await LoRAUpdater(fleet, ["m"], hold_timeout=0.05).unload("x")
+        assert (unknown.value.code, unknown.value.reason) == (ErrorCode.UNAVAILABLE, "model_not_known_yet")
+        unloading = asyncio.create_task(LoRAUpdater(fleet, ["m"]).unload("x"))
+        await late.start()
+        await asyncio.wait_for(unloading, 20)
+        assert late.unloaded == ["x"]
+    await late.stop()
+
+
+async def test_an_engine_that_begins_again_has_not_unloaded_its_adapters() -> None:
+    only = engine({"x": b"new"})
+    async with fleet_of(only) as fleet:
+        await hears(fleet, "x")
+        only.loras = {}
+        only.restart_as(2)
+        only.break_stream()
+        await until(lambda: not fleet.engines()[0].connection.loras)
+        assert fleet.has_lora("m", NEW)
+        only.set_loras({"x": b"new"})
+        await hears(fleet, "x")
+        only.set_loras({})
+        await hears(fleet)
+        assert not fleet.has_lora("m", NEW)
+        only.set_loras({"x": b"new"})
+        await until(lambda: fleet.has_lora("m", NEW))
+        only.set_loras({"x": b"old"})
+        await until(lambda: not fleet.has_lora("m", NEW))
 
 
 # Engines that join the others
