@@ -44,6 +44,8 @@ _RENDER_ERRORS = (
 _SECONDS, _SECONDS_PER_MESSAGE, _SECONDS_PER_CHARACTER = 0.5, 0.002, 1e-6
 _SLOW = 0.02  # seconds; a longer rendering of a short conversation delays other streams
 _CHARACTERS, _TIMES = 2**20, 16
+_MAX_SOURCE = 2**18  # characters of a template, ten times what published ones have: each takes time to compile
+_DATE_CHARACTERS = 128
 _MAX_SIZE = 2**26  # characters at which counting a conversation's size stops
 
 
@@ -68,6 +70,9 @@ class ChatTemplate:
         added_tokens: Iterable[str] = (),
         response_template: Any = None,
     ) -> None:
+        if len(source) > _MAX_SOURCE:
+            most = f"{len(source)} characters, more than the {_MAX_SOURCE} that are read"
+            raise TokenizerLoadError(f"{origin}: the chat template has {most}: use a shorter one.")
         self._special_tokens = dict(special_tokens)
         environment = _environment()
         try:
@@ -204,6 +209,8 @@ def _raise_exception(message: object) -> NoReturn:
 
 
 def _strftime_now(pattern: str) -> str:
+    if len(pattern) > _DATE_CHARACTERS:  # it asks the C library for ever more memory, and holds the interpreter
+        raise SandboxLimitError("the pattern of a date is too long")
     return datetime.now().strftime(pattern)
 
 

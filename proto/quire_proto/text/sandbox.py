@@ -28,7 +28,7 @@ from jinja2.visitor import NodeTransformer
 MAX_INTEGER_BITS = 2**14
 MAX_ARGUMENT = 10_000  # of numbers that are widths, counts and the like
 _WITHOUT = ("lipsum", "urlize", "xmlattr", "wordwrap", "pprint", "random")  # for web pages, and costly
-_TAKES_ANY_NUMBER = frozenset({"default", "d", "int", "float", "round", "string", "tojson"})
+_TAKES_ANY_NUMBER = frozenset({"default", "d", "int", "float", "string", "tojson"})
 _WRITES_ITS_VALUE = frozenset({"string", "tojson", "e", "escape", "forceescape", "title", "capitalize", "safe"})
 _WRITES_ITS_VALUE |= {"upper", "lower", "trim", "striptags", "center", "wordcount", "urlencode"}
 _ASKS_FOR_THE_KIND = {
@@ -44,6 +44,21 @@ _ASKS_FOR_THE_KIND = {
     "string",
 }
 _ASKS_FOR_THE_KIND |= {"mapping", "sequence", "iterable", "callable", "sameas", "escaped"}  # tests that take no time
+_METHODS = frozenset({
+    "bit_length", "capitalize", "casefold", "center", "count", "decode", "encode", "endswith", "expandtabs", "find",
+    "format", "format_map", "hex", "index", "is_integer", "isalnum", "isalpha", "isascii", "isdecimal", "isdigit",
+    "isidentifier", "islower", "isnumeric", "isprintable", "isspace", "istitle", "isupper", "join", "ljust", "lower",
+    "lstrip", "maketrans", "partition", "removeprefix", "removesuffix", "replace", "rfind", "rindex", "rjust",
+    "rpartition", "rsplit", "rstrip", "split", "splitlines", "startswith", "strip", "swapcase", "title", "translate",
+    "upper", "zfill",
+})  # fmt: skip
+"""Of texts, bytes and numbers: those whose time is bounded by the size of what they are given, or checked below."""
+_COMPARES_ALL = frozenset({"lstrip", "rfind", "rindex", "rpartition", "rsplit", "rstrip", "strip"})
+"""Methods that may compare every character of the text with every character of an argument."""
+_COMPARISONS = 16  # of them that take as long as making one character
+_CODECS = frozenset({"utf-8", "utf8", "ascii", "latin-1"})  # others take quadratic time, as punycode
+_CODEC_ERRORS = frozenset({"strict", "ignore", "replace"})
+_BASIC = (str, bytes, int, float)
 Counted = TypeVar("Counted", nodes.For, nodes.Macro, nodes.CallBlock)
 _PLACE_OF_ATTRIBUTE = {"groupby": 0, "unique": 1, "min": 1, "max": 1, "sort": 2}
 _COMPARING_FILTERS = frozenset({*_PLACE_OF_ATTRIBUTE, "dictsort"})
@@ -91,8 +106,11 @@ class _Budget:
 
     def keep(self, value: Any) -> Any:
         """Counts a new value for as long as the template refers to it. Many templates extend a text message by message,
-        so values that they have released do not count.
+        so values that they have released do not count. Raises ``SandboxLimitError``, also for a number with which
+        calculating would take long.
         """
+        if isinstance(value, int):
+            _check_bits(value.bit_length())
         size = getsizeof(value)
         if isinstance(value, (list, tuple)):
             size += sum(map(getsizeof, value))
@@ -135,7 +153,7 @@ def size_of(value: Any, most: int) -> int:
     size, rest = 0, [iter((value,))]
     while rest:
         for each in rest[-1]:
-            if isinstance(each, str):
+            if isinstance(each, (str, bytes)):
                 size += 2 + len(each)
             elif isinstance(each, (int, float)):
                 size += 2 + _bits(each) // 3
@@ -202,13 +220,14 @@ class Sandbox(ImmutableSandboxedEnvironment):
         return budget.keep(super().call_binop(context, operator, left, right))
 
     def call(__self, __context: Context, __obj: Any, *args: Any, **kwargs: Any) -> Any:  # noqa: N805
-        """Raises ``SandboxLimitError`` for a method whose result is too large."""
+        """Raises ``SandboxLimitError`` for a method that could take too long, or whose result is too large."""
         budget = _budget()
         budget.check()
         method = getattr(__obj, "__wrapped__", __obj)  # the sandbox has its own ``str.format``
-        if isinstance(method, BuiltinMethodType) and isinstance(method.__self__, (str, bytes, int, float)):
+        if _is_basic(method):
             args = tuple(_listed(arg, budget) for arg in args)
             _check_numbers(args, kwargs)
+            _check_time(method.__name__, method.__self__, args, kwargs, budget)
             budget.afford(_size_of_method(method.__name__, method.__self__, args, kwargs, budget))
         elif isinstance(method, (BuiltinMethodType, MethodType)):
             args = tuple(map(compared, args))
@@ -404,8 +423,8 @@ def _size_of_filter(name: str, value: Any, rest: Sequence[Any], kwargs: Mapping[
         return size * (1 + max((_width(each) for each in (*rest, *kwargs.values())), default=0))
     if name == "sum" and not isinstance(_argument(rest, kwargs, 1, "start", 0), (int, float)):
         raise SandboxLimitError("only numbers can be summed up")
-    if name == "round":
-        return max((abs(each) for each in (*rest, *kwargs.values()) if isinstance(each, int)), default=0)
+    if name == "trim":
+        _check_time("strip", value, rest, kwargs, budget)
     if name == "indent":
         width = _width(_argument(rest, kwargs, 0, "width", 4))
         return size + width * (1 + (value.count("\n") if isinstance(value, str) else size))
@@ -414,6 +433,33 @@ def _size_of_filter(name: str, value: Any, rest: Sequence[Any], kwargs: Mapping[
     if name in ("format", "replace"):
         return _size_of_method(name, str(value), (*rest,), kwargs, budget)
     return size
+
+
+def _is_basic(method: Any) -> bool:
+    """Whether it is a method of a text, bytes or a number, or of their types, such as ``int.from_bytes``."""
+    if not isinstance(method, (BuiltinMethodType, MethodType)):
+        return False
+    owner = method.__self__
+    return issubclass(owner, _BASIC) if isinstance(owner, type) else isinstance(owner, _BASIC)
+
+
+def _check_time(name: str, text: Any, args: Sequence[Any], kwargs: Mapping[str, Any], budget: _Budget) -> None:
+    """Raises ``SandboxLimitError`` for a method that could take too long: nothing checks the clock within it."""
+    if name not in _METHODS:
+        raise SandboxLimitError(f"the method {name} is not for templates")
+    if name in ("encode", "decode"):
+        codec, errors = (_argument(args, kwargs, *each) for each in _CODEC_ARGUMENTS)
+        if codec not in _CODECS or errors not in _CODEC_ERRORS:
+            raise SandboxLimitError(f"the codec {codec!s:.32} is not for templates")
+    if name in ("startswith", "endswith"):
+        budget.compare(args)
+    elif name in _COMPARES_ALL:
+        size = size_of(text, budget.size)
+        compared_with = max((min(size, size_of(each, size)) for each in (*args, *kwargs.values())), default=0)
+        budget.afford(size * compared_with // _COMPARISONS)
+
+
+_CODEC_ARGUMENTS = ((0, "encoding", "utf-8"), (1, "errors", "strict"))
 
 
 def _size_of_method(name: str, text: Any, args: Sequence[Any], kwargs: Mapping[str, Any], budget: _Budget) -> int:

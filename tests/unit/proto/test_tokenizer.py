@@ -2,6 +2,8 @@
 
 import json
 import tracemalloc
+from contextlib import suppress
+from itertools import product
 from pathlib import Path
 from threading import Thread
 from time import sleep, thread_time
@@ -10,9 +12,11 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from jinja2.sandbox import ImmutableSandboxedEnvironment
+from markupsafe import Markup
 from quire_proto.errors import ErrorCode, QuireError, TokenizerLoadError
 from quire_proto.text import chat_template as chat_template_module
 from quire_proto.text.chat_template import ChatTemplate
+from quire_proto.text.sandbox import bounded
 from quire_proto.text.tokenizer import ModelTokenizer
 from tokenizers import Tokenizer
 from transformers import AutoTokenizer
@@ -204,6 +208,7 @@ TWINS = (
     "{% for _ in range(60) %}{% set ns.s = (ns.s, ns.s) %}{% set ns.t = (ns.t, ns.t) %}{% endfor %}"
     "{% set a, b = namespace(s=ns.s), namespace(s=ns.t) %}"
 )
+HALVES = "{% set half = 'a' * 10000 ~ 'b' ~ 'a' * 10000 %}{% set s = 'a' * 60000 %}"
 HOLD = "{% set ns = namespace(s=[], d={}) %}{% for i in range(3000) %}"
 EXCESSES = {
     "power": "{{ (10**6)**(10**6) }}",
@@ -288,6 +293,18 @@ EXCESSES = {
     "many slices": "{% set s = 'a' * 60000 %}" + HOLD + "{% set ns.s = [ns.s, s[i:]] %}{% endfor %}",
     "many blocks": HOLD + "{% set s %}{{ 'a' * 60000 }}{{ i }}{% endset %}{% set ns.s = [ns.s, s] %}{% endfor %}",
     "a refusal": NEST + "{{ raise_exception(ns.s) }}",
+    "codec": "{{ ('a' * 60000).encode('punycode') }}",
+    "codec of bytes": "{{ ('a' * 60000).encode().decode(encoding='punycode') }}",
+    "names of characters": "{{ ('é' * 60000).encode('ascii', 'namereplace') }}",
+    "sought from the end": HALVES + "{{ s.rfind(half) }}",
+    "sought from the end of a safe text": HALVES + "{{ (s | safe).rsplit(half) }}",
+    "split from the end": HALVES + "{{ s.rpartition(half) }}",
+    "stripped of many": "{{ ('a' * 60000).strip('b' * 60000 ~ 'a') }}",
+    "filter that strips": "{{ ('a' * 60000) | trim('b' * 60000 ~ 'a') }}",
+    "beginnings": "{% set s = 'a' * 60000 %}{{ (s ~ 'a').startswith(([s ~ 'b'] * 9999) | list) }}",
+    "number in bytes": "{{ (0).from_bytes(('a' * 60000).encode(), 'big') // 3 }}",
+    "number in hexadecimal": "{{ ('a' * 60000) | int(base=16) // 3 }}",
+    "pattern of a date": "{{ strftime_now('%Y' * 60000) }}",
 }
 
 
@@ -315,6 +332,30 @@ def test_a_template_that_takes_too_much_time_or_memory_is_a_refusal(source):
     assert refusal.value.code == ErrorCode.INVALID
     assert peak < 50e6
     assert thread_time() - begun < 10
+
+
+HOSTILE = "a" * 50_000 + "b" + "a" * 50_000
+ARGUMENTS = ["", "s", "half", "s, half", "'punycode'"]
+
+
+@pytest.mark.parametrize("value", ["s", "s | safe", "s.encode()", "1"])
+def test_no_method_of_a_text_or_number_takes_longer_than_the_template_may(value):
+    """Whatever methods there are, in this version of Python or a later one."""
+    kinds = {"s | safe": Markup, "s.encode()": bytes, "1": int}
+    names = [name for name in dir(kinds.get(value, str)) if not name.startswith("_")]
+    environment = chat_template_module._environment()
+    for name, arguments in product(names, ARGUMENTS):
+        source = f"{{% set x = {value} %}}{{% set y = x.{name}({arguments}) %}}"
+        template = environment.from_string(environment.counted(source))
+        begun = thread_time()
+        with bounded(0.5, 2**20), suppress(*chat_template_module._RENDER_ERRORS):
+            template.render(s="a" * 100_000, half=HOSTILE)
+        assert thread_time() - begun < 1, source
+
+
+def test_a_template_that_is_longer_than_any_is_not_compiled():
+    with pytest.raises(TokenizerLoadError, match=r"the chat template has 300000 characters"):
+        ChatTemplate("a" * 300_000, {}, "the test")
 
 
 def test_unique_compares_a_namespaces_values_at_that_time():
