@@ -87,7 +87,9 @@ def is_idle(stack: Replicas) -> bool:
 
 def test_the_openai_client_reads_on_at_the_other_router(clients: list[RouterClients]) -> None:
     body = ask(max_tokens=300)
-    undisturbed = text_of(whole(clients[0], body))
+    text = text_of(whole(clients[0], body))
+    body["stop"] = text[-30:-20]
+    undisturbed = text.partition(body["stop"])[0]
     create = clients[0].openai.completions.with_streaming_response.create
     fields = {name: value for name, value in body.items() if name not in ENDLESS}
     text, event_id, chunk_id = "", "", ""
@@ -111,6 +113,7 @@ def test_the_openai_client_reads_on_at_the_other_router(clients: list[RouterClie
     assert len(text) < len(undisturbed), "the stream was broken off, not read to its end"
     assert text + "".join(piece.choices[0].text for piece in pieces) == undisturbed
     assert {piece.id for piece in pieces} == {chunk_id}
+    assert pieces[-1].choices[0].stop_reason == body["stop"]
 
 
 def test_a_background_request_is_polled_and_fetched_at_the_other_router(clients: list[RouterClients]) -> None:

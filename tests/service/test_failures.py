@@ -3,13 +3,14 @@
 import json
 import signal
 import urllib.request
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
 import openai
 import pytest
 from openai import OpenAI
+from openai.types import Completion
 
 from tests.service.conftest import DEMO, FLOAT32, MODEL, SMALL_POOLS
 from tests.support.forked_engines import NET_NAMESPACE, ForkedEngine, ForkedRouter
@@ -67,17 +68,20 @@ def end(process: Process) -> None:
         process.stop()
 
 
-def texts(stream: object) -> Iterator[str]:
+def texts(stream: Iterable[Completion]) -> Iterator[str]:
     return (chunk.choices[0].text for chunk in stream if chunk.choices)
 
 
-def test_an_engine_that_is_killed_changes_no_token(fleet: Fleet) -> None:
+def test_an_engine_that_is_killed_changes_neither_a_token_nor_the_stop_string(fleet: Fleet) -> None:
     undisturbed = fleet.client.completions.create(**LONG, **IGNORE_EOS).choices[0].text
-    stream = texts(fleet.client.completions.create(**LONG, **IGNORE_EOS, stream=True))
+    stop = undisturbed[-40:-20]
+    stream = fleet.client.completions.create(**LONG, **IGNORE_EOS, stop=stop, stream=True)
     seen = [next(stream) for _ in range(20)]
     fleet.busy_engine().kill()
     seen += stream
-    assert "".join(seen) == undisturbed
+    assert "".join(texts(seen)) == undisturbed.partition(stop)[0]
+    end = seen[-1].choices[0]
+    assert (end.finish_reason, end.stop_reason) == ("stop", stop)
 
 
 def test_an_engine_that_freezes_changes_no_token_and_drops_what_others_go_on_with(fleet: Fleet) -> None:
