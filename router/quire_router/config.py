@@ -430,7 +430,8 @@ class Settings(CliSettings):
     )
     max_file_bytes: MaxBytes = Field(default=100 * 2**20, description="Largest file for a batch.")
     max_tenant_file_bytes: MaxBytes = Field(
-        default=2**30, description="Bytes of all files of a tenant, and of the answers of one batch."
+        default=2**30,
+        description="Bytes of a tenant's files and uploads, and twice the answers of its batches that run.",
     )
     file_retention: Annotated[Seconds, Field(ge=3600, allow_inf_nan=False)] = Field(
         default=604_800, description="Seconds that files and batches are stored."

@@ -18,7 +18,7 @@ from quire_router.batches.files import CHUNK_BYTES, FileInfo, Files, FileSetting
 from quire_router.batches.worker import BatchWorker
 from quire_router.core.generation import Delta, GenerationRequest, StreamCursor
 from quire_router.journal.base import RequestRecord
-from quire_router.journal.objects import MemoryObjectStore, ObjectStore, StoredObject
+from quire_router.journal.objects import ANY, Excess, MemoryObjectStore, ObjectStore, Quota, StoredObject
 
 from tests.support.scripted_api import MODEL, ScriptedRunner, Stage, open_stage
 
@@ -155,6 +155,12 @@ class MortalStore:
 
     async def names(self, collection: str) -> list[str]:
         return await self._life.step(lambda: self._store.names(collection))
+
+    async def charge(self, account: str, name: str, size: int, ttl: float, quota: Quota = ANY) -> Excess | None:
+        return await self._life.step(lambda: self._store.charge(account, name, size, ttl, quota))
+
+    async def discharge(self, account: str, name: str) -> None:
+        await self._life.step(lambda: self._store.discharge(account, name))
 
 
 class MortalRunner:

@@ -17,10 +17,16 @@ from typing import Any
 from quire_proto.errors import invalid
 
 from quire_router.admission.limits import counting_refusals
-from quire_router.core.errors import RefusalReason, conversation_locked, conversation_not_found, too_much_stored
+from quire_router.core.errors import (
+    RefusalReason,
+    conversation_locked,
+    conversation_not_found,
+    share_full,
+    too_much_stored,
+)
 from quire_router.core.generation import MAX_CONVERSATION_CHARACTERS
 from quire_router.journal import records
-from quire_router.journal.objects import ANY, Excess, ObjectStore, Quota
+from quire_router.journal.objects import ANY, CONVERSATIONS, Excess, ObjectStore, Quota, account_of
 
 _ID = re.compile("conv_[0-9a-f]{48}")
 MAX_TURNS = 4096  # of one conversation
@@ -166,7 +172,7 @@ class Conversations:
     async def delete(self, conversation: Conversation) -> None:
         """Deletes a conversation with its items; its responses stay."""
         await self._store.delete(conversation.id)
-        await self._store.discharge(_account(conversation.tenant), conversation.id)
+        await self._store.discharge(account_of(CONVERSATIONS, conversation.tenant), conversation.id)
 
     async def _find(self, conversation_id: str, tenant: str) -> tuple[Conversation, int]:
         found = await self._store.get(conversation_id) if _ID.fullmatch(conversation_id) else None
@@ -184,10 +190,12 @@ class Conversations:
     async def _charge(self, conversation: Conversation, quota: Quota) -> None:
         """Counts a conversation as it is about to be. Raises ``QuireError`` OVERLOADED where that is too much."""
         size = _stored(conversation) + len(records.encode(conversation))
-        account = _account(conversation.tenant)
+        account = account_of(CONVERSATIONS, conversation.tenant)
         excess = await self._store.charge(account, conversation.id, size, self._retention, quota)
         if excess is None:
             return
+        if excess is Excess.SHARE:
+            raise share_full()
         is_number = excess is Excess.NAMES
         most = f"{quota.max_names} conversations" if is_number else f"{quota.max_bytes} bytes of conversations"
         setting = "--max-tenant-conversations" if is_number else "--max-tenant-conversation-bytes"
@@ -199,10 +207,6 @@ class Conversations:
 def _stored(conversation: Conversation) -> int:
     """Returns how many bytes its items take; of one that an older router made what clients wrote of them."""
     return max(conversation.stored, conversation.size)
-
-
-def _account(tenant: str) -> str:
-    return f"conversations:{tenant}"
 
 
 def _encode(items: Items) -> bytes:

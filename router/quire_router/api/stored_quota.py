@@ -7,7 +7,7 @@ from time import time
 from quire_router.admission.limits import counting_refusals
 from quire_router.api.prepared_request import PreparedRequest
 from quire_router.core.errors import RefusalReason, too_much_stored
-from quire_router.journal.objects import ObjectStore, Quota
+from quire_router.journal.objects import RESPONSES, ObjectStore, Quota, account_of
 
 RECORD_BYTES = 2048  # of a record, beside what clients can multiply
 BYTES_PER_TOKEN = 4
@@ -31,7 +31,7 @@ class ResponseQuota:
         seconds = DEFAULT_RETENTION if first.retention is None else first.retention
         seconds += 0.0 if first.deadline is None else max(0.0, first.deadline - time())
         size = RECORD_BYTES + BYTES_PER_TOKEN * first.stored_size
-        if await self._store.charge(_account(first.tenant), first.request_id, size, seconds, self._quota):
+        if await self._store.charge(account_of(RESPONSES, first.tenant), first.request_id, size, seconds, self._quota):
             message = (
                 f"The stored responses of this key would have more than {self._quota.max_bytes} bytes "
                 "(--max-tenant-response-bytes): delete some, or send store: false."
@@ -41,8 +41,4 @@ class ResponseQuota:
 
     async def discharge(self, request_id: str, tenant: str) -> None:
         """A response is not stored, or not any more. Raises ``QuireError`` UNAVAILABLE."""
-        await self._store.discharge(_account(tenant), request_id)
-
-
-def _account(tenant: str) -> str:
-    return f"responses:{tenant}"
+        await self._store.discharge(account_of(RESPONSES, tenant), request_id)

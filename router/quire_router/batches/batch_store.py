@@ -4,11 +4,13 @@ from collections.abc import AsyncGenerator
 from contextlib import aclosing
 from time import time
 
+from quire_proto.errors import QuireError
+
 from quire_router.batches.batch import Batch
-from quire_router.batches.files import Files, listed
-from quire_router.core.errors import batch_ended, batch_not_found, too_much_stored
+from quire_router.batches.files import FileInfo, Files, listed
+from quire_router.core.errors import batch_ended, batch_not_found, share_full, too_much_stored
 from quire_router.journal import records
-from quire_router.journal.objects import ObjectStore, read_objects
+from quire_router.journal.objects import BATCHES, Excess, ObjectStore, Quota, account_of, read_objects
 
 ACTIVE = "batches"
 """The collection of batches that have not ended."""
@@ -26,15 +28,40 @@ class Batches:
 
     async def create(self, batch: Batch) -> None:
         """Stores a new batch, which some router takes up. Raises ``QuireError`` when its tenant has too many."""
-        owned = [each async for each in self.list(batch.tenant)]
-        if len(owned) >= MAX_BATCHES:
-            raise too_much_stored(f"There are {MAX_BATCHES} batches, as many as there may be.")
-        if sum(not each.ended for each in owned) >= MAX_ACTIVE:
-            raise too_much_stored(f"There are {MAX_ACTIVE} batches that have not ended, as many as there may be.")
-        # Listed when it is there: routers that look for batches take names without a record out of the lists.
-        await self.store.put(batch.id, batch.to_json(), 0, self.ttl(batch))
-        await self.store.enter(collection_of(batch.tenant), batch.id, self.ttl(batch))
-        await self.store.enter(ACTIVE, batch.id, self.ttl(batch))
+        data, ttl, tenant = batch.to_json(), self.ttl(batch), batch.tenant
+        account = account_of(BATCHES, tenant)
+        try:
+            excess = await self.store.charge(account, batch.id, len(data), ttl, Quota(MAX_BATCHES))
+            if excess is Excess.SHARE:
+                raise share_full()
+            if excess is not None:
+                raise too_much_stored(f"There are {MAX_BATCHES} batches, as many as there may be.")
+            if await self.store.charge(_active_account(tenant), batch.id, 0, ttl, Quota(MAX_ACTIVE)) is Excess.NAMES:
+                raise too_much_stored(f"There are {MAX_ACTIVE} batches that have not ended, as many as there may be.")
+            # Listed when it is there: routers that look for batches take names without a record out of the lists.
+            await self.store.put(batch.id, data, 0, ttl)
+        except QuireError:
+            await self.store.discharge(account, batch.id)
+            await self.store.discharge(_active_account(tenant), batch.id)
+            raise
+        for collection in (collection_of(tenant), _readers_of(batch.input_file_id), ACTIVE):
+            await self.store.enter(collection, batch.id, ttl)
+
+    async def forget(self, batch: Batch) -> None:
+        """A batch has ended: it counts no more among those that have not, and its results are files."""
+        await self.files.discharge(batch.tenant, batch.id)
+        await self.store.discharge(_active_account(batch.tenant), batch.id)
+        await self.store.leave(ACTIVE, batch.id)
+
+    async def reading(self, info: FileInfo) -> str | None:
+        """Returns the id of a batch that reads this file and has not ended, or None."""
+        readers = _readers_of(info.id)
+        async with aclosing(read_objects(self.store, readers, await self.store.names(readers))) as objects:
+            async for name, found in objects:
+                batch = records.read(Batch, name, found.data)
+                if batch is not None and not batch.ended:
+                    return name
+        return None
 
     async def get(self, batch_id: str, tenant: str) -> Batch:
         """Returns a batch of this tenant, and lists one that nobody works on again. Raises ``QuireError`` NOT_FOUND."""
@@ -82,3 +109,12 @@ class Batches:
 def collection_of(tenant: str) -> str:
     """Returns the collection of a tenant's batches."""
     return f"batches:{tenant}"
+
+
+def _readers_of(file_id: str) -> str:
+    """Returns the collection of the batches of a file."""
+    return f"readers:{file_id}"
+
+
+def _active_account(tenant: str) -> str:
+    return account_of("active", tenant)

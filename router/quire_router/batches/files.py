@@ -2,17 +2,18 @@
 this tenant alone, and gone after a time.
 """
 
-from collections.abc import AsyncGenerator, AsyncIterator, Sequence
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Coroutine, Sequence
 from contextlib import aclosing
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from secrets import token_hex
 from time import time
+from typing import Any
 
 from quire_proto.errors import invalid
 
-from quire_router.core.errors import file_not_found, journal_unavailable, too_much_stored
+from quire_router.core.errors import file_not_found, journal_unavailable, share_full, too_much_stored
 from quire_router.journal import records
-from quire_router.journal.objects import ObjectStore, read_objects
+from quire_router.journal.objects import ANY, FILES, Excess, ObjectStore, Quota, account_of, read_objects
 
 CHUNK_BYTES = 256 * 1024
 MAX_FILES = 1_000  # of a tenant
@@ -23,8 +24,8 @@ MIN_TTL, MAX_TTL = 3600, 2_592_000  # seconds that a client may ask for, as Open
 
 @dataclass(frozen=True, slots=True)
 class FileSettings:
-    """A file has ``max_bytes`` at most, all of a tenant's ``max_tenant_bytes``, and they are kept for ``retention``
-    seconds unless their client asks for less.
+    """A file has ``max_bytes`` at most. All of a tenant have ``max_tenant_bytes``, with uploads that have not ended and
+    what ``Files.charge_results`` counts. They are kept for ``retention`` seconds unless their client asks for less.
     """
 
     max_bytes: int = 100 * 2**20
@@ -59,14 +60,34 @@ class Files:
 
     async def new_upload(self, tenant: str) -> "Upload":
         """Returns an upload for a tenant. Raises ``QuireError`` for one that has as many files as it may have."""
-        return Upload(self, self._store, tenant, await self.room(tenant))
+        upload = Upload(self, self._store, tenant)
+        await self.charge(tenant, upload.id, 0, UPLOAD_TTL)
+        return upload
 
-    async def room(self, tenant: str) -> int:
-        """Returns how many bytes a tenant may still have. Raises ``QuireError`` as ``new_upload`` does."""
-        owned = [file async for file in self.list(tenant)]
-        if len(owned) >= MAX_FILES:
+    async def charge(self, tenant: str, name: str, size: int, ttl: float) -> None:
+        """Counts a file of this tenant before its bytes are written. Raises ``QuireError`` OVERLOADED for one that has
+        as many files, or bytes of them, as it may have.
+        """
+        quota = Quota(MAX_FILES, self.settings.max_tenant_bytes)
+        excess = await self._store.charge(account_of(FILES, tenant), name, size, ttl, quota)
+        if excess is Excess.NAMES:
             raise too_much_stored(f"There are {MAX_FILES} files, as many as there may be: delete some.")
-        return self.settings.max_tenant_bytes - sum(file.bytes for file in owned)
+        if excess is Excess.SHARE:
+            raise share_full()
+        if excess is not None:
+            most = self.settings.max_tenant_bytes
+            raise too_much_stored(f"All files together would be larger than {most} bytes: delete some.")
+
+    async def charge_results(self, tenant: str, batch_id: str, size: int, ttl: float) -> bool:
+        """Counts the results of a batch, of ``size`` bytes, among its tenant's files. They count twice, because they
+        are copied into files when the batch ends. Returns False, and counts nothing, if that is too much.
+        """
+        quota = Quota(max_bytes=self.settings.max_tenant_bytes)
+        return await self._store.charge(account_of(FILES, tenant), batch_id, 2 * size, ttl, quota) is None
+
+    async def discharge(self, tenant: str, name: str) -> None:
+        """Counts a file, or the results of a batch, no more."""
+        await self._store.discharge(account_of(FILES, tenant), name)
 
     async def get(self, file_id: str, tenant: str, param: str = "file_id") -> FileInfo:
         """Returns a file of this tenant. Raises ``QuireError`` NOT_FOUND for the parameter that names it."""
@@ -84,20 +105,24 @@ class Files:
         found = await self._store.get(file_id)
         return None if found is None else records.read(FileInfo, file_id, found.data)
 
-    async def list(self, tenant: str, after: str = "", *, ascending: bool = False) -> AsyncGenerator[FileInfo]:
-        """Yields the files of a tenant, the newest first, or those that come ``after`` one of them. Raises
-        ``QuireError`` INVALID if there is none of that id.
+    async def list(
+        self, tenant: str, after: str = "", *, ascending: bool = False, purpose: str | None = None
+    ) -> AsyncGenerator[FileInfo]:
+        """Yields the files of a tenant, of all purposes or of one, the newest first, or those that come ``after`` one
+        of them. Raises ``QuireError`` INVALID if there is none of that id.
         """
         names = await listed(self._store, collection_of(tenant), after, ascending=ascending)
         async with aclosing(read_objects(self._store, collection_of(tenant), names)) as objects:
             async for name, found in objects:
-                if (info := records.read(FileInfo, name, found.data)) is not None:
+                info = records.read(FileInfo, name, found.data)
+                if info is not None and purpose in (None, info.purpose):
                     yield info
 
     async def delete(self, info: FileInfo) -> None:
         """Deletes a file."""
         await self._store.delete(info.id)
         await self._store.leave(collection_of(info.tenant), info.id)
+        await self.discharge(info.tenant, info.id)
 
     async def read(self, info: FileInfo) -> AsyncGenerator[bytes]:
         """Yields the chunks of a file. Raises ``QuireError`` NOT_FOUND when it was deleted meanwhile."""
@@ -108,72 +133,76 @@ class Files:
             yield chunk
 
     async def write(self, info: FileInfo, chunks: AsyncIterator[bytes]) -> FileInfo:
-        """Writes a file whose id follows from what it holds, so that it may be written again: what is there stays.
-        Returns it with its size.
+        """Writes a file of what is stored and counted already. Its id follows from what it holds, so that it may be
+        written again: what is there stays. Returns it with its size.
         """
         ttl = max(1.0, info.expires_at - time())
-        writer = _ChunkWriter(self._store, info.id, ttl)
+
+        async def charge(size: int) -> None:
+            await self._store.charge(account_of(FILES, info.tenant), info.id, size, ttl, ANY)
+
+        writer = _ChunkWriter(self._store, info.id, ttl, charge)
         async for chunk in chunks:
             await writer.write(chunk)
-        info = FileInfo(**{**asdict(info), "bytes": await writer.end()})
+        info = replace(info, bytes=await writer.end())
         await _create(self._store, info, ttl)
         return info
 
 
 class Upload:
-    """A file that arrives. ``left`` is how many bytes the tenant may still have. It cannot be found until it has ended;
-    one that breaks off is deleted, or expires if its router dies.
+    """A file that arrives. Each chunk is counted before it is written. The file cannot be found until it has ended; one
+    that breaks off is deleted, or expires if its router dies.
     """
 
-    def __init__(self, files: Files, store: ObjectStore, tenant: str, left: int) -> None:
+    def __init__(self, files: Files, store: ObjectStore, tenant: str) -> None:
         self.id = f"file-{token_hex(12)}"
         self._files = files
         self._store = store
         self._settings = files.settings
         self._tenant = tenant
-        self._left = left
-        self._writer = _ChunkWriter(store, self.id, UPLOAD_TTL)
+        self._writer = _ChunkWriter(store, self.id, UPLOAD_TTL, self._charge)
 
     async def write(self, data: bytes) -> None:
-        """Adds some bytes. Raises ``QuireError`` INVALID for too large a file."""
-        size = self._writer.bytes + len(data)
-        if size > self._settings.max_bytes:
+        """Adds some bytes. Raises ``QuireError`` INVALID for too large a file, and OVERLOADED where its tenant would
+        have too many bytes.
+        """
+        if self._writer.bytes + len(data) > self._settings.max_bytes:
             raise invalid("file", f"The file is larger than the limit of {self._settings.max_bytes} bytes.")
-        self._check_room(size)
         await self._writer.write(data)
 
     async def end(self, filename: str, purpose: str, ttl: float | None) -> FileInfo:
-        """Makes the file one that can be found, for ``ttl`` seconds at most. Raises ``QuireError`` if others that ended
-        meanwhile have taken its room, and UNAVAILABLE if a part of it was lost.
+        """Makes the file one that can be found, for ``ttl`` seconds at most. Raises ``QuireError`` as ``write`` does,
+        and UNAVAILABLE if a part of it was lost.
         """
-        self._left = await self._files.room(self._tenant)
-        self._check_room(self._writer.bytes)
         size, now = await self._writer.end(), int(time())
         kept = min(self._settings.retention, self._settings.retention if ttl is None else ttl)
+        await self._files.charge(self._tenant, self.id, size, kept)
         info = FileInfo(self.id, self._tenant, filename, purpose, size, now, int(now + kept))
         await _create(self._store, info, kept)
         if not await self._files.is_whole(info.id):
             raise journal_unavailable()
         return info
 
-    def _check_room(self, size: int) -> None:
-        if size > self._left:
-            most = self._settings.max_tenant_bytes
-            raise too_much_stored(f"All files together would be larger than {most} bytes: delete some.")
-
     async def abandon(self) -> None:
         """Deletes what has arrived."""
         await self._store.delete(self.id)
+        await self._files.discharge(self._tenant, self.id)
+
+    async def _charge(self, size: int) -> None:
+        await self._files.charge(self._tenant, self.id, size, UPLOAD_TTL)
 
 
 class _ChunkWriter:
-    """Writes bytes as chunks of one size."""
+    """Writes bytes as chunks of one size. Calls ``charge`` before each, with the bytes of the file up to its end."""
 
-    def __init__(self, store: ObjectStore, name: str, ttl: float) -> None:
+    def __init__(
+        self, store: ObjectStore, name: str, ttl: float, charge: Callable[[int], Coroutine[Any, Any, None]]
+    ) -> None:
         self.bytes = 0
         self._store = store
         self._name = name
         self._ttl = ttl
+        self._charge = charge
         self._number = 0
         self._buffer = bytearray()
 
@@ -190,7 +219,9 @@ class _ChunkWriter:
         return self.bytes
 
     async def _flush(self) -> None:
-        await self._store.add_part(self._name, self._number, bytes(self._buffer[:CHUNK_BYTES]), self._ttl)
+        chunk = bytes(self._buffer[:CHUNK_BYTES])
+        await self._charge(self._number * CHUNK_BYTES + len(chunk))
+        await self._store.add_part(self._name, self._number, chunk, self._ttl)
         del self._buffer[:CHUNK_BYTES]
         self._number += 1
 

@@ -49,6 +49,7 @@ LINE_WINDOW = 32  # lines of a batch that are under way
 MAX_RUNNING = 8  # batches that one router works on
 TURN = 60.0  # seconds for which it works on a batch before one of a tenant that has none takes its place
 PAUSE, MAX_PAUSE = 1.0, 10.0  # seconds before a line is tried again that could not begin
+RESULT_BYTES = 1024  # of a result that is not there yet, as it is counted
 _COPIED = 64  # results that are read at once
 T = TypeVar("T")
 _TRACER = trace.get_tracer("quire.router")
@@ -119,8 +120,10 @@ class BatchWorker:
         async with aclosing(read_objects(store, ACTIVE, names)) as objects:
             async for name, found in objects:
                 batch = records.read(Batch, name, found.data)
-                if batch is None or batch.ended:
+                if batch is None:
                     await store.leave(ACTIVE, name)
+                elif batch.ended:
+                    await self.batches.forget(batch)
                 # One of this router's own is not running any more: it failed, or was put back.
                 elif batch.owner in ("", self.owner) or batch.lease_until <= self.clock():
                     yield batch, found.version
@@ -393,11 +396,15 @@ class BatchRun:
             metrics.BATCH_LINES.labels("completed" if result.startswith(OK) else "failed").inc()
 
     async def _result(self, line: Line) -> bytes:
-        most = self._files.settings.max_tenant_bytes
-        if self.batch.result_bytes > most:
-            message = f"The batch's answers have more than {most} bytes, so this request was not run."
+        batch, most = self.batch, self._files.settings.max_tenant_bytes
+        size = batch.result_bytes + RESULT_BYTES
+        if not await self._files.charge_results(batch.tenant, batch.id, size, self._batches.ttl(batch)):
+            message = (
+                f"All files of this key and twice the answers of its batches would have more than {most} bytes, so "
+                "this request was not run. Delete files, and send it again."
+            )
             return encode_result(line, None, {"code": "batch_output_too_large", "message": message})
-        return encode_result(line, await self._lines.run(self.batch, line), None)
+        return encode_result(line, await self._lines.run(batch, line), None)
 
     async def _expire_lines(self) -> None:
         """Ends what has no result, and gives it an error."""

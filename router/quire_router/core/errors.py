@@ -376,6 +376,15 @@ def store_full() -> QuireError:
     return QuireError(ErrorCode.OVERLOADED, message, retry_after=60.0, reason=RefusalReason.FILES_FULL)
 
 
+def share_full() -> QuireError:
+    """A tenant has its share of a store that has no more room (``ObjectStore.charge``)."""
+    message = (
+        "This key has its share of the memory, or the file, where this router keeps files, batches and conversations: "
+        "delete some of this key's."
+    )
+    return QuireError(ErrorCode.OVERLOADED, message, retry_after=60.0, reason=RefusalReason.FILES_FULL)
+
+
 def too_much_stored(message: str, reason: RefusalReason = RefusalReason.MAX_FILES) -> QuireError:
     """The tenant has as many files or batches, conversations or responses, or bytes of them, as it may have."""
     return QuireError(ErrorCode.OVERLOADED, message, reason=reason)

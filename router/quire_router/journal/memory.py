@@ -35,6 +35,7 @@ class _MemoryRecord:
 
     generation: GenerationRequest
     lease: Lease
+    share: "_Share"
     log: TokenLog = field(init=False)
     end: RequestEnd | None = None
     leased: bool = True
@@ -90,12 +91,27 @@ class _MemoryRecord:
         return RecordUpdate(deltas, self.end.reason, self.end.error, self.end.usage, leased=False)
 
 
+@dataclass(slots=True)
+class _Share:
+    """What one tenant has of the journal: its ``records``, which take ``tokens``. Of these, those without a lease are
+    in the order of release, and take ``unleased_tokens``.
+    """
+
+    tenant: str
+    records: int = 0
+    tokens: int = 0
+    unleased: dict[str, None] = field(default_factory=dict)
+    unleased_tokens: int = 0
+
+
 class MemoryJournal:
     """At most ``max_records`` records and ``max_tokens`` tokens of prompts and outputs, at 4 bytes each. Records that
-    were finished or released are deleted after ``retention`` seconds, or the oldest of them sooner to make space.
+    were finished or released are deleted after ``retention`` seconds. To make space, the oldest of the tenant that has
+    most are deleted sooner, so that none evicts what others have in their share.
 
     A leased record is never deleted, so outputs that grow may exceed ``max_tokens``. When running requests take all the
-    space, a new one is not kept, which a metric counts. A lease never expires: its owner lives as long as the record.
+    space, or those of one of several tenants half of it, a new one is not kept, which a metric counts. A lease never
+    expires: its owner lives as long as the record.
     """
 
     def __init__(
@@ -115,6 +131,8 @@ class MemoryJournal:
         self._tokens = 0
         self._clock = clock
         self._records: dict[str, _MemoryRecord] = {}
+        self._shares: dict[str, _Share] = {}
+        self._largest: LazyHeap[str] = LazyHeap()  # tenants with records that can be deleted, by what they have
         self._unleased: OrderedDict[str, None] = OrderedDict()  # records without a lease, in the order of release
         self._expirations: LazyHeap[str] = LazyHeap()  # the same, by when they expire
         self._ledger = MemoryLedger()
@@ -143,11 +161,9 @@ class MemoryJournal:
         if generation.request_id in self._records:
             metrics.STALE_EPOCHS.inc()
             return Lease(generation.request_id, self._owner, REFUSED_EPOCH)
-        record = _MemoryRecord(generation, Lease(generation.request_id, self._owner, 1))
-        if generation.is_storable and self._evict_to_fit(1, record.size):
-            self._records[generation.request_id] = record
-            self._tokens += record.size
-        else:
+        share = self._shares.get(generation.tenant) or _Share(generation.tenant)
+        record = _MemoryRecord(generation, Lease(generation.request_id, self._owner, 1), share)
+        if not (generation.is_storable and self._add(record)):
             self._uncounted[record.lease] = generation
             metrics.JOURNAL_DROPPED.inc()
         return record.lease
@@ -173,9 +189,11 @@ class MemoryJournal:
         """See ``Journal``. Tokens that would leave a gap are not kept."""
         record = self._writable_record(lease)
         if record is not None:
-            self._tokens += record.log.append(position, delta)
+            added = record.log.append(position, delta)
+            self._tokens += added
+            record.share.tokens += added
             if self._tokens > self._max_tokens:
-                self._evict_to_fit(0, 0)
+                self._evict_to_fit()
 
     def append_token(self, lease: Lease, index: int, position: int, token_id: int) -> None:
         """See ``Journal``."""
@@ -183,9 +201,11 @@ class MemoryJournal:
         if record is None or record.lease is not lease or record.end is not None or not record.leased:
             record = self._writable_record(lease)
         if record is not None:
-            self._tokens += record.log.append_token(index, position, token_id)
+            added = record.log.append_token(index, position, token_id)
+            self._tokens += added
+            record.share.tokens += added
             if self._tokens > self._max_tokens:
-                self._evict_to_fit(0, 0)
+                self._evict_to_fit()
 
     def finish(self, lease: Lease, reason: FinishReason, error: str = "", usage: Usage = NO_USAGE) -> None:
         """See ``Journal``."""
@@ -339,25 +359,57 @@ class MemoryJournal:
     def _begin_retention(self, record: _MemoryRecord) -> None:
         """Gives up the lease: from now on the record may be deleted."""
         record.leased = False
-        own, request_id = record.generation.retention, record.lease.request_id
+        own, request_id, share = record.generation.retention, record.lease.request_id, record.share
         retention = self._retention if own is None else max(MIN_RETENTION, own)
-        self._unleased[request_id] = None
+        self._unleased[request_id] = share.unleased[request_id] = None
+        share.unleased_tokens += record.size
         self._expirations.put(request_id, self._clock() + retention)
-        self._evict_to_fit(0, 0)
+        self._rank(share)
+        self._evict_to_fit()
 
     def _end_retention(self, request_id: str) -> None:
         """The record is leased again, or deleted."""
-        del self._unleased[request_id]
+        record = self._records[request_id]
+        del self._unleased[request_id], record.share.unleased[request_id]
+        record.share.unleased_tokens -= record.size
         self._expirations.discard(request_id)
+        self._rank(record.share)
 
-    def _evict_to_fit(self, records: int, tokens: int) -> bool:
-        """Deletes records without a lease until so many more fit; False if too much is running."""
-        while self._is_full(records, tokens) and self._unleased:
-            self._remove(next(iter(self._unleased)))
-        return not self._is_full(records, tokens)
+    def _add(self, record: _MemoryRecord) -> bool:
+        """Adds a record that has a lease, if it can have space; returns whether."""
+        share, size, request_id = record.share, record.size, record.lease.request_id
+        running, tokens = share.records - len(share.unleased), share.tokens - share.unleased_tokens + size
+        if share.tenant and (2 * running >= self._max_records or 2 * tokens > self._max_tokens):
+            return False
+        self._records[request_id] = record
+        self._shares[share.tenant] = share
+        self._tokens += size
+        share.tokens += size
+        share.records += 1
+        self._rank(share)
+        if self._evict_to_fit():
+            return True
+        self._remove(request_id)
+        return False
 
-    def _is_full(self, records: int, tokens: int) -> bool:
-        return len(self._records) + records > self._max_records or self._tokens + tokens > self._max_tokens
+    def _rank(self, share: _Share) -> None:
+        """Ranks a tenant by the larger of its shares of records and of tokens. It is not ranked again for each token of
+        its answers, which a tenant has few of at a time.
+        """
+        if share.unleased:
+            self._largest.put(share.tenant, -max(share.records / self._max_records, share.tokens / self._max_tokens))
+        else:
+            self._largest.discard(share.tenant)
+
+    def _evict_to_fit(self) -> bool:
+        """Deletes records without a lease until all others fit; False if too much is running."""
+        while self._is_full and self._largest:
+            self._remove(next(iter(self._shares[self._largest.first()].unleased)))
+        return not self._is_full
+
+    @property
+    def _is_full(self) -> bool:
+        return len(self._records) > self._max_records or self._tokens > self._max_tokens
 
     def _remove_expired(self) -> None:
         while self._expirations and self._expirations.key(oldest := self._expirations.first()) <= self._clock():
@@ -366,7 +418,15 @@ class MemoryJournal:
     def _remove(self, request_id: str) -> None:
         if request_id in self._unleased:
             self._end_retention(request_id)
-        self._tokens -= self._records.pop(request_id).size
+        record = self._records.pop(request_id)
+        share, size = record.share, record.size
+        self._tokens -= size
+        share.tokens -= size
+        share.records -= 1
+        if not share.records:
+            del self._shares[share.tenant]
+        elif share.unleased:
+            self._rank(share)
 
 
 class MemoryFollower:

@@ -1,12 +1,14 @@
-"""``ObjectStore``: what is kept beside the records of requests, in the same database: files and batches.
+"""``ObjectStore``: what is kept beside the records of requests, in the same database: files, batches, conversations.
 
-An account counts the bytes that are kept for somebody, by names that expire with what they count.
+An account counts the bytes that are kept for a tenant, by names that expire with what they count. Everything that a
+client stores is charged before it is written. Where a store has a size of its own, accounts have shares of it.
 
 An object is a short text with a version, and numbered parts. The text is replaced only by who has read its last
 version, so two routers never overwrite each other. A part is written once: the first write of a number stays. Names are
 listed in collections. Everything expires. Here: the protocol, and objects in memory.
 """
 
+from collections import Counter
 from collections.abc import AsyncGenerator, Callable, Sequence
 from dataclasses import dataclass, field
 from enum import IntEnum
@@ -18,6 +20,7 @@ from quire_router.core.errors import store_full
 
 MAX_MEMORY_BYTES = 256 * 2**20  # of all objects in memory
 MAX_NAMES = 10_000  # of one collection
+_FEW = 64  # accounts or collections in memory, among which none is looked for that has expired
 OBJECTS_AT_ONCE = 256  # that are read in a round trip: a text is a kilobyte or so
 
 
@@ -38,6 +41,20 @@ class Quota:
 
 
 ANY: Final = Quota()
+FILES, BATCHES, CONVERSATIONS, RESPONSES = "files", "batches", "conversations", "responses"
+"""The kinds of accounts. Responses are in the journal, and the others here."""
+SHARES: Final = {FILES: 0.8, CONVERSATIONS: 0.15, BATCHES: 0.05}
+"""The part of a store of bounded size that all accounts of one kind have together."""
+
+
+def account_of(kind: str, tenant: str) -> str:
+    """Returns the name of a tenant's account of one kind."""
+    return f"{kind}:{tenant}"
+
+
+def kind_of(account: str) -> str:
+    """Returns the kind of an account."""
+    return account.partition(":")[0]
 
 
 class Excess(IntEnum):
@@ -45,6 +62,7 @@ class Excess(IntEnum):
 
     NAMES = 1
     BYTES = 2
+    SHARE = 3  # bytes of a store of bounded size (``fits_share``)
 
 
 class ObjectStore(Protocol):
@@ -99,7 +117,8 @@ class ObjectStore(Protocol):
 
     async def charge(self, account: str, name: str, size: int, ttl: float, quota: Quota = ANY) -> Excess | None:
         """Counts ``size`` bytes of ``name`` in an account for ``ttl`` seconds, instead of what was counted before.
-        Returns what there would be too much of, and changes nothing then. Less than before is never too much.
+        Returns what there would be too much of, and changes nothing then. Less than before is never too much, and
+        without a quota nothing is.
         """
         ...
 
@@ -132,10 +151,24 @@ def excess_of(quota: Quota, names: int, total: int, before: int | None, size: in
     return Excess.BYTES if more > 0 and quota.max_bytes is not None and total + more > quota.max_bytes else None
 
 
+def fits_share(account: str, own: int, total: int, max_bytes: int) -> bool:
+    """Returns whether an account may have ``own`` bytes in a store of ``max_bytes``, where all accounts of its kind
+    would have ``total``. A tenant leaves at least as much of their part free as it has itself, so none locks others
+    out. Without keys, the one tenant may have all of it.
+    """
+    part = SHARES.get(kind_of(account))
+    has_keys = not account.endswith(":")
+    return part is None or total + (own if has_keys else 0) <= part * max_bytes
+
+
 @dataclass(slots=True)
 class _MemoryAccount:
-    """When each name expires, and its bytes; ``total`` of all. ``expirations`` is a heap, also of what was replaced."""
+    """When each name expires, and its bytes; ``total`` of all. ``expirations`` is a heap, also of what was replaced.
+    ``kinds`` has the totals of all accounts of one kind.
+    """
 
+    kind: str
+    kinds: Counter[str]
     entries: dict[str, tuple[float, int]] = field(default_factory=dict)
     total: int = 0
     expirations: list[tuple[float, str]] = field(default_factory=list)
@@ -149,11 +182,63 @@ class _MemoryAccount:
     def put(self, name: str, expires: float, size: int) -> None:
         self.remove(name)
         self.entries[name] = (expires, size)
-        self.total += size
+        self._add(size)
         heappush(self.expirations, (expires, name))
 
     def remove(self, name: str) -> None:
-        self.total -= self.entries.pop(name, (0.0, 0))[1]
+        self._add(-self.entries.pop(name, (0.0, 0))[1])
+
+    def _add(self, size: int) -> None:
+        self.total += size
+        self.kinds[self.kind] += size
+
+
+class _MemoryAccounts:
+    """The accounts of a store of ``max_bytes``. Those of which everything has expired leave."""
+
+    def __init__(self, max_bytes: int, clock: Callable[[], float]) -> None:
+        self._max_bytes = max_bytes
+        self._clock = clock
+        self._accounts: dict[str, _MemoryAccount] = {}
+        self._kinds: Counter[str] = Counter()
+        self._sweep_at = _FEW
+
+    def charge(self, account: str, name: str, size: int, ttl: float, quota: Quota) -> Excess | None:
+        now, counted = self._clock(), self._account(account)
+        counted.expire(now)
+        _, before = counted.entries.get(name, (0.0, None))
+        excess = excess_of(quota, len(counted.entries), counted.total, before, size)
+        if excess is not None:
+            return excess
+        more = size - (before or 0)
+        if quota != ANY and more > 0 and not self._fits(account, counted.total, more):
+            self._expire_all()
+            if not self._fits(account, counted.total, more):
+                return Excess.SHARE
+            self._accounts[account] = counted
+        counted.put(name, now + ttl, size)
+        return None
+
+    def discharge(self, account: str, name: str) -> None:
+        if (counted := self._accounts.get(account)) is not None:
+            counted.remove(name)
+            if not counted.entries:
+                del self._accounts[account]
+
+    def _account(self, account: str) -> _MemoryAccount:
+        if account not in self._accounts and len(self._accounts) >= self._sweep_at:
+            self._expire_all()
+            self._sweep_at = max(_FEW, 2 * len(self._accounts))
+        return self._accounts.setdefault(account, _MemoryAccount(kind_of(account), self._kinds))
+
+    def _fits(self, account: str, own: int, more: int) -> bool:
+        return fits_share(account, own + more, self._kinds[kind_of(account)] + more, self._max_bytes)
+
+    def _expire_all(self) -> None:
+        for name, each in list(self._accounts.items()):
+            each.expire(self._clock())
+            if not each.entries:
+                del self._accounts[name]
 
 
 @dataclass(slots=True)
@@ -174,7 +259,9 @@ class MemoryObjectStore:
     def __init__(self, max_bytes: int = MAX_MEMORY_BYTES, clock: Callable[[], float] = time) -> None:
         self._objects: dict[str, _MemoryObject] = {}
         self._collections: dict[str, dict[str, None]] = {}
-        self._accounts: dict[str, _MemoryAccount] = {}
+        self._expirations: dict[str, float] = {}  # of collections
+        self._sweep_at = _FEW
+        self._accounts = _MemoryAccounts(max_bytes, clock)
         self._max_bytes = max_bytes
         self._bytes = 0
         self._clock = clock
@@ -210,7 +297,8 @@ class MemoryObjectStore:
         found = self._find(name)
         if found is not None and number in found.parts:
             return False
-        self._reserve(name, len(data), ttl).parts[number] = data
+        stored = self._reserve(name, len(data), ttl)
+        stored.parts[number], stored.expires = data, max(stored.expires, self._clock() + ttl)
         return True
 
     async def parts(self, name: str, numbers: Sequence[int]) -> list[bytes | None]:
@@ -223,9 +311,16 @@ class MemoryObjectStore:
         found = self._find(name)
         return [] if found is None else sorted(found.parts)
 
-    async def enter(self, collection: str, name: str, ttl: float) -> None:  # noqa: ARG002 - names that expired leave
+    async def enter(self, collection: str, name: str, ttl: float) -> None:
         """See ``ObjectStore``."""
+        if collection not in self._collections and len(self._collections) >= self._sweep_at:
+            now = self._clock()
+            for each in [each for each, expires in self._expirations.items() if expires <= now]:
+                self._collections.pop(each, None)
+                del self._expirations[each]
+            self._sweep_at = max(_FEW, 2 * len(self._collections))
         self._collections.setdefault(collection, {})[name] = None
+        self._expirations[collection] = max(self._expirations.get(collection, 0.0), self._clock() + ttl)
 
     async def leave(self, collection: str, *names: str) -> None:
         """See ``ObjectStore``."""
@@ -234,6 +329,7 @@ class MemoryObjectStore:
             left.pop(name, None)
         if not left:
             self._collections.pop(collection, None)
+            self._expirations.pop(collection, None)
 
     async def names(self, collection: str) -> list[str]:
         """See ``ObjectStore``."""
@@ -241,20 +337,11 @@ class MemoryObjectStore:
 
     async def charge(self, account: str, name: str, size: int, ttl: float, quota: Quota = ANY) -> Excess | None:
         """See ``ObjectStore``."""
-        now, counted = self._clock(), self._accounts.setdefault(account, _MemoryAccount())
-        counted.expire(now)
-        _, before = counted.entries.get(name, (0.0, None))
-        excess = excess_of(quota, len(counted.entries), counted.total, before, size)
-        if excess is None:
-            counted.put(name, now + ttl, size)
-        return excess
+        return self._accounts.charge(account, name, size, ttl, quota)
 
     async def discharge(self, account: str, name: str) -> None:
         """See ``ObjectStore``."""
-        if (counted := self._accounts.get(account)) is not None:
-            counted.remove(name)
-            if not counted.entries:
-                del self._accounts[account]
+        self._accounts.discharge(account, name)
 
     async def close(self) -> None:
         """There is nothing to close."""

@@ -11,16 +11,15 @@ from typing import Annotated, Literal, Protocol
 
 from pydantic import Field, StringConstraints
 from quire_proto.errors import QuireError, invalid
-from starlette.types import Message
 
 from quire_router.api.rest.http import (
     BodyLimits,
     ClientDisconnectedError,
     HttpExchange,
     body_too_large,
-    body_too_slow,
     read_body,
     to_json,
+    upload_too_slow,
 )
 from quire_router.api.rest.item_list import read_query
 from quire_router.api.rest.multipart import Field as FormField
@@ -29,13 +28,14 @@ from quire_router.api.schemas.base import WHOLE, StrictModel
 from quire_router.api.service import ApiService
 from quire_router.batches.batch import ENDPOINTS, WINDOW, Batch
 from quire_router.batches.batch_store import Batches
-from quire_router.batches.files import MAX_FILENAME, MAX_TTL, MIN_TTL, FileInfo, Upload
+from quire_router.batches.files import CHUNK_BYTES, MAX_FILENAME, MAX_TTL, MIN_TTL, FileInfo, Upload
 from quire_router.batches.worker import BatchWorker
 from quire_router.core.errors import file_in_use, files_forbidden
 
 log = logging.getLogger(__name__)
 
 FILES, BATCHES = "/v1/files", "/v1/batches"
+UPLOAD_RATE = 32_768  # bytes a second that an upload has to reach, after the time that any body may take
 _FORM_BYTES = 65_536  # beside the file
 _VALUE_BYTES = 1_024  # of a field that is no file
 
@@ -113,9 +113,9 @@ class FileEndpoints:
             self._service.count_poll(exchange.caller)
             query = read_query(exchange)
             ascending = query.get("order", "desc") == "asc"
-            files = self._files.list(exchange.caller.tenant, query.get("after", ""), ascending=ascending)
-            wanted = (file async for file in files if query.get("purpose") in (None, file.purpose))
-            await exchange.response.send(200, to_json(await _page(wanted, query, 10_000, 10_000)))
+            tenant, purpose = exchange.caller.tenant, query.get("purpose")
+            files = self._files.list(tenant, query.get("after", ""), ascending=ascending, purpose=purpose)
+            await exchange.response.send(200, to_json(await _page(files, query, 10_000, 10_000)))
 
     async def show_or_delete(self, exchange: HttpExchange) -> None:
         """Sends what is known of a file; for ``DELETE``, deletes it, unless a batch reads it."""
@@ -126,9 +126,8 @@ class FileEndpoints:
             if method != "DELETE":
                 await exchange.response.send(200, to_json(info.to_object()))
                 return
-            async for batch in self._batches.list(exchange.caller.tenant):
-                if batch.input_file_id == info.id and not batch.ended:
-                    raise file_in_use(batch.id)
+            if (batch_id := await self._batches.reading(info)) is not None:
+                raise file_in_use(batch_id)
             await self._files.delete(info)
             await exchange.response.send(200, to_json({"id": info.id, "object": "file", "deleted": True}))
 
@@ -161,35 +160,43 @@ class FileEndpoints:
         parser = MultipartParser(exchange.headers.get("content-type", ""))
         if exchange.caller.policy.retention == 0:
             raise files_forbidden()
-        upload = await self._files.new_upload(exchange.caller.tenant)
-        try:
-            form = _Form(upload)
-            received, more = 0, True
-            while more:
-                message = await self._receive(exchange)
-                data, more = message.get("body", b""), message.get("more_body", False)
-                received += len(data)
-                if received > most:
-                    raise body_too_large(self._files.settings.max_bytes)
-                for piece in parser.feed(data):
-                    await form.take(piece)
-            if not parser.ended:
-                raise malformed("its last boundary is missing")
-            return await form.end()
-        except BaseException:
-            await upload.abandon()
-            raise
+        with self._service.bodies.reserve_incoming(exchange.caller.tenant, 0) as memory:
+            memory.reserve(CHUNK_BYTES)
+            upload = await self._files.new_upload(exchange.caller.tenant)
+            try:
+                form = _Form(upload)
+                async with aclosing(self._parts(exchange, most)) as parts:
+                    async for part in parts:
+                        for piece in parser.feed(part):
+                            await form.take(piece)
+                if not parser.ended:
+                    raise malformed("its last boundary is missing")
+                return await form.end()
+            except BaseException:
+                await upload.abandon()
+                raise
 
-    async def _receive(self, exchange: HttpExchange) -> Message:
-        """Returns the next part of the body, which may take as long as any other body as a whole."""
-        try:
-            async with asyncio.timeout(self._limits.timeout):
-                message = await exchange.receive()
-        except TimeoutError:
-            raise body_too_slow(self._limits.timeout) from None
-        if message["type"] == "http.disconnect":
-            raise ClientDisconnectedError
-        return message
+    async def _parts(self, exchange: HttpExchange, most: int) -> AsyncGenerator[bytes]:
+        """Yields the body as it arrives. It may take as long as any other body as a whole, and a second more for each
+        ``UPLOAD_RATE`` bytes that have arrived. Time in which the router writes them does not count.
+        """
+        received, more, loop = 0, True, asyncio.get_running_loop()
+        left = self._limits.timeout
+        while more:
+            since = loop.time()
+            try:
+                async with asyncio.timeout(left):
+                    message = await exchange.receive()
+            except TimeoutError:
+                raise upload_too_slow(self._limits.timeout, UPLOAD_RATE) from None
+            if message["type"] == "http.disconnect":
+                raise ClientDisconnectedError
+            data, more = message.get("body", b""), message.get("more_body", False)
+            received += len(data)
+            left += len(data) / UPLOAD_RATE - (loop.time() - since)
+            if received > most:
+                raise body_too_large(self._files.settings.max_bytes)
+            yield data
 
 
 class _Form:

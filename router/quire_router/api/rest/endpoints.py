@@ -34,8 +34,8 @@ from quire_router.api.rest.openapi import openapi
 from quire_router.api.rest.responses_format import RESPONSES
 from quire_router.api.rest.sse import KeepAlive, SseStream, collect, stream
 from quire_router.api.schemas.anthropic import CountTokensRequest
-from quire_router.api.service import ApiService, BeforeDelete, counting_rejections, ignored_parameters_header
-from quire_router.api.stored_requests import RequestStatus
+from quire_router.api.service import ApiService, counting_rejections, ignored_parameters_header
+from quire_router.api.stored_requests import RequestStatus, StoredRequest
 from quire_router.api.tokenize import DetokenizeRequest, TokenizeRequest, TokenizeResult, to_tokenize
 from quire_router.core.errors import RETRY_NOT_READY, fleet_forbidden
 from quire_router.core.generation import GenerationRequest
@@ -44,6 +44,7 @@ from quire_router.core.retry import failing_tasks
 
 VERSION = version("quire-router")
 _OK, _LEAVING, _FAILING = (to_json({"status": status}) for status in ("ok", "leaving", "failing"))
+Delete = Callable[[str, Identity], Awaitable[StoredRequest]]
 _UNREADY = (*JSON_HEADERS, (b"retry-after", str(int(RETRY_NOT_READY)).encode()))
 
 
@@ -160,10 +161,10 @@ _AFTER = "after"
 class RequestEndpoints:
     """Handlers of ``/v1/requests/{id}``: a stored request's state, the rest of its response, its end."""
 
-    def __init__(self, service: ApiService, keepalive: KeepAlive, before_delete: BeforeDelete) -> None:
+    def __init__(self, service: ApiService, keepalive: KeepAlive, delete: Delete) -> None:
         self._service = service
         self._keepalive = keepalive
-        self._before_delete = before_delete
+        self._delete_stored = delete
 
     async def show_or_delete(self, exchange: HttpExchange) -> None:
         """Sends the request's state, with its response once that is complete; for ``DELETE``, forgets it."""
@@ -182,7 +183,7 @@ class RequestEndpoints:
     async def _delete(self, exchange: HttpExchange) -> None:
         """Ends and forgets the request, and sends its state just before."""
         with self._service.request_scope(f"DELETE {_PATH}", exchange.request_id, exchange.headers):
-            stored = await self._service.delete(_id(exchange), exchange.caller, self._before_delete)
+            stored = await self._delete_stored(_id(exchange), exchange.caller)
             await exchange.response.send(200, to_json({**request_object(stored), "deleted": True}))
 
     async def events(self, exchange: HttpExchange) -> None:

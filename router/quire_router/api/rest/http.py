@@ -141,6 +141,15 @@ def body_too_slow(seconds: float) -> HttpError:
     return HttpError(HTTPStatus.REQUEST_TIMEOUT, "body_too_slow", message)
 
 
+def upload_too_slow(seconds: float, rate: int) -> HttpError:
+    """An upload did not arrive within ``seconds`` and the time that its bytes take at ``rate`` bytes a second."""
+    message = (
+        f"The upload came too slowly: after {seconds:g} seconds it has to reach {rate} bytes a second on average. "
+        "Send it over a faster connection, or as several smaller files."
+    )
+    return HttpError(HTTPStatus.REQUEST_TIMEOUT, "body_too_slow", message)
+
+
 def head_too_large(limit: int) -> HttpError:
     """The request line and headers have more than ``limit`` bytes."""
     message = f"The headers are larger than the limit of {limit} bytes."

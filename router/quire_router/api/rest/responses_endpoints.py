@@ -117,7 +117,16 @@ class ResponseEndpoints:
         except QuireError as error:  # it is an empty turn, which goes with the next response, and expires in the quota
             log.debug("response %s is not forgotten: %s", first.request_id, error.message)
 
-    async def keep_turn(self, stored: StoredRequest, caller: Identity) -> None:
+    async def delete(self, request_id: str, caller: Identity) -> StoredRequest:
+        """Ends and forgets a request of any API; returns its state just before. A conversation keeps what a response
+        has added to it, and its tenant's quota counts it no more. Raises ``QuireError``.
+        """
+        stored = await self._service.delete(request_id, caller, self._keep_turn)
+        if self._quota is not None:
+            await self._quota.discharge(stored.first.request_id, caller.tenant)
+        return stored
+
+    async def _keep_turn(self, stored: StoredRequest, caller: Identity) -> None:
         """Copies what a response that is about to be deleted has added to its conversation, which keeps that. Raises
         ``QuireError``.
         """
@@ -153,9 +162,7 @@ class ResponseEndpoints:
         with self._service.request_scope(name, exchange.request_id, exchange.headers):
             if exchange.scope["method"] == "DELETE":
                 stored = await self._history.stored(_id(exchange), exchange.caller)
-                await self._service.delete(stored.first.request_id, exchange.caller, self.keep_turn)
-                if self._quota is not None:
-                    await self._quota.discharge(stored.first.request_id, exchange.caller.tenant)
+                await self.delete(stored.first.request_id, exchange.caller)
                 deleted = {"id": f"resp_{stored.first.request_id}", "object": "response", "deleted": True}
                 await exchange.response.send(200, to_json(deleted))
             else:

@@ -300,7 +300,7 @@ def build_api(
     limits = BodyLimits(max_body_bytes, client_timeout)
     tokens = TokenizeEndpoints(service, limits)
     responses = ResponseEndpoints(service, limits, keepalive, conversations, quota)
-    requests = RequestEndpoints(service, keepalive, responses.keep_turn)
+    requests = RequestEndpoints(service, keepalive, responses.delete)
 
     def generate(
         path: str,

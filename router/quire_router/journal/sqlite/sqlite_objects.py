@@ -7,7 +7,16 @@ from time import time
 from typing import TYPE_CHECKING, TypeVar
 
 from quire_router.core.errors import journal_unavailable, store_full
-from quire_router.journal.objects import ANY, MAX_NAMES, Excess, Quota, StoredObject, excess_of
+from quire_router.journal.objects import (
+    ANY,
+    MAX_NAMES,
+    Excess,
+    Quota,
+    StoredObject,
+    excess_of,
+    fits_share,
+    kind_of,
+)
 
 if TYPE_CHECKING:
     from quire_router.journal.sqlite.sqlite_journal import SqliteStore
@@ -81,7 +90,8 @@ class SqliteObjectStore:
             _sweep(connection, name)
             self._check_room(connection, len(data))
             connection.execute(
-                "INSERT INTO objects (name, version, data, expires) VALUES (?, 0, x'', ?) ON CONFLICT DO NOTHING",
+                "INSERT INTO objects (name, version, data, expires) VALUES (?, 0, x'', ?) "
+                "ON CONFLICT DO UPDATE SET expires = max(expires, excluded.expires)",
                 (name, int(time() + ttl)),
             )
             query = "INSERT INTO parts (name, number, data) VALUES (?, ?, ?) ON CONFLICT DO NOTHING"
@@ -137,6 +147,9 @@ class SqliteObjectStore:
             query = "SELECT bytes FROM accounts WHERE account = ? AND name = ?"
             (before,) = connection.execute(query, (account, name)).fetchone() or (None,)
             excess = excess_of(quota, names, total, before, size)
+            more = size - (before or 0)
+            if excess is None and quota != ANY and more > 0 and not self._fits(connection, account, total + more, more):
+                excess = Excess.SHARE
             if excess is None:
                 _execute(connection, "DELETE FROM accounts WHERE account = ? AND name = ?", account, name)
                 row = account, name, size, int(time() + ttl)
@@ -152,6 +165,21 @@ class SqliteObjectStore:
 
     async def close(self) -> None:
         """The journal closes the file."""
+
+    def _fits(self, connection: sqlite3.Connection, account: str, own: int, more: int) -> bool:
+        """Returns whether an account may have ``own`` bytes, ``more`` than now (see ``fits_share``)."""
+        kind = (f"{kind_of(account)}:", f"{kind_of(account)};")  # accounts of this kind are between these
+        query = "SELECT coalesce(sum(bytes), 0) FROM account_totals WHERE account >= ? AND account < ?"
+
+        def fits() -> bool:
+            (total,) = connection.execute(query, kind).fetchone()
+            return fits_share(account, own, total + more, self._max_bytes)
+
+        if fits():
+            return True
+        statement = "DELETE FROM accounts WHERE account >= ? AND account < ? AND expires <= ?"
+        _execute(connection, statement, *kind, time())
+        return fits()
 
     def _check_room(self, connection: sqlite3.Connection, size: int) -> None:
         (used,) = connection.execute("SELECT bytes FROM object_bytes").fetchone()

@@ -446,6 +446,16 @@ async def test_all_stored_responses_of_a_tenant_have_so_many_bytes():
         assert (await ask(stage.port, "POST", RESPONSES, body, first)).status == 200
 
 
+@pytest.mark.parametrize("path", [RESPONSES, "/v1/requests"])
+async def test_a_response_that_is_deleted_at_any_route_counts_no_more(path):
+    async with stage_with(quota=ResponseQuota(MemoryObjectStore(), RECORD_BYTES + 3000)) as stage:
+        body = {"model": MODEL, "input": "x" * 400}
+        for _ in range(3):
+            stored = await ask(stage.port, "POST", RESPONSES, body)
+            assert stored.status == 200, stored.body
+            assert (await ask(stage.port, "DELETE", f"{path}/{stored.json['id']}")).status == 200
+
+
 async def test_a_response_counts_once_and_not_if_nothing_is_stored_of_it(monkeypatch):
     quota = ResponseQuota(MemoryObjectStore(), RECORD_BYTES + 3000)
     body, once = {"model": MODEL, "input": "x" * 400}, {"idempotency-key": "once"}

@@ -3,21 +3,32 @@
 import asyncio
 import json
 import logging
+from collections.abc import AsyncIterator, Iterator
+from contextlib import asynccontextmanager, suppress
+from time import time
 from typing import Any
 
 import httpx
 import openai
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from quire_proto.errors import ErrorCode, QuireError
 from quire_proto.sampling import FinishReason
 from quire_router.admission.tenants import Tenant, Tenants
 from quire_router.admission.tenants_file import ApiKey, TenantsFile
-from quire_router.batches.files import Files, FileSettings
+from quire_router.api.request_limits import BodyBudget
+from quire_router.batches.batch import Batch
+from quire_router.batches.batch_store import Batches
+from quire_router.batches.files import CHUNK_BYTES, FileInfo, Files, FileSettings
 from quire_router.core.errors import journal_unavailable
-from quire_router.journal.objects import MemoryObjectStore
+from quire_router.journal.objects import Excess, MemoryObjectStore, ObjectStore, Quota
+from quire_router.journal.redis.redis_objects import RedisObjectStore
+from quire_router.journal.sqlite.sqlite_journal import SqliteJournal
 
 from tests.support.batch_stage import batch_stage, jsonl, line
-from tests.support.scripted_api import MODEL, ask
+from tests.support.journal_kinds import KINDS, Databases, databases
+from tests.support.scripted_api import MODEL, Limits, ask, script_of
 from tests.support.waiting import until
 
 KEYS = ["k" * 16, "l" * 16]
@@ -28,6 +39,26 @@ BODIES: dict[str, dict[str, Any]] = {
     RESPONSES: {"input": "hi"},
 }
 VOLATILE = {"id", "created", "created_at", "completed_at", "system_fingerprint"}
+
+
+@pytest.fixture(scope="module")
+def databases_of_kinds() -> Iterator[Databases]:
+    with databases() as running:
+        yield running
+
+
+@asynccontextmanager
+async def objects_of(kind: str, stores: Databases) -> AsyncIterator[ObjectStore]:
+    if kind == "memory":
+        yield MemoryObjectStore()
+    elif kind == "redis":
+        store = RedisObjectStore(stores.redis.url)
+        yield store
+        await store.close()
+    else:
+        journal = SqliteJournal(stores.file)
+        yield journal.objects
+        await journal.close()
 
 
 async def upload(api: openai.AsyncOpenAI, content: bytes, **more: Any) -> Any:
@@ -181,6 +212,132 @@ async def test_files_that_arrive_at_once_are_bounded_together():
     assert [each.filename async for each in files.list("tenant")] == ["one"]
 
 
+@pytest.mark.parametrize("kind", KINDS)
+async def test_uploads_that_have_not_ended_count(kind, databases_of_kinds, monkeypatch):
+    monkeypatch.setattr("quire_router.batches.files.CHUNK_BYTES", 100)
+    async with objects_of(kind, databases_of_kinds) as store:
+        files = Files(store, FileSettings(max_tenant_bytes=1000))
+        uploads = [await files.new_upload(f"of {kind}") for _ in range(8)]
+        refused = list[QuireError]()
+        for number in range(3):
+            for each in uploads:
+                try:
+                    await each.write(bytes(100))
+                except QuireError as error:
+                    refused.append(error)
+            written = [len(await store.part_numbers(each.id)) for each in uploads]
+            assert sum(written) == min(10, 8 * (number + 1))
+        assert len(refused) == 14
+        assert {each.code for each in refused} == {ErrorCode.OVERLOADED}
+        assert await files.new_upload("another tenant")
+        await uploads[0].abandon()
+        await (await files.new_upload(f"of {kind}")).write(bytes(100))
+
+
+@settings(max_examples=40, deadline=None)
+@given(
+    st.lists(st.tuples(st.sampled_from(["open", "write", "write", "end", "abandon", "delete"]), st.integers(0, 99))),
+)
+def test_what_a_tenant_has_stored_is_what_is_counted_and_never_above_its_limit(steps):
+    async def run() -> None:
+        store = MemoryObjectStore()
+        files = Files(store, FileSettings(max_bytes=400, max_tenant_bytes=1000))
+        uploads, ended = [], []
+        for step, number in steps:
+            with suppress(QuireError):
+                if step == "open":
+                    uploads.append(await files.new_upload("a"))
+                elif step == "write" and uploads:
+                    await uploads[number % len(uploads)].write(bytes(37 * (number % 7)))
+                elif step == "abandon" and uploads:
+                    await uploads.pop(number % len(uploads)).abandon()
+                elif step == "end" and uploads:
+                    upload = uploads.pop(number % len(uploads))
+                    try:
+                        ended.append(await upload.end("in", "batch", None))
+                    except QuireError:
+                        await upload.abandon()
+                        raise
+                elif step == "delete" and ended:
+                    await files.delete(ended.pop(number % len(ended)))
+            stored = sum(len(part) for each in store._objects.values() for part in each.parts.values())
+            assert stored <= 1000
+        for each in uploads:
+            await each.abandon()
+        assert (
+            await store.charge("files:a", "the rest", 1000 - sum(each.bytes for each in ended), 60, Quota(None, 1000))
+            is None
+        )
+        assert await store.charge("files:a", "more", 1, 60, Quota(None, 1000)) is Excess.BYTES
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("quire_router.batches.files.CHUNK_BYTES", 50)
+        asyncio.run(run())
+
+
+async def test_an_upload_that_breaks_off_counts_no_more():
+    async with batch_stage(settings=FileSettings(max_tenant_bytes=1500)) as stage:
+        head = b"POST /v1/files HTTP/1.1\r\nhost: x\r\ncontent-type: multipart/form-data; boundary=b\r\n"
+        head += b"content-length: 60000\r\n\r\n--b\r\ncontent-disposition: form-data; name=file; filename=f\r\n\r\n"
+        _, writer = await asyncio.open_connection("127.0.0.1", stage.port)
+        writer.write(head + b"x" * 1400)
+        await writer.drain()
+        await asyncio.sleep(0.05)
+        writer.close()
+        async with asyncio.timeout(10):
+            while True:
+                with suppress(openai.RateLimitError):
+                    await upload(stage.openai(), b"x" * 1500)
+                    break
+
+
+async def test_an_upload_that_drips_is_refused_and_one_that_is_slow_is_not(monkeypatch):
+    """Each byte in time is not enough: the whole has a deadline by what has arrived."""
+    monkeypatch.setattr("quire_router.api.rest.batch_endpoints.UPLOAD_RATE", 1000)
+    head = b"POST /v1/files HTTP/1.1\r\nhost: x\r\ncontent-type: multipart/form-data; boundary=b\r\n"
+    field = b'--b\r\ncontent-disposition: form-data; name="purpose"\r\n\r\nbatch\r\n'
+    field += b'--b\r\ncontent-disposition: form-data; name="file"; filename="f"\r\n\r\n'
+
+    async def send(port: int, piece: int, size: int, pause: float) -> bytes:
+        body = field + b"x" * size + b"\r\n--b--\r\n"
+        reader, writer = await asyncio.open_connection("127.0.0.1", port)
+        writer.write(head + b"content-length: %d\r\n\r\n" % len(body))
+
+        async def drip() -> None:
+            for start in range(0, len(body), piece):
+                writer.write(body[start : start + piece])
+                await asyncio.sleep(pause)
+
+        dripping = asyncio.create_task(drip())
+        async with asyncio.timeout(60):
+            line = await reader.readline()
+        dripping.cancel()
+        writer.close()
+        return line
+
+    async with batch_stage(patience=1.0) as stage:
+        dripped, slow = await asyncio.gather(send(stage.port, 2, 4000, 0.05), send(stage.port, 800, 8000, 0.2))
+    assert b" 408 " in dripped
+    assert b" 200 " in slow, "it took longer than the patience, and came fast enough"
+
+
+async def test_uploads_hold_memory_as_bodies_do():
+    async with batch_stage(
+        bodies=BodyBudget(CHUNK_BYTES * 2), keys=KEYS, settings=FileSettings(max_bytes=10**6)
+    ) as stage:
+        head = b"POST /v1/files HTTP/1.1\r\nhost: x\r\nauthorization: Bearer %s\r\n" % KEYS[0].encode()
+        head += b"content-type: multipart/form-data; boundary=b\r\ncontent-length: 60000\r\n\r\n--b\r\n"
+        _, writer = await asyncio.open_connection("127.0.0.1", stage.port)
+        writer.write(head)
+        await writer.drain()
+        await asyncio.sleep(0.1)
+        with pytest.raises(openai.RateLimitError) as refused:
+            await upload(stage.openai(KEYS[0]), b"x")
+        assert refused.value.code == "body_bytes"
+        assert (await upload(stage.openai(KEYS[1]), b"x")).bytes == 1
+        writer.close()
+
+
 async def test_what_is_no_form_is_refused():
     async with batch_stage() as stage:
         answer = await ask(stage.port, "POST", "/v1/files", {"a": 1})
@@ -301,6 +458,56 @@ async def test_batches_are_listed_with_their_metadata():
         ]
         assert [each.id async for each in api.batches.list(limit=2)] == [each.id for each in reversed(made)]
         assert [each.metadata async for each in api.batches.list()] == [{"n": "2"}, {"n": "1"}, {"n": "0"}]
+
+
+async def test_batches_that_are_made_at_once_are_bounded_together(monkeypatch):
+    monkeypatch.setattr("quire_router.batches.batch_store.MAX_ACTIVE", 3)
+    store, now = MemoryObjectStore(), int(time())
+    batches = Batches(store, Files(store, FileSettings()))
+    made = [Batch(f"batch_{number}", "a", "", CHAT, "file-1", now, now + 1000) for number in range(9)]
+    done = await asyncio.gather(*map(batches.create, made), return_exceptions=True)
+    assert [each for each in done if each is not None and not isinstance(each, QuireError)] == []
+    assert done.count(None) == 3
+    assert len([each async for each in batches.list("a")]) == 3
+    await batches.forget(made[done.index(None)])
+    await batches.create(Batch("batch_x", "a", "", CHAT, "file-1", now, now + 1000))
+
+
+async def test_answers_of_batches_count_among_the_files_of_their_tenant():
+    async with batch_stage(settings=FileSettings(max_tenant_bytes=30_000), script=script_of("y" * 500)) as stage:
+        api, stage.fleet.model_limits = stage.openai(), Limits(4096)
+        batch = await run(api, jsonl([line(f"{number}", "hi", max_tokens=600) for number in range(60)]))
+        errors = await lines_of(api, batch.error_file_id)
+        assert 1 <= batch.request_counts.completed < 60
+        assert {each["error"]["code"] for each in errors} == {"batch_output_too_large"}
+        with pytest.raises(openai.RateLimitError):
+            await upload(api, b"x" * 25_000)
+        for file in (batch.input_file_id, batch.output_file_id, batch.error_file_id):
+            await api.files.delete(file)
+        async with asyncio.timeout(20):
+            while True:
+                with suppress(openai.RateLimitError):
+                    await upload(api, b"x" * 30_000)
+                    break
+                await asyncio.sleep(0.1)
+
+
+async def test_deleting_a_file_reads_the_batches_of_this_file_alone(monkeypatch):
+    store, now, read = MemoryObjectStore(), int(time()), list[str]()
+    files = Files(store, FileSettings())
+    batches = Batches(store, files)
+    info = FileInfo("file-1", "a", "in", "batch", 0, now, now + 100)
+    for number in range(12):
+        await batches.create(Batch(f"batch_{number}", "a", "", CHAT, f"file-{number % 6}", now, now + 1000))
+    get_many = store.get_many
+
+    async def reading(names):
+        read.extend(names)
+        return await get_many(names)
+
+    monkeypatch.setattr(store, "get_many", reading)
+    assert await batches.reading(info) == "batch_1"
+    assert set(read) <= {"batch_1", "batch_7"}
 
 
 async def test_a_page_reads_no_more_of_a_list_than_it_shows(monkeypatch):

@@ -72,6 +72,45 @@ def newest(finished: dict[str, int], room: int) -> dict[str, int]:
     return kept
 
 
+@given(st.lists(st.tuples(st.sampled_from("abc"), st.integers(1, 9), st.integers(0, 9), st.booleans()), max_size=40))
+@settings(deadline=None, max_examples=60)
+def test_no_tenant_evicts_what_another_has_in_its_share(script: list[tuple[str, int, int, bool]]) -> None:
+    """Bob has a quarter; three others do what they like, each with a prompt, an output, and maybe an end."""
+
+    async def run() -> None:
+        journal = MemoryJournal(max_tokens=100, max_records=40)
+        own = [replace(request(f"bob {number}", [1] * 5), tenant="bob") for number in range(5)]
+        for each in own:
+            journal.finish(journal.open(each), FinishReason.STOP)
+        tokens = 0
+        for number, (tenant, prompt, output, finishes) in enumerate(script):
+            lease = journal.open(replace(request(f"{number}", [1] * prompt), tenant=tenant))
+            append_tokens(journal, lease, 0, [1] * output)
+            tokens += output
+            if finishes:
+                journal.finish(lease, FinishReason.STOP)
+        if 25 + 3 * 25 + tokens <= 100 or all(finishes for *_, finishes in script):
+            assert all([await journal.read(each.request_id) is not None for each in own])
+        assert sum(share.tokens for share in journal._shares.values()) == journal._tokens
+        assert sum(share.records for share in journal._shares.values()) == len(journal._records)
+        assert journal._tokens == sum(record.size for record in journal._records.values())
+
+    asyncio.run(run())
+
+
+async def test_running_requests_of_one_tenant_leave_half_of_the_space_to_others() -> None:
+    journal = MemoryJournal(max_tokens=100)
+    for number in range(30):
+        journal.open(replace(request(f"{number}", [1] * 10), tenant="alice"))
+    bob = journal.open(replace(request("bob", [1] * 40), tenant="bob"))
+    assert await journal.read("4") is not None
+    assert await journal.read("5") is None, "alice has half"
+    journal.finish(bob, FinishReason.STOP)
+    for number in range(30, 60):
+        journal.finish(journal.open(replace(request(f"{number}", [1] * 10), tenant="alice")), FinishReason.STOP)
+    assert await journal.read("bob") is not None
+
+
 async def test_a_running_record_is_kept_whole_however_long_it_grows() -> None:
     journal = MemoryJournal(max_tokens=10)
     lease = journal.open(request("long"))

@@ -7,7 +7,16 @@ from contextlib import asynccontextmanager
 import pytest
 from quire_proto.errors import ErrorCode, QuireError
 from quire_router.clients.redis_client import execute_each
-from quire_router.journal.objects import Excess, MemoryObjectStore, ObjectStore, Quota, StoredObject, read_objects
+from quire_router.journal.objects import (
+    SHARES,
+    Excess,
+    MemoryObjectStore,
+    ObjectStore,
+    Quota,
+    StoredObject,
+    account_of,
+    read_objects,
+)
 from quire_router.journal.redis.redis_objects import RedisObjectStore
 from quire_router.journal.sqlite.sqlite_journal import SqliteJournal
 from redis.exceptions import ResponseError
@@ -165,6 +174,55 @@ async def test_an_account_counts_what_is_kept_and_refuses_more_than_its_quota(ki
         assert await charge("y", 40) is None
         await store.charge("a", "total", 60, 0.0)
         assert await charge("z", 60) is None, "what expires counts no more"
+
+
+@pytest.mark.parametrize("kind", ["memory", "sqlite"])
+@pytest.mark.parametrize("about", ["files", "conversations", "batches"])
+async def test_a_tenant_leaves_as_much_of_a_store_free_as_it_has_itself(
+    kind: str, about: str, stores: Databases
+) -> None:
+    async with store_of(kind, stores) as store:
+
+        async def charge(tenant: str, name: str, size: int, ttl: float = TTL) -> Excess | None:
+            return await store.charge(account_of(about, tenant), name, size, ttl, Quota(100, 2**40))
+
+        part = int(SHARES[about] * 1_000_000)
+        assert await charge("alice", "x", part // 2 + 1000) is Excess.SHARE
+        assert await charge("alice", "x", part // 2) is None
+        assert await charge("alice", "y", 1000) is Excess.SHARE
+        assert await charge("bob", "x", part // 4) is None
+        assert await charge("carol", "x", part // 8) is None
+        assert await charge("dora", "x", part // 16) is None, "there is always something for one more"
+        for other in SHARES.keys() - {about}:
+            assert await store.charge(account_of(other, "alice"), "x", 1000, TTL, Quota(1, 2000)) is None
+        assert await charge("alice", "x", part // 2 - 10) is None, "less than before is never too much"
+        for tenant in ("alice", "bob", "carol", "dora"):
+            assert await charge(tenant, "x", 0, 0.0) is None
+        assert await charge("", "x", part) is None, "without keys there is one tenant"
+        assert await charge("", "y", 1000) is Excess.SHARE
+        await store.discharge(account_of(about, ""), "x")
+
+
+async def test_a_part_keeps_its_object_for_longer() -> None:
+    now = 0.0
+    store = MemoryObjectStore(clock=lambda: now)
+    await store.add_part("a", 0, b"x", 10)
+    now = 9.0
+    await store.add_part("a", 1, b"x", 10)
+    now = 18.0
+    assert await store.part_numbers("a") == [0, 1]
+
+
+async def test_accounts_and_collections_in_memory_leave_when_they_have_expired() -> None:
+    now = 0.0
+    store = MemoryObjectStore(clock=lambda: now)
+    for number in range(1000):
+        now += 1
+        await store.charge(account_of("files", str(number)), "x", 1, 5)
+        await store.enter(str(number), "x", 5)
+    assert len(store._accounts._accounts) < 200
+    assert len(store._collections) < 200
+    assert set(await store.names("999")) == {"x"}
 
 
 async def test_accounts_in_redis_do_not_stay_for_ever(stores: Databases) -> None:
