@@ -300,7 +300,7 @@ class EnginePoolView(Protocol):
         ...
 
     def are_names_of_one(self, models: Collection[str]) -> bool:
-        """Returns whether each engine that serves any of these names serves all of them; False while there is none."""
+        """Returns whether these are names of one model; False if there are none."""
         ...
 
     def loras(self) -> Mapping[str, ServedLoRA]:

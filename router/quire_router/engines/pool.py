@@ -115,6 +115,7 @@ class EnginePool:
         self._models = tuple(models)
         self._is_complete = is_complete
         self._settings = settings or ConnectionSettings()
+        self._folders = {name: identity.folder for name, identity in (vocabularies or {}).items()}
         known = {name: KnownModel((tokenizers or {}).get(name), (assumed or {}).get(name)) for name in self._models}
         self._candidates_cache: dict[tuple[str, LoRA | None], _Candidates] = {}
         self._registry = EngineRegistry(
@@ -189,12 +190,14 @@ class EnginePool:
         return sum(engine.condition == "sleeping" and model in engine.models for engine in self._engines.values())
 
     def are_names_of_one(self, models: Collection[str]) -> bool:
-        """Returns whether each engine that serves any of these names serves all of them; False while there is none.
-        May be called on any thread.
+        """Returns whether each engine that serves any of these names serves all of them. While none is known that does,
+        names with one folder are those of one model: a request waits for its engine. May be called on any thread.
         """
         names = set(models)
         serving = [engine.models for engine in self.engines() if not engine.models.isdisjoint(names)]
-        return bool(serving) and all(names <= served for served in serving)
+        if serving or not names <= self._folders.keys():
+            return bool(serving) and all(names <= served for served in serving)
+        return len({self._folders[name] for name in names}) == 1
 
     def loras(self) -> Mapping[str, ServedLoRA]:
         """All adapters by their names, which are not those of models. Where engines have different ones of a name, it

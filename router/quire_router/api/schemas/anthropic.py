@@ -403,7 +403,7 @@ class MessagesRequest(SamplingBody, MessagesBody):
         form = self.output_format if self.output_config is None else self.output_config.format or self.output_format
         if form is None:
             return None
-        schema = NamedSchema.model_validate({"name": "output", "schema": form.schema_})
+        schema = NamedSchema.model_validate({"schema": form.schema_})
         return ResponseFormat(type="json_schema", json_schema=schema)
 
 

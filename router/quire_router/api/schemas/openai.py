@@ -67,10 +67,10 @@ Choices = Annotated[
 
 class NamedSchema(StrictModel):
     """OpenAI's envelope of a JSON Schema; without one, any JSON object is meant. ``strict`` changes nothing: the schema
-    always holds.
+    always holds. llama.cpp does without a ``name`` where there is a schema.
     """
 
-    name: Annotated[str, Field(pattern="^[A-Za-z0-9_-]{1,64}$")]
+    name: Annotated[str, Field(pattern="^[A-Za-z0-9_-]{1,64}$")] | None = None
     description: str | None = None
     schema_: Annotated[dict[str, Any] | None, Field(alias="schema")] = None
     strict: bool | None = None
@@ -170,6 +170,10 @@ def _from_response_format(given: ResponseFormat | None) -> Iterator[_StructuredF
     if (given.json_schema is not None) != (given.type == "json_schema"):
         param = "response_format.json_schema"
         raise invalid(param, f"{param} and the type json_schema go together.")
+    if given.json_schema is not None and given.json_schema.name is None and given.json_schema.schema_ is None:
+        # It may be a schema without its envelope, which is not to be taken for any JSON object.
+        param = "response_format.json_schema.schema"
+        raise invalid(param, f"{param} is missing: that is where the JSON Schema belongs.")
     if given.schema_ is not None:
         if given.type != "json_object":
             param = "response_format.schema"

@@ -87,7 +87,7 @@ class TextFormat(StrictModel):
             raise invalid("text.format.schema", "text.format.schema and the type json_schema go together.")
         if self.schema_ is None:
             return ResponseFormat(type=self.type)
-        named = NamedSchema.model_validate({"name": self.name or "output", "schema": self.schema_})
+        named = NamedSchema.model_validate({"schema": self.schema_})
         return ResponseFormat(type="json_schema", json_schema=named)
 
 

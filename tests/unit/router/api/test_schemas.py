@@ -160,7 +160,7 @@ REFUSED_IN_BOTH = {
         {"type": "text", "json_schema": SCHEMA},
         {"type": "json_object", "json_schema": SCHEMA},
         {"type": "json_schema", "json_schema": {}},
-        {"type": "json_schema", "json_schema": {"schema": {}}},
+        {"type": "json_schema", "json_schema": {"type": "object", "properties": {}}},
         {"type": "json_schema", "json_schema": {"name": "", "schema": {}}},
         {"type": "json_schema", "json_schema": {"name": "x y", "schema": {}}},
         {"type": "json_schema", "json_schema": {"name": "x", "schema": "{}"}},

@@ -44,6 +44,12 @@ def test_a_json_schema_without_a_schema_is_any_json_object():
     assert params_of(ChatRequest, chat(response_format=form)).structured == Structured(StructuredKind.JSON_OBJECT)
 
 
+def test_a_json_schema_needs_no_name():
+    form = {"type": "json_schema", "json_schema": {"schema": {"const": 1}}}
+
+    assert params_of(ChatRequest, chat(response_format=form)).structured.text == '{"const":1}'
+
+
 @pytest.mark.parametrize("headers", [{}, {"content-type": "text/plain"}])
 async def test_a_conversation_is_created_without_a_body(headers):
     async with open_stage(conversations=Conversations(MemoryObjectStore(), 60.0)) as stage:

@@ -3,6 +3,7 @@
 import asyncio
 from collections.abc import AsyncIterator, Awaitable, Sequence
 from contextlib import asynccontextmanager
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -12,6 +13,7 @@ from quire_router.discovery.combined import StaticDiscovery
 from quire_router.engines import pool
 from quire_router.engines.attempt import EngineLost
 from quire_router.engines.engine import Engine
+from quire_router.engines.model_matcher import ModelIdentity
 from quire_router.engines.pool import EnginePool
 from quire_router.engines.settings import ConnectionSettings
 from quire_router.placement.prefix_index import BlockNamespace
@@ -68,6 +70,15 @@ async def test_an_engine_belongs_to_the_models_that_it_names() -> None:
         assert not fleet.are_names_of_one(["m", "other"])
         assert not fleet.are_names_of_one([])
         assert not set(fleet.rows("m")) & set(fleet.rows("other"))
+
+
+async def test_names_with_one_folder_are_those_of_one_model_before_an_engine_says_so() -> None:
+    known = {name: ModelIdentity(Path(folder), b"") for name, folder in {"m": "/x", "n": "/x", "o": "/y"}.items()}
+    async with fleet_of(models=known, vocabularies=known) as fleet:
+        assert fleet.are_names_of_one(["m", "n"])
+        assert not fleet.are_names_of_one(["m", "o"])
+        assert not fleet.are_names_of_one(["m", "unknown"])
+        assert not fleet.are_names_of_one([])
 
 
 async def test_limits_are_the_smallest_and_are_kept_after_the_engines_left() -> None:
