@@ -43,7 +43,7 @@ if [ ! -e "$folder/environment/.ready" ]; then
   grep -v '^torch' "$folder/sources/vllm/requirements/common.txt" > "$folder/common.txt"
   "$folder/tools/bin/uv" pip install --quiet --index-strategy unsafe-best-match --override "$folder/without.txt" \
     --python "$folder/environment/bin/python" -r "$folder/common.txt" \
-    pytest pytest-asyncio pytest-timeout openai anthropic jsonschema requests wget tblib filelock prometheus-client
+    pytest pytest-asyncio pytest-timeout openai anthropic jsonschema requests wget tblib filelock prometheus-client rapidfuzz
   where='import sysconfig; print(sysconfig.get_path("purelib"))'
   .venv/bin/python -c "$where" > "$("$folder/environment/bin/python" -c "$where")/torch-of-quire.pth"
   touch "$folder/environment/.ready"

@@ -1,5 +1,6 @@
 """Makes the small checkpoints that stand for other projects' models: ``python -m tests.peers.checkpoints FOLDER``."""
 
+import json
 import re
 import shutil
 import subprocess
@@ -9,6 +10,7 @@ from pathlib import Path
 from tests.support.sentence_folders import cross_encoder_folder, encoder_folder
 
 ROOT = Path(__file__).parents[2]
+_CONTEXT = 32768  # as the models have that it stands for; the demo model learnt 2,048
 
 
 def flags_in(text: str) -> list[str]:
@@ -22,6 +24,8 @@ def main(folder: Path) -> None:
     if not (folder / "chat").exists():
         shutil.copytree(ROOT / "demo" / "model", folder / "chat")
         shutil.copy(ROOT / "demo" / "templates" / "hermes.jinja", folder / "chat" / "chat_template.jinja")  # has tools
+        config = json.loads((folder / "chat" / "config.json").read_text())
+        (folder / "chat" / "config.json").write_text(json.dumps({**config, "max_position_embeddings": _CONTEXT}))
     for name, make in (("embed", encoder_folder), ("rerank", cross_encoder_folder)):
         if not (folder / name).exists():
             make(folder / name)

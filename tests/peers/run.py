@@ -1,46 +1,25 @@
 """Runs other servers' own HTTP suites against Quire and prints a table: ``python -m tests.peers.run FOLDER [PEER...]``.
 
 FOLDER is made by ``scripts/peer_suites.sh``: unpacked sources, an environment for the suites, and checkpoints. A case
-that does not pass has a class: by its error, if that says why (docs/parameters.md promises refusals), and else by the
-longest prefix of its id in ``classes.json``. What has none is a fault.
+that does not pass is a fault unless ``classes.json`` says why it cannot pass (``classes.py``).
 """
 
+import argparse
 import json
 import os
 import subprocess
 import sys
-import xml.etree.ElementTree as ET
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from enum import StrEnum
 from pathlib import Path
+
+from tests.peers.classes import Case, Classes, Outcome, cases_of
 
 HERE = Path(__file__).parent
 SHIMS = HERE / "shims"
 _CASE_SECONDS = 300  # with the start of a server
-
-
-class Outcome(StrEnum):
-    """What became of a case."""
-
-    PASS = "pass"
-    SKIPPED = "skipped by the peer"
-    REAL_MODEL = "needs a real model"
-    INTERNAL = "internal to the peer"
-    REFUSED = "refused as documented"
-    NO_ROUTE = "no such route"
-    FAULT = "fault"
-
-
-_CAUSES = {
-    "is not supported here:": Outcome.REFUSED,
-    "There is nothing at /": Outcome.NO_ROUTE,
-    "LocalEntryNotFoundError": Outcome.REAL_MODEL,
-    "OfflineModeIsEnabled": Outcome.REAL_MODEL,
-    "Max retries exceeded with url: /": Outcome.REAL_MODEL,  # pictures and the like
-}
-"""What an error says for itself."""
+_SUITE_SECONDS = 3600
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,7 +29,7 @@ class Suite:
     folder: str
     shim: str
     arguments: tuple[str, ...]
-    tests: str
+    tests: str = ""
     without: tuple[str, ...] = ()
 
     def files(self, sources: Path) -> list[str]:
@@ -68,43 +47,9 @@ SUITES: Mapping[str, Suite] = {
     "vllm": Suite(
         ".", "vllm_shim", ("--confcutdir=tests/entrypoints",), "tests/entrypoints/**/test_*.py", _VLLM_WITHOUT
     ),
-    "llama.cpp": Suite("vendor/llama.cpp/tools/server/tests", "llama_shim", ("unit",), ""),
-    "sglang": Suite(".", "quire_servers", (f"--rootdir={SHIMS}", str(SHIMS / "sglang_kits.py")), ""),
+    "llama.cpp": Suite("vendor/llama.cpp/tools/server/tests", "llama_shim", ("unit",)),
+    "sglang": Suite(".", "quire_servers", (f"--rootdir={SHIMS}", str(SHIMS / "sglang_kits.py"))),
 }
-
-
-@dataclass(frozen=True, slots=True)
-class Case:
-    """A case of a suite; ``error`` is empty if it passed."""
-
-    id: str
-    error: str
-    is_skipped: bool = False
-
-
-def cases_of(report: str) -> list[Case]:
-    """Returns the cases of a report in JUnit's format. One with several reports has its first error."""
-    cases: dict[str, Case] = {}
-    for element in ET.fromstring(report).iter("testcase"):
-        name = f"{element.get('classname', '')}::{element.get('name', '')}"
-        errors = [each for kind in ("failure", "error") for each in element.findall(kind)]
-        text = "\n".join(f"{each.get('message', '')}\n{each.text or ''}" for each in errors)
-        if name not in cases or not cases[name].error:
-            cases[name] = Case(name, text, element.find("skipped") is not None)
-    return list(cases.values())
-
-
-def outcome(case: Case, classes: Mapping[str, Sequence[str]]) -> Outcome:
-    """Returns the class of a case. ``classes`` has classes and reasons by prefixes of ids."""
-    if case.is_skipped:
-        return Outcome.SKIPPED
-    if not case.error:
-        return Outcome.PASS
-    for words, cause in _CAUSES.items():
-        if words in case.error:
-            return cause
-    prefix = max((each for each in classes if case.id.startswith(each)), key=len, default=None)
-    return Outcome.FAULT if prefix is None else Outcome(classes[prefix][0])
 
 
 def table(counts: Mapping[str, Counter[Outcome]]) -> str:
@@ -115,43 +60,62 @@ def table(counts: Mapping[str, Counter[Outcome]]) -> str:
     return "\n".join(rows)
 
 
-def run(peer: str, folder: Path) -> Path:
-    """Runs a suite, and returns its report."""
-    suite, sources, report = SUITES[peer], folder / "sources" / peer, folder / f"{peer}.xml"
+def run(peer: str, folder: Path, selection: Sequence[str] = ()) -> list[Case]:
+    """Runs a suite, or what ``selection`` names of it by pytest's arguments, and returns its cases."""
+    suite, sources, lines = SUITES[peer], folder / "sources" / peer, folder / f"{peer}.jsonl"
     own = {
+        "QUIRE_CASES": str(lines),
         "QUIRE_COMMAND": f"{sys.executable} -m quire_cli.main",
         "QUIRE_CHECKPOINTS": str(folder / "checkpoints"),
+        "QUIRE_SOURCES": str(folder / "sources"),
         "PYTHONPATH": os.pathsep.join([str(SHIMS), str(sources / suite.folder)]),
         "HF_HUB_OFFLINE": "1",
     }
-    options = ["-q", "--tb=short", "-p", "no:cacheprovider", "-p", suite.shim, "--continue-on-collection-errors"]
-    limits = [f"--timeout={_CASE_SECONDS}", f"--junitxml={report}"]
-    arguments = [*suite.arguments, *(suite.files(sources) if suite.tests else ())]
-    python = folder / "environment" / "bin" / "python"
-    subprocess.run(
-        [python, "-m", "pytest", *options, *limits, *arguments],
-        cwd=sources / suite.folder,
-        env={**os.environ, **own},
-        stdout=(folder / f"{peer}.log").open("wb"),
-        check=False,
-    )
-    return report
+    options = ["-q", "--tb=short", "-p", "no:cacheprovider", "-p", "case_log", "-p", suite.shim]
+    limits = [f"--timeout={_CASE_SECONDS}", "--continue-on-collection-errors"]
+    files = suite.files(sources) if suite.tests else []
+    lines.write_text("")
+    try:
+        subprocess.run(
+            [folder / "environment" / "bin" / "python", "-m", "pytest", *options, *limits, *suite.arguments]
+            + (list(selection) or files),
+            cwd=sources / suite.folder,
+            env={**os.environ, **own},
+            stdout=(folder / f"{peer}.log").open("wb"),
+            stderr=subprocess.STDOUT,
+            timeout=_SUITE_SECONDS,
+            check=False,
+        )
+    except subprocess.TimeoutExpired:
+        print(f"{peer}: ended after {_SUITE_SECONDS} s", flush=True)
+    return cases_of(lines.read_text(encoding="utf-8").splitlines())
 
 
-def main(folder: Path, peers: Iterable[str]) -> int:
-    """Runs the suites, prints the faults and then the table. Returns 1 if there are faults."""
-    classes = json.loads((HERE / "classes.json").read_text(encoding="utf-8"))
+def main(folder: Path, peers: Sequence[str], selection: Sequence[str], *, lists_all: bool) -> int:
+    """Runs the suites, prints the faults, classes that no case needs, and the table. Returns 1 if there are faults."""
+    known = json.loads((HERE / "classes.json").read_text(encoding="utf-8"))
     counts: dict[str, Counter[Outcome]] = {}
     for peer in peers:
-        cases = cases_of(run(peer, folder).read_text(encoding="utf-8"))
-        outcomes = {case: outcome(case, classes.get(peer, {})) for case in cases}
+        classes = Classes(known.get(peer, []))
+        cases = run(peer, folder, selection)
+        outcomes = {case: classes.outcome(case) for case in cases}
         counts[peer] = Counter(outcomes.values())
         for case, each in outcomes.items():
-            if each is Outcome.FAULT:
-                print(f"fault: {peer}: {case.id}: {case.error.strip().splitlines()[0][:160]}")
-    print(table(counts))
+            if each is Outcome.FAULT or (lists_all and each is not Outcome.PASS):
+                print(f"{each}: {peer}: {case.id}: {case.summary}")
+        for pattern in () if selection else classes.unused():
+            print(f"unused class: {peer}: {pattern}: no case that fails has this id and error")
+        print(table(counts), flush=True)
     return 1 if any(count[Outcome.FAULT] for count in counts.values()) else 0
 
 
 if __name__ == "__main__":
-    sys.exit(main(Path(sys.argv[1]).resolve(), sys.argv[2:] or SUITES))
+    parser = argparse.ArgumentParser(prog="python -m tests.peers.run", description=__doc__)
+    parser.add_argument("folder", type=Path, help="what scripts/peer_suites.sh made")
+    parser.add_argument("peers", nargs="*", help=f"of {', '.join(SUITES)}; all without")
+    parser.add_argument("--only", nargs="+", default=[], help="files or cases of one suite, as pytest takes them")
+    parser.add_argument("--all", action="store_true", help="list all cases that do not pass, not the faults alone")
+    given = parser.parse_args()
+    if unknown := set(given.peers) - set(SUITES):
+        parser.error(f"unknown suites: {', '.join(sorted(unknown))}; there are {', '.join(SUITES)}")
+    sys.exit(main(given.folder.resolve(), given.peers or list(SUITES), given.only, lists_all=given.all))

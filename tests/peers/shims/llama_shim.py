@@ -3,7 +3,10 @@ the next test that wants the same.
 """
 
 import os
+import re
 import sys
+from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
 import quire_servers
@@ -13,21 +16,54 @@ sys.path.insert(0, os.getcwd())
 import utils
 
 SERVERS = quire_servers.Servers()
+_TEMPLATES = Path("../../../models/templates")
+_NAMED = {
+    "llama3": "meta-llama-Llama-3.2-3B-Instruct",
+    "chatml": "Qwen-Qwen2.5-7B-Instruct",
+    "command-r": "CohereForAI-c4ai-command-r7b-12-2024-tool_use",
+}
+"""Templates that llama.cpp has built in, as files of models with the same form."""
+_LONG = 2048
+"""A context that no test fills: tests that want it, or a longer one, share a server."""
+_LONG_OUTPUT = 128
+"""The same of outputs."""
+_ASKED = re.compile(r"""\bmodel["']?\s*[:=]\s*["']([^"']+)["']""")
 
 
-def arguments_of(server: Any) -> list[str]:
+def names_asked() -> list[str]:
+    """Returns the models that the tests ask for: llama.cpp's server answers to any name."""
+    texts = (path.read_text() for path in Path("unit").glob("*.py"))
+    return sorted({name for text in texts for name in _ASKED.findall(text)})
+
+
+def arguments_of(server: Any, names: Sequence[str]) -> list[str]:
     """Returns the flags that a test's settings are with vLLM's names."""
-    flags = ["--served-model-name", str(server.model_alias or server.model_hf_repo)]
-    if server.n_ctx and server.n_slots:
-        flags += ["--max-model-len", str(server.n_ctx // server.n_slots)]
-    if server.n_slots:
-        flags += ["--max-num-seqs", str(max(server.n_slots, 2))]
+    own = str(server.model_alias or server.model_hf_repo).split(",")
+    flags = ["--served-model-name", ",".join(dict.fromkeys([*own, *names]))]
+    length = (server.n_ctx or _LONG) // (1 if server.kv_unified else server.n_slots or 1)
+    if length < _LONG:
+        flags += ["--max-model-len", str(length)]
+    if server.api_key:
+        flags += ["--api-key", server.api_key]
+    if server.pooling:
+        flags += ["--pooling-type", server.pooling]
     return flags
+
+
+def template_of(server: Any) -> str | None:
+    """Returns the template that a test wants."""
+    if server.chat_template_file:
+        return Path(server.chat_template_file).read_text(encoding="utf-8")
+    if server.chat_template in _NAMED:
+        return (_TEMPLATES / f"{_NAMED[server.chat_template]}.jinja").read_text(encoding="utf-8")
+    return str(server.chat_template) if server.chat_template else None
 
 
 def _start(self: Any, timeout_seconds: int = 0) -> None:
     model = f"{self.model_hf_repo or ''}/{self.model_hf_file or ''}"
-    self.server_port = SERVERS.get(model, arguments_of(self)).port
+    limit = self.n_predict if 0 < (self.n_predict or 0) < _LONG_OUTPUT else None
+    flags = arguments_of(self, names_asked())
+    self.server_port = SERVERS.get(model, flags, template_of(self), max_new_tokens=limit).port
     self.server_host = "127.0.0.1"
 
 

@@ -4,19 +4,20 @@ The shims of this folder are loaded into environments of other projects, so this
 """
 
 import atexit
+import hashlib
 import json
 import os
 import shlex
+import shutil
 import socket
 import subprocess
 import time
-import urllib.request
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-KEPT = 2
-"""Servers that run at a time. Most modules of a suite start one of their own."""
+KEPT = 3
+"""Servers that run at a time. Most modules of a suite want one of their own."""
 
 _START_SECONDS = 240
 _KINDS = {
@@ -25,8 +26,11 @@ _KINDS = {
 }
 """Words in the names of models, by the checkpoint that stands for them; all others are the chat model."""
 _OWN = {"--port", "--host", "--model", "--seed", "--served-model-name", "--http-port"}
-_DROPPED = {"--dtype", "--gpu-memory-utilization", "--device", "--kv-cache-memory-bytes", "--block-size"}
-"""Flags about the hardware that the other project's tests run on."""
+_DROPPED = {
+    *("--dtype", "--gpu-memory-utilization", "--device", "--kv-cache-memory-bytes", "--block-size"),
+    *("--enforce-eager", "--max-num-seqs", "--max-num-batched-tokens"),
+}
+"""Flags about the hardware that the other project's tests run on, without which more of them share a server."""
 
 
 def checkpoint_kind(model: str) -> str:
@@ -88,9 +92,13 @@ class Servers:
         self._running: dict[tuple[str, ...], Server] = {}
         atexit.register(self.stop)
 
-    def get(self, model: str, arguments: Sequence[str]) -> Server:
-        """Returns a server of the checkpoint that stands for ``model``. Raises ``RuntimeError`` if none starts."""
-        folder = self.folder(model)
+    def get(
+        self, model: str, arguments: Sequence[str], template: str | None = None, **sampling: float | None
+    ) -> Server:
+        """Returns a server of the checkpoint that stands for ``model``, with the template and defaults of sampling
+        that are given. Raises ``RuntimeError`` if none starts.
+        """
+        folder = self._variant(self.folder(model), template, sampling)
         config = json.loads((folder / "config.json").read_text())
         own = serve_arguments(model, arguments, self._known, config.get("max_position_embeddings", 512))
         key = (str(folder), *own)
@@ -102,35 +110,50 @@ class Servers:
         self._running[key] = server
         return server
 
+    def _variant(self, folder: Path, template: str | None, sampling: Mapping[str, float | None]) -> Path:
+        """Returns a folder with the files of another, and a template and defaults of its own."""
+        given = {name: value for name, value in sampling.items() if value is not None}
+        if template is None and not given:
+            return folder
+        digest = hashlib.sha256(json.dumps([folder.name, template, given], sort_keys=True).encode()).hexdigest()
+        variant = self._checkpoints / "variants" / digest[:16]
+        if not variant.exists():
+            shutil.copytree(folder, variant)
+            if template is not None:
+                (variant / "chat_template.jinja").write_text(template, encoding="utf-8")
+            defaults = variant / "generation_config.json"
+            known = json.loads(defaults.read_text()) if defaults.exists() else {}
+            defaults.write_text(json.dumps({**known, **given}))
+        return variant
+
     def folder(self, model: str) -> Path:
         """Returns the folder of the checkpoint that stands for a model."""
         return self._checkpoints / checkpoint_kind(model)
 
     def _start(self, key: tuple[str, ...]) -> Server:
         port = free_port()
-        log = (self._checkpoints / f"server-{port}.log").open("wb")
+        log = self._checkpoints / f"server-{port}.log"
         fixed = ["--port", str(port), "--no-journal", "--device", "cpu", "--max-num-seqs", "16"]
-        flags = [*key, *(each for each in fixed if "--max-num-seqs" not in key or each not in fixed[-2:])]
-        process = subprocess.Popen([*self._command, "serve", *flags], stdout=log, stderr=log)
+        with log.open("wb") as output:
+            process = subprocess.Popen([*self._command, "serve", *key, *fixed], stdout=output, stderr=output)
         server = Server(process, port)
         try:
-            self._wait(server)
+            self._wait(server, log)
         except BaseException:
             server.stop()
             raise
         return server
 
     @staticmethod
-    def _wait(server: Server) -> None:
-        """Waits until a server is ready. Raises ``RuntimeError`` if it ends, or takes too long."""
+    def _wait(server: Server, log: Path) -> None:
+        """Waits until a server and its engine are ready. Raises ``RuntimeError`` if it ends, or takes too long."""
         deadline = time.monotonic() + _START_SECONDS
         while time.monotonic() < deadline and server.process.poll() is None:
-            try:
-                with urllib.request.urlopen(f"http://127.0.0.1:{server.port}/ready", timeout=2):
-                    return
-            except OSError:
-                time.sleep(0.3)
-        raise RuntimeError(f"quire serve did not start: see server-{server.port}.log among the checkpoints")
+            if "ready: " in log.read_text():
+                return
+            time.sleep(0.3)
+        last = next(reversed(log.read_text().splitlines()), "it says nothing")
+        raise RuntimeError(f"quire serve did not start: {last} ({log})")
 
     def stop(self) -> None:
         """Ends all of them."""

@@ -84,5 +84,5 @@ transformers.AutoTokenizer.from_pretrained = _tokenizer
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Keeps the tests of one server together."""
-    items.sort(key=lambda item: item.nodeid.partition("::")[0])
+    """Keeps the tests of one model together, which may share a server."""
+    items.sort(key=lambda item: (str(getattr(item.module, "MODEL_NAME", "")), item.nodeid.partition("::")[0]))

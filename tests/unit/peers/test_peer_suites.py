@@ -5,22 +5,35 @@ import json
 from collections import Counter
 from pathlib import Path
 
-from scripts.peer_parameters import PEERS, Classes, Peer, cpp_names, listed
+from scripts.peer_parameters import PEERS, Peer, cpp_names, listed
+from scripts.peer_parameters import Classes as ParsedClasses
 from tests.peers import run
 from tests.peers.checkpoints import flags_in
-from tests.peers.run import Case, Outcome, cases_of, outcome, table
+from tests.peers.classes import EXCUSES, Classes, Outcome, cases_of
+from tests.peers.run import table
 from tests.peers.shims.quire_servers import checkpoint_kind, options, serve_arguments
 
 ROOT = Path(__file__).parents[3]
 KNOWN = frozenset({"--max-model-len", "--enable-lora", "--lora-modules", "--dtype", "--port"})
-REPORT = """<testsuites><testsuite>
-<testcase classname="a.test_x" name="test_one"/>
-<testcase classname="a.test_x" name="test_two"><failure message="lora is not supported here: use model">x</failure>
-</testcase>
-<testcase classname="a.test_x" name="test_three"><skipped message="no GPU"/></testcase>
-<testcase classname="a.test_y" name="test_four"><error message="KeyError">trace</error></testcase>
-<testcase classname="b.test_z" name="test_five"><failure message="assert 1 == 2">x</failure></testcase>
-</testsuite></testsuites>"""
+LINES = [
+    {"id": f"a.py::test_{name}", "outcome": outcome, "error": error}
+    for name, outcome, error in [
+        *((name, "collected", "") for name in ("one", "two", "three", "four", "five", "six", "seven")),
+        ("one", "passed", ""),
+        ("two", "failed", "lora is not supported here: use model"),
+        ("three", "skipped", "no GPU"),
+        ("four", "failed", "KeyError"),
+        ("five", "failed", "assert 1 == 2"),
+        ("six", "passed", ""),
+        ("six", "failed", "Error code: 500"),
+    ]
+]
+"""What ``case_log`` writes: all cases, then what became of them."""
+CLASSES = [
+    {"class": "needs a real model", "reason": "why", "cases": ["a.py::test_f"], "errors": ["assert"]},
+    {"class": "internal to the peer", "reason": "why", "cases": ["a.py::test_four", "a.py::test_one"]},
+    {"class": "internal to the peer", "reason": "why", "cases": ["a.py::test_six"]},
+]
 PROTOCOL = """
 class Base(BaseModel):
     n: int = 1
@@ -72,34 +85,54 @@ def test_flags_are_read_from_a_help_text():
     ]
 
 
+def outcomes(lines: list[dict[str, str]], classes: Classes) -> dict[str, Outcome]:
+    return {case.id[-4:]: classes.outcome(case) for case in cases_of(map(json.dumps, lines))}
+
+
 def test_each_case_has_one_outcome():
-    classes = {"a.test_y": ["needs a real model", "why"], "a.test_y::test_four": ["internal to the peer", "why"]}
-    outcomes = [outcome(case, classes) for case in cases_of(REPORT)]
+    found = outcomes(LINES, Classes(CLASSES))
 
-    assert outcomes == [Outcome.PASS, Outcome.REFUSED, Outcome.SKIPPED, Outcome.INTERNAL, Outcome.FAULT]
-    assert table({"x": Counter(outcomes)}).splitlines()[2] == "| x | 5 | 1 | 1 | 0 | 1 | 1 | 0 | 1 |"
+    assert list(found.values()) == [
+        *(Outcome.PASS, Outcome.REFUSED, Outcome.SKIPPED, Outcome.INTERNAL, Outcome.REAL_MODEL, Outcome.FAULT),
+        Outcome.NOT_REACHED,
+    ]
+    assert table({"x": Counter(found.values())}).splitlines()[2] == "| x | 7 | 1 | 1 | 1 | 1 | 1 | 0 | 1 | 1 |"
 
 
-def test_a_case_that_fails_and_cannot_be_torn_down_counts_once():
-    report = REPORT.replace('name="test_five"', 'name="test_four"').replace("b.test_z", "a.test_y")
+def test_a_class_explains_only_the_errors_that_it_names():
+    failed = [{"id": "a.py::test_five", "outcome": "failed", "error": "KeyError"}]
 
-    assert [case.id for case in cases_of(report)].count("a.test_y::test_four") == 1
-    assert Case("a.test_y::test_four", "KeyError\ntrace") in cases_of(report)
+    assert outcomes(failed, Classes(CLASSES)) == {"five": Outcome.FAULT}
+
+
+def test_no_class_excuses_an_error_of_the_server():
+    failed = [{"id": "a.py::test_four", "outcome": "failed", "error": "RuntimeError: quire serve did not start: why"}]
+
+    assert outcomes(failed, Classes(CLASSES)) == {"four": Outcome.FAULT}
+
+
+def test_a_class_that_no_failing_case_needs_is_said():
+    classes = Classes(CLASSES)
+    outcomes(LINES, classes)
+
+    assert classes.unused() == ["a.py::test_one", "a.py::test_six"]
 
 
 def test_every_class_has_a_reason_and_a_known_peer():
-    classes = json.loads((ROOT / "tests/peers/classes.json").read_text(encoding="utf-8"))
+    known = json.loads((ROOT / "tests/peers/classes.json").read_text(encoding="utf-8"))
 
-    assert set(classes) <= set(run.SUITES)
-    for prefixes in classes.values():
-        assert {Outcome(kind) for kind, _ in prefixes.values()} <= {*Outcome} - {Outcome.PASS, Outcome.FAULT}
-        assert all(reason for _, reason in prefixes.values())
+    assert set(known) <= set(run.SUITES)
+    for classes in known.values():
+        assert {Outcome(each["class"]) for each in classes} <= {*EXCUSES}
+        assert all(each["reason"] and each["cases"] and each.get("errors", ["any"]) for each in classes)
+        prefixes = [prefix for each in classes for prefix in each["cases"]]
+        assert len(prefixes) == len(set(prefixes))
 
 
 def test_names_are_read_from_classes_their_bases_and_methods(tmp_path):
     path = tmp_path / "protocol.py"
     path.write_text(PROTOCOL)
-    classes = Classes([path])
+    classes = ParsedClasses([path])
 
     assert classes.names("Request") == {"n", "schema", "stop", "async"}
     assert {"model", "top_n"} <= classes.names("protocol:Client.rerank")

@@ -1,0 +1,41 @@
+"""A pytest plugin that writes which cases there are, and then what became of each, as lines of JSON, so that a run that
+was ended early says what it did not reach.
+"""
+
+import json
+import os
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+_PATH = Path(os.environ["QUIRE_CASES"])
+
+
+def _write(**line: Any) -> None:
+    with _PATH.open("a", encoding="utf-8") as file:
+        file.write(json.dumps(line) + "\n")
+
+
+@pytest.hookimpl(trylast=True)
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Writes the cases that will run."""
+    for item in items:
+        _write(id=item.nodeid, outcome="collected", error="")
+
+
+def pytest_collectreport(report: pytest.CollectReport) -> None:
+    """Writes a module that cannot be imported as one case."""
+    if report.outcome != "passed":
+        _write(id=report.nodeid, outcome=report.outcome, error=report.longreprtext)
+
+
+def pytest_runtest_logreport(report: pytest.TestReport) -> None:
+    """Writes what became of a part of a case: setting up, the call, tearing down."""
+    if report.when == "call" or report.outcome != "passed":
+        _write(id=report.nodeid, outcome=report.outcome, error=_error(report))
+
+
+def _error(report: pytest.TestReport) -> str:
+    crash = getattr(report.longrepr, "reprcrash", None)
+    return "\n".join(filter(None, (getattr(crash, "message", ""), report.longreprtext)))
