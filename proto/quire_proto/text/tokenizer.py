@@ -28,6 +28,7 @@ from quire_proto.text.pooled_prompt import (
     SentencePrompts,
     Texts,
     encode_pooled,
+    parts_of,
 )
 from quire_proto.text.reasoning import ReasoningFormat
 from quire_proto.text.template_trial import template_findings
@@ -130,20 +131,26 @@ class ModelTokenizer:
         return self.encode(text, limit) if add_special_tokens else self.encode_plain(text, limit)
 
     def encode_pooled(
-        self, texts: Sequence[Texts], limit: int, *, truncate: int | None = None, add_special_tokens: bool = True
+        self,
+        texts: Sequence[Texts],
+        limit: int,
+        *,
+        truncate: int | None = None,
+        add_special_tokens: bool = True,
+        max_tokens: int | None = None,
     ) -> list[PooledPrompt]:
-        """The prompts of texts, or of pairs of texts, that are pooled. With ``truncate`` each has so many tokens at
-        most, with those that the tokenizer adds: a text keeps its beginning, and of a pair the longer text is cut
-        first, as transformers does (``longest_first``). Raises as ``encode`` does, with the number of the text.
+        """The prompts of texts, or of pairs of texts, that are pooled; see the function ``encode_pooled``. Raises as
+        ``encode`` does, with the number of the text.
         """
         most = limit if truncate is None else MAX_TRUNCATED * limit  # one that is cut may be long, but not endless
-        for number, text in enumerate(texts):
-            for part in (text,) if isinstance(text, str) else text:
-                try:
-                    self._check_length(self._tokenizer, part, most, INPUT)
-                except QuireError as error:
-                    raise error.about(f"prompt[{number}]") from None
-        return encode_pooled(self._tokenizer, texts, truncate, add_special_tokens=add_special_tokens)
+        for part, number in parts_of(texts).items():
+            try:
+                self._check_length(self._tokenizer, part, most, INPUT)
+            except QuireError as error:
+                raise error.about(f"prompt[{number}]") from None
+        return encode_pooled(
+            self._tokenizer, texts, truncate, add_special_tokens=add_special_tokens, max_tokens=max_tokens
+        )
 
     def decode(self, token_ids: Sequence[int]) -> str:
         """The text of tokens, special ones included."""

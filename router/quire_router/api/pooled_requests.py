@@ -16,8 +16,9 @@ from typing import Any
 import numpy as np
 from quire_proto.context_length import check_pooled_length
 from quire_proto.errors import ErrorCode, QuireError, invalid
+from quire_proto.hashing import TOKEN_BYTES
 from quire_proto.pooling import PoolingParams, Task, check_dimensions
-from quire_proto.text.pooled_prompt import PooledPrompt, Texts
+from quire_proto.text.pooled_prompt import PROMPTS, PooledPrompt, Texts
 from quire_proto.text.tokenizer import ModelTokenizer
 
 from quire_router.api.multi_prompt import total_usage
@@ -29,6 +30,8 @@ from quire_router.engines.settings import ServedModelLimits
 
 _VECTORS_PER_TURN = 64
 PROMPTS_AT_ONCE = 128  # of one request
+MAX_TOKENS = 2**21
+"""Of all prompts of one request: a query counts in each of its pairs, so that a short body can stand for many."""
 _A_MINUTE = (RefusalReason.REQUESTS_PER_MINUTE, RefusalReason.TOKENS_PER_MINUTE)
 _UNSUPPORTED = {
     Task.GENERATE: "The model {} makes no text, only {}.",
@@ -53,6 +56,11 @@ class PreparedPooling:
     def first(self) -> GenerationRequest:
         """The generation of the first prompt."""
         return self.generations[0]
+
+    @property
+    def num_bytes(self) -> int:
+        """The bytes that its prompts take, which may be many times those of its body."""
+        return TOKEN_BYTES * sum(len(each.prompt_token_ids) for each in self.generations)
 
 
 @dataclass(frozen=True, slots=True)
@@ -104,6 +112,7 @@ def _embeddings(
                 limits.max_model_len,
                 truncate=cut,
                 add_special_tokens=request.add_special_tokens is not False,
+                max_tokens=MAX_TOKENS,
             )
     elif request.prompt_name is not None:
         raise invalid("prompt_name", "prompt_name is put before texts, and input holds tokens.")
@@ -140,7 +149,7 @@ def _scores(
         names = [place for _, place in request.fields_of_pairs]
         params = PoolingParams(Task.CLASSIFY, use_activation=request.use_activation)
     with _naming_prompt(names):
-        prompts = tokenizer.encode_pooled(texts, limits.max_model_len, truncate=cut)
+        prompts = tokenizer.encode_pooled(texts, limits.max_model_len, truncate=cut, max_tokens=MAX_TOKENS)
     return PreparedPooling(_generations(template, names, prompts, params, limits), indexes)
 
 
@@ -175,11 +184,15 @@ def _generations(
 
 @contextmanager
 def _naming_prompt(names: Sequence[str]) -> Iterator[None]:
-    """Lets errors about ``prompt``, and about ``prompt[1]``, name the fields that hold the prompts."""
+    """Lets errors about ``prompt``, ``prompt[1]`` and all ``PROMPTS`` name the fields that hold the prompts."""
     try:
         yield
     except QuireError as error:
-        fields = {"prompt": names[0], **{f"prompt[{number}]": name for number, name in enumerate(names)}}
+        fields = {
+            "prompt": names[0],
+            PROMPTS: names[-1].partition("[")[0],
+            **{f"prompt[{number}]": name for number, name in enumerate(names)},
+        }
         raise error.about(fields.get(error.param or "prompt", error.param)) from None
 
 

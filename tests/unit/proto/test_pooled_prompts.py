@@ -1,16 +1,21 @@
 """Prompts that are pooled are the tokens that transformers makes, and what sentence-transformers puts before them."""
 
+import tracemalloc
 from pathlib import Path
+from time import thread_time
 
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from quire_proto.convert import pooling_from_proto, pooling_to_proto
 from quire_proto.errors import QuireError, TokenizerLoadError
 from quire_proto.pooling import PoolingParams, Task, check_dimensions
 from quire_proto.text.pooled_prompt import SentencePrompts, Texts
 from quire_proto.text.tokenizer import ModelTokenizer
+from tokenizers import processors
 from transformers import PreTrainedTokenizerFast
 
-from tests.support.sentence_folders import word_level
+from tests.support.sentence_folders import WORDS, word_level
 
 PAIRS = [
     ("the fox runs", "a lazy dog sleeps under the river"),
@@ -28,11 +33,11 @@ def oracle() -> PreTrainedTokenizerFast:
 def test_texts_and_pairs_are_cut_as_transformers_cuts_them(oracle: PreTrainedTokenizerFast, length: int | None) -> None:
     tokenizer = ModelTokenizer(word_level(), None)
     cut = {} if length is None else {"truncation": "longest_first", "max_length": length}
-    for given in (*PAIRS, *(text for pair in PAIRS for text in pair)):
-        parts = (given,) if isinstance(given, str) else given
+    for texts in (*PAIRS, *(text for pair in PAIRS for text in pair)):
+        parts = (texts,) if isinstance(texts, str) else texts
         wanted = oracle(*parts, return_token_type_ids=True, **cut)
-        (got,) = tokenizer.encode_pooled([given], 64, truncate=length)
-        assert got.token_ids == wanted.input_ids
+        (got,) = tokenizer.encode_pooled([texts], 64, truncate=length)
+        assert list(got.token_ids) == wanted.input_ids
         types = wanted.token_type_ids
         assert got.second_text_start == (types.index(1) if 1 in types else 0)
 
@@ -50,7 +55,51 @@ def test_a_length_without_room_for_the_marks_of_the_tokenizer_is_refused(given: 
 def test_a_text_without_the_marks_of_the_tokenizer(oracle: PreTrainedTokenizerFast) -> None:
     tokenizer = ModelTokenizer(word_level(), None)
     (bare,) = tokenizer.encode_pooled(["the fox"], 64, add_special_tokens=False)
-    assert bare.token_ids == oracle("the fox", add_special_tokens=False).input_ids
+    assert list(bare.token_ids) == oracle("the fox", add_special_tokens=False).input_ids
+
+
+PROCESSORS = {
+    "none": None,
+    "BERT": processors.BertProcessing(("[SEP]", 3), ("[CLS]", 2)),
+    "RoBERTa": processors.RobertaProcessing(("[SEP]", 3), ("[CLS]", 2)),
+    "byte level": processors.ByteLevel(trim_offsets=True),
+    "template": word_level().post_processor,
+    "marks behind": processors.TemplateProcessing("$A [SEP]", "$A [SEP] [SEP] $B:1", [("[SEP]", 3)]),
+    "two": processors.Sequence([processors.ByteLevel(), word_level().post_processor]),
+}
+SENTENCES = st.lists(st.sampled_from([*WORDS, "", "é"]), max_size=6).map(" ".join)
+
+
+@pytest.mark.parametrize("name", PROCESSORS)
+@settings(max_examples=30)
+@given(pairs=st.lists(st.tuples(SENTENCES, SENTENCES) | SENTENCES, min_size=1, max_size=4), special=st.booleans())
+def test_prompts_are_those_of_the_tokenizer_itself(name: str, pairs: list[Texts], special: bool) -> None:
+    """Each text is encoded once, and what the tokenizer adds is put around it."""
+    tokenizer = word_level()
+    if PROCESSORS[name] is not None:
+        tokenizer.post_processor = PROCESSORS[name]
+    else:
+        tokenizer.post_processor = processors.Sequence([])
+    for pair, got in zip(
+        pairs, ModelTokenizer(tokenizer, None).encode_pooled(pairs, 64, add_special_tokens=special), strict=True
+    ):
+        wanted = tokenizer.encode(*([pair] if isinstance(pair, str) else pair), add_special_tokens=special)
+        assert list(got.token_ids) == wanted.ids
+        assert got.second_text_start == (wanted.type_ids.index(1) if 1 in wanted.type_ids else 0)
+
+
+def test_a_query_of_many_pairs_is_encoded_once_and_counted_before_a_prompt_is_made() -> None:
+    tokenizer = ModelTokenizer(word_level(), None)
+    pairs = [("fox " * 20_000, f"dog {number}") for number in range(2_000)]
+    begun = thread_time()
+    tracemalloc.start()
+    with pytest.raises(QuireError, match=r"The prompts have 400\d+ tokens in all, and at most 1000000") as refusal:
+        tokenizer.encode_pooled(pairs, 2**16, max_tokens=10**6)
+    peak = tracemalloc.get_traced_memory()[1]
+    tracemalloc.stop()
+    assert refusal.value.param == "prompts"
+    assert peak < 16e6
+    assert thread_time() - begun < 5
 
 
 def test_a_text_that_is_far_too_long_is_refused_before_it_is_read() -> None:

@@ -70,6 +70,7 @@ class PoolingHandler(Generic[BodyT]):
 
         size = len(body)
         prepared = await self._service.prepare_pooling(read, exchange.request_id, exchange.caller, options, size=size)
+        body.reserve(prepared.num_bytes)
         body.hold_until_queued(prepared.generations[-1].request_id)
         answer = await self._service.pool(prepared)
         written = await self._write(requests[0], prepared, answer)

@@ -251,8 +251,9 @@ class InferenceService(InferenceServicer):
     ) -> AsyncIterator[tuple[PreparedPooling, PooledAnswer]]:
         """Yields a request whose prompts are pooled, with what became of them."""
         options = call.options(has_deadline=True)
-        with self._request_scope(method, call), self._service.bodies.reserve(call.caller.tenant, size):
+        with self._request_scope(method, call), self._service.bodies.reserve(call.caller.tenant, size) as body:
             prepared = await self._service.prepare_pooling(read, call.request_id, call.caller, options, size=size)
+            body.reserve(prepared.num_bytes)
             await call.begin(target_header(prepared.first) | ignored_parameters_header(prepared.ignored))
             yield prepared, await self._service.pool(prepared)
             call.end(self._service.rate_limit_headers(call.caller))
