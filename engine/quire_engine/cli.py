@@ -14,6 +14,7 @@ from quire.v1 import engine_pb2 as pb
 from quire_proto import __version__
 from quire_proto.cli import read_settings, reject_unknown_env
 from quire_proto.convert import TASK_TO_PROTO
+from quire_proto.engine_token import TokenError
 from quire_proto.errors import QuireError
 from quire_proto.telemetry import DropReason
 from quire_proto.text.model_folder import folder_config_digest, folder_vocabulary_digest
@@ -152,7 +153,7 @@ def _make_server(
             startup=startup,
             sleeper=executor if executor.can_sleep else None,
         )
-    except TlsError as error:  # the files changed after the settings were read
+    except (TlsError, TokenError) as error:  # the files changed after the settings were read
         quit_with(1, f"{error}.")
 
 

@@ -16,6 +16,7 @@ from typing import Annotated, ClassVar, Literal, Self
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, model_validator
 from pydantic_settings import NoDecode, SettingsConfigDict
 from quire_proto.cli import CliSettings, ListenAddress
+from quire_proto.engine_token import TokenFile
 from quire_proto.tls import CaFile, CertificateFile, KeyFile, ServerTls, check_cert_key, server_tls
 from quire_proto.units import Bytes, Gib, Seconds
 
@@ -585,6 +586,7 @@ class EngineConfig(CliSettings, NodeArgs, EngineArgs):
         "--tls-cert": "FILE",
         "--tls-key": "FILE",
         "--tls-client-ca": "FILE",
+        "--engine-token-file": "FILE",
         "--kv-disk-path": "FOLDER",
     }
     foreign_flags: ClassVar[Mapping[str, str]] = {
@@ -635,6 +637,16 @@ class EngineConfig(CliSettings, NodeArgs, EngineArgs):
     host: ListenAddress = Field(default="127.0.0.1", description="Address to listen on.")
     port: int = Field(default=9000, ge=0, le=65535, description="gRPC port.")
     metrics_port: int = Field(default=9002, ge=0, le=65535, description="HTTP port of metrics and probes.")
+    engine_token_file: TokenFile | None = Field(
+        default=None,
+        description="File with the token that the gRPC port asks routers for, one a line; read again when it changes; "
+        "see docs/tls.md.",
+    )
+    insecure: bool = Field(
+        default=False,
+        description="Let anyone who reaches the gRPC port use the engine, at an address that is not loopback and "
+        "without --engine-token-file and --tls-client-ca.",
+    )
     session_grace: Seconds = Field(
         default=10.0, ge=0, description="Seconds that the requests of a router go on after its stream broke."
     )
@@ -663,6 +675,20 @@ class EngineConfig(CliSettings, NodeArgs, EngineArgs):
     log_level: Literal["debug", "info", "warning", "error"] = Field(
         default="info", description="Least severe log line."
     )
+
+    @model_validator(mode="after")
+    def _strangers_are_kept_out(self) -> Self:
+        is_authenticated = self.engine_token_file is not None or self.tls_client_ca is not None
+        if self.insecure and is_authenticated:
+            raise ValueError("--insecure excludes --engine-token-file and --tls-client-ca: they ask who a caller is.")
+        is_served = self.node_rank == 0  # the other nodes have no such port
+        if is_served and not (is_authenticated or self.insecure or _is_loopback(self.host)):
+            raise ValueError(
+                f"--host {self.host} would let anyone use the engine who reaches port {self.port}: give it and its "
+                "routers an --engine-token-file, or certificates (--tls-cert, --tls-key and --tls-client-ca); "
+                "--insecure does without."
+            )
+        return self
 
     @model_validator(mode="after")
     def _disk_is_of_one_machine(self) -> Self:

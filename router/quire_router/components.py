@@ -10,6 +10,7 @@ from time import monotonic
 from typing import TYPE_CHECKING, Any
 from uuid import uuid4
 
+from quire_proto.engine_token import EngineTokens
 from quire_proto.text.model_folder import recommended_sampling
 from quire_proto.text.tokenizer import ModelTokenizer
 
@@ -386,6 +387,7 @@ def _connection_settings(settings: Settings) -> ConnectionSettings:
     return ConnectionSettings(
         slow_client_timeout=settings.slow_client_timeout,
         tls=settings.engine_tls,
+        tokens=None if settings.engine_token_file is None else EngineTokens(settings.engine_token_file),
         api_key=key,
         kv_events_port=settings.engine_kv_events_port,
         kv_events_replay_port=settings.engine_kv_events_replay_port,

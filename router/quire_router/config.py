@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal, Self
 from pydantic import AfterValidator, BeforeValidator, Field, SecretStr, model_validator
 from pydantic_settings import NoDecode, SettingsConfigDict
 from quire_proto.cli import CliSettings, ListenAddress
+from quire_proto.engine_token import TokenFile
 from quire_proto.extras import install_command
 from quire_proto.tls import (
     CaFile,
@@ -184,6 +185,7 @@ class Settings(CliSettings):
         "--model": "[NAME=]FOLDER",
         "--allowed-origins": "ORIGIN",
         "--engine": "HOST:PORT|URL",
+        "--engine-token-file": "FILE",
         "--engine-tls-ca": "FILE",
         "--engine-tls-cert": "FILE",
         "--engine-tls-key": "FILE",
@@ -244,6 +246,11 @@ class Settings(CliSettings):
     )
     engine_dns_period: Annotated[Seconds, Field(gt=0, le=60)] = Field(
         default=1, description="Seconds at most between two lookups of a dns:// name."
+    )
+    engine_token_file: TokenFile | None = Field(
+        default=None,
+        description="File with the token that Quire's engines ask for, the first line of several; read again when it "
+        "changes; see docs/tls.md.",
     )
     engine_tls_ca: CaFile | None = Field(
         default=None, description="PEM file of the authorities that sign engines' certificates; none: plain text."

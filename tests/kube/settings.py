@@ -65,7 +65,7 @@ class Reader:
         for mount in pod.containers[0].get("volumeMounts", []):
             if secret := volumes.get(mount["name"]):
                 folder = self.folder / pod.name.replace("/", "-") / mount["name"]
-                folder.mkdir(parents=True)
+                folder.mkdir(parents=True, exist_ok=True)
                 for name, text in self._files(release, secret).items():
                     (folder / name).write_bytes(base64.b64decode(text))
                 folders[mount["mountPath"]] = folder

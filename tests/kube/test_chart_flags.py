@@ -20,7 +20,7 @@ MODEL = SCHEMA["definitions"]["model"]["properties"]
 FLAGS = MODEL["flags"]["properties"]
 TEMPLATES = "".join(path.read_text() for path in (CHART / "templates").rglob("*") if path.is_file())
 ENGINE = EngineConfig.model_json_schema()
-SET_FOR_ENGINES = {"port", "metrics_port", "headless", "master_port"}
+SET_FOR_ENGINES = {"port", "metrics_port", "headless", "master_port", "insecure"}
 """Settings of the engine that the chart leaves as they are."""
 OF_GROUPS = {name for name in EngineConfig.model_fields if name.startswith("data_parallel_")}
 """Those of engines that share experts, each of which needs an address: the chart makes no such groups."""

@@ -1,14 +1,17 @@
 """Helm's own library installs, upgrades and uninstalls the chart on a server that refuses what Kubernetes refuses."""
 
 import shutil
+from base64 import b64decode
 from collections.abc import Callable
 from dataclasses import dataclass
+from datetime import UTC, datetime
 from functools import cache
 from pathlib import Path
 from typing import Any
 
 import pytest
 import yaml
+from quire_proto.engine_token import Tokens, read_tokens
 
 from tests.kube.custom_kinds import CUSTOM_KINDS
 from tests.kube.helm import CHART, Helm, HelmError, Release
@@ -119,6 +122,29 @@ def test_generated_secrets_survive(lives: Lives, values: str) -> None:
 def test_an_upgrade_to_the_same_changes_nothing(lives: Lives, values: str) -> None:
     life = lives(values)
     assert life.upgraded_again == life.upgraded
+
+
+def test_engines_let_routers_of_the_former_release_in_for_a_time(helm: Helm, tmp_path: Path) -> None:
+    """The old routers have no token. Those of a first install do, and nobody is let in without."""
+
+    def tokens(cluster: Cluster) -> Tokens:
+        (secret,) = [each for where, each in contents(cluster).items() if where.name == "quire-engine-token"]
+        (tmp_path / "tokens").write_bytes(b64decode(secret["data"]["tokens"]))
+        return read_tokens(tmp_path / "tokens")
+
+    values, fresh, upgraded = example_values("cpu-demo"), Cluster(), Cluster()
+    helm.cluster(fresh).install(values)
+    assert tokens(fresh).optional_until is None
+    release = helm.cluster(upgraded)
+    release.install(known_values(values), previous_chart())
+    release.upgrade(with_values(values, engineToken={"upgradeSeconds": 600}))
+    until = tokens(upgraded).optional_until
+    assert until is not None
+    assert abs((until - datetime.now(UTC)).total_seconds() - 600) < 300
+    before = tokens(upgraded)
+    release.upgrade(values)
+    assert tokens(upgraded) == before
+    assert len({tokens(each).values for each in (fresh, upgraded)}) == 2
 
 
 @pytest.mark.parametrize("values", ["cpu-demo", "tls"])

@@ -5,6 +5,7 @@ import math
 from typing import Any
 
 import pytest
+from quire_proto.engine_token import read_tokens
 
 from tests.kube.conftest import Examples
 from tests.kube.helm import Helm
@@ -49,6 +50,7 @@ def test_routers_and_engines_agree(example: Examples, reader: Reader, values: st
     for engine in served:
         assert (engine.tls_cert is None) == (settings.engine_tls_ca is None), "one encrypts, the other does not"
         assert (engine.tls_client_ca is None) == (settings.engine_tls_cert is None)
+        assert read_tokens(engine.engine_token_file) == read_tokens(settings.engine_token_file)
 
 
 @pytest.mark.parametrize("values", EXAMPLES)

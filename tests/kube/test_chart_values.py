@@ -399,6 +399,7 @@ def test_everything_can_be_turned_off(helm: Helm) -> None:
         networkPolicy__enabled=False,
         redis__mode="none",
         router__auth__mode="none",
+        engineToken__existingSecret="tokens",
         router__discovery="dns",
         router__replicas=1,
         router__disruptionsAllowed=None,

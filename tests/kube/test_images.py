@@ -329,17 +329,22 @@ def environment_of(service: str, **given: str) -> dict[str, str]:
 
 
 @pytest.mark.parametrize("given", [{}, {"QUIRE_API_KEY": "k" * 16}])
-def test_the_settings_of_the_services_are_read_by_the_commands(given, monkeypatch):
-    given = {"QUIRE_REDIS_PASSWORD": "secret", **given}
+def test_the_settings_of_the_services_are_read_by_the_commands(given, monkeypatch, tmp_path):
+    given = {"QUIRE_REDIS_PASSWORD": "secret", "QUIRE_ENGINE_TOKEN": "t" * 48, **given}
+    for name, secret in COMPOSE["secrets"].items():
+        (tmp_path / name).write_text(given[secret["environment"]])
     for name in [name for name in os.environ if name.startswith("QUIRE_")]:
         monkeypatch.delenv(name)
     for service in ("router", "engine"):
         for name, value in environment_of(service, **given).items():
-            monkeypatch.setenv(name, value)
+            monkeypatch.setenv(name, value.replace("/run/secrets", str(tmp_path)))
+    # In a container the engine listens on all addresses.
+    monkeypatch.setenv("QUIRE_ENGINE_HOST", "0.0.0.0")
     reject_unknown_env(Settings)
     reject_unknown_env(EngineConfig)
     router, engine = read_settings(Settings, []), read_settings(EngineConfig, [])
     assert set(router.models) == set(engine.names)
+    assert router.engine_token_file == engine.engine_token_file is not None
     assert router.redis_url is not None
     assert "secret" in router.redis_url.get_secret_value()
     assert len(router.api_key) == ("QUIRE_API_KEY" in given)

@@ -106,7 +106,7 @@ def test_an_engine_whose_node_is_cut_off_changes_no_token(fleet: Fleet) -> None:
     """One of two, each with a stream."""
     undisturbed = fleet.client.completions.create(**LONG, **IGNORE_EOS).choices[0].text
     with net_namespace() as network:
-        flags = (*SMALL_POOLS, *FLOAT32, "--host", network.address)
+        flags = (*SMALL_POOLS, *FLOAT32, "--host", network.address, "--insecure")
         far = ForkedEngine(DEMO, fleet.folder, *flags, **{NET_NAMESPACE: network.name})
         address = f"{network.address}:{far.port}"
         router = ForkedRouter(DEMO, [fleet.engines[0].address, address], fleet.folder)

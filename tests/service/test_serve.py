@@ -11,9 +11,12 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
+import grpc
 import psutil
 import pytest
 from openai import OpenAI
+from quire.v1.engine_pb2 import DescribeRequest
+from quire.v1.engine_pb2_grpc import EngineStub
 from quire_cli.chat.api_client import ApiClient
 
 from tests.service.conftest import DEMO, FLOAT32, SMALL_POOLS
@@ -97,6 +100,13 @@ def test_streams_go_on_when_an_engine_is_killed_and_both_it_and_the_router_come_
         expected = tree.client.completions.create(**STORY, extra_body=IGNORE_EOS).choices[0].text
         engines = tree.named("quire_engine.cli")
         assert len(engines) == 2
+        for engine in engines:
+            with (
+                grpc.insecure_channel(f"127.0.0.1:{port_of(engine, '--port')}") as channel,
+                pytest.raises(grpc.RpcError) as refused,
+            ):
+                EngineStub(channel).Describe(DescribeRequest(), timeout=30)
+            assert refused.value.code() is grpc.StatusCode.UNAUTHENTICATED
         stream = tree.client.completions.create(**STORY, stream=True, extra_body=IGNORE_EOS)
         text = next(stream).choices[0].text
         busy = [e for e in engines if metric(port_of(e, "--metrics-port"), "quire_engine_running_sequences")]

@@ -34,7 +34,11 @@ DEFAULTS: Mapping[Service, Mapping[str, str]] = {
     "router": {**_FOR_A_TERMINAL, "hold_timeout": "300"},
 }
 """For a person at a terminal, unless flags or variables say otherwise."""
-_SHOWN_DEFAULTS = {**DEFAULTS["router"], "journal_file": "one in ~/.local/state/quire for each model and port"}
+_SHOWN_DEFAULTS = {
+    **DEFAULTS["router"],
+    "engine_token_file": "a new token for each start",
+    "journal_file": "one in ~/.local/state/quire for each model and port",
+}
 MAX_ENGINES = 64
 DESCRIPTION = """Serves a model: a router and its engines on this machine, as one tree of processes with one log.
 

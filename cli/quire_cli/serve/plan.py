@@ -1,6 +1,7 @@
 """What ``quire serve`` starts: the model and its names, the ports, and the command line of each process."""
 
 import os
+import secrets
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -76,10 +77,11 @@ def make_plan(flags: ServeFlags, model: Path, ports: Ports, gpus: Sequence[str] 
         raise ValueError("--data-parallel-size starts engines that share experts; a variable does not say how many.")
     if not is_local(settings.host):
         raise PortError(f"{settings.host} is no address of this machine; --host 0.0.0.0 stands for all that it has.")
+    token = _token_flags(config, settings)
     places = _engine_ports(flags, config, ports)
     chosen = _router_ports(settings, ports)
     programs = [
-        _engine_program(index, pair, engine, config, _environment(index, flags.engines, config, gpus))
+        _engine_program(index, pair, [*engine, *token], config, _environment(index, flags.engines, config, gpus))
         for index, pair in enumerate(places)
     ]
     where = [f"--{name.replace('_', '-')}={port}" for name, port in chosen.items()]
@@ -92,13 +94,35 @@ def make_plan(flags: ServeFlags, model: Path, ports: Ports, gpus: Sequence[str] 
             "router",
             "router",
             "quire_router.main",
-            [*router, *where, *engines],
+            [*router, *where, *token, *engines],
             (settings.metrics_port, "/started"),
             settings.shutdown_delay + settings.shutdown_timeout + GRACE,
             host=reachable(settings.host),
         )
     )
     return Plan(model, tokenizer, settings, config, programs, places)
+
+
+def _token_flags(config: EngineConfig, settings: Settings) -> list[str]:
+    """The flag of engines and router for the token of this start, unless theirs name one or ``--insecure`` does
+    without. Raises ``ValueError`` where only one side has one.
+    """
+    given = config.engine_token_file, settings.engine_token_file
+    if all(given) or (config.insecure and not any(given)):
+        return []
+    if any(given):
+        side, other = ("engines", "router") if given[0] else ("router", "engines")
+        raise ValueError(f"--engine-token-file is set for the {side} alone: give it to the {other} too, or to neither.")
+    return [f"--engine-token-file={_write_token()}"]
+
+
+def _write_token() -> Path:
+    """Writes a new token where no other user can read it: into memory of this process, which only this user may open
+    by its path. Nothing has to be removed at the end, and engines that are started again find it.
+    """
+    descriptor = os.memfd_create("quire-engine-token")
+    os.write(descriptor, secrets.token_urlsafe(32).encode())
+    return Path(f"/proc/{os.getpid()}/fd/{descriptor}")
 
 
 def reachable(host: str) -> str:

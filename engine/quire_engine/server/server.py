@@ -18,6 +18,7 @@ from grpc_reflection.v1alpha import reflection
 from quire.v1 import engine_pb2, engine_pb2_grpc
 from quire_proto.certificates import ReloadingServerCredentials
 from quire_proto.cli import join_host_port
+from quire_proto.engine_token import EngineTokens
 from quire_proto.supervise import SupervisedTask
 from quire_proto.telemetry import DropReason
 
@@ -32,6 +33,7 @@ from quire_engine.server.loras import LoRARegistry
 from quire_engine.server.metrics import EngineMetrics, ProbeServer
 from quire_engine.server.servicer import EngineServicer
 from quire_engine.server.session_manager import SessionManager
+from quire_engine.server.token_interceptor import TokenInterceptor
 from quire_engine.server.tracing import TraceExporter
 from quire_engine.structured_output.compiler import GrammarCompiler, ModelGrammars
 
@@ -42,14 +44,15 @@ CORE_END_SECONDS = 5.0
 
 
 class EngineServer:
-    """One engine on the network. The metrics port is plain HTTP; the gRPC port uses TLS if ``config.tls`` is set.
+    """One engine on the network. The metrics port is plain HTTP; the gRPC port uses TLS if ``config.tls`` is set, and
+    asks for a token if ``config.engine_token_file`` is.
     ``dropped_spans`` counts the spans that do not reach a collector; None if none are exported. ``loras`` are its
     adapters; None if it serves none. ``weights`` are the statistics of layers that are read from disk, None if none
     are. An engine of a group is ``data_parallel``: told to stop it tells the others, and takes part in their steps
     until all have finished their requests. ``startup`` has timed the phases until now. ``sleeper``
     gives memory back while the engine sleeps; without one it does not.
 
-    Raises ``TlsError`` if the files of ``config.tls`` cannot be used.
+    Raises ``TlsError`` if the files of ``config.tls`` cannot be used, and ``TokenError`` if the file of tokens cannot.
     """
 
     def __init__(
@@ -70,6 +73,8 @@ class EngineServer:
         self._config = config
         self._lockstep = None if data_parallel is None else data_parallel.lockstep
         self._certificates = None if config.tls is None else ReloadingServerCredentials(config.tls)
+        token_file = config.engine_token_file
+        self._interceptors = () if token_file is None else (TokenInterceptor(EngineTokens(token_file)),)
         self._startup = startup or StartupTimer()
         self._executor = executor
         self._description = description
@@ -160,7 +165,7 @@ class EngineServer:
         return CORE_END_SECONDS + others_end
 
     async def _start_grpc(self) -> tuple[grpc.aio.Server, health.aio.HealthServicer]:
-        server = grpc.aio.server(options=server_options())
+        server = grpc.aio.server(interceptors=self._interceptors, options=server_options())
         servicer = EngineServicer(self._sessions, self._description, self._core.scheduler.stats)
         engine_pb2_grpc.add_EngineServicer_to_server(servicer, server)
         checks = health.aio.HealthServicer()

@@ -5,12 +5,14 @@
 import asyncio
 import logging
 import re
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import lru_cache
 from time import monotonic
-from typing import Self
+from typing import Any, Self, cast
 
 import grpc
+from quire_proto.engine_token import EngineTokens
 from quire_proto.supervise import Backoff
 from quire_proto.tls import ClientTls, Contents, TlsError, read_ca, read_cert_key
 
@@ -64,6 +66,32 @@ def _pings(interval: float) -> tuple[tuple[str, int], ...]:
         ("grpc.keepalive_timeout_ms", answer),
         ("grpc.http2.ping_timeout_ms", answer),  # a minute otherwise, whatever the former is
     )
+
+
+def authorized(channel: grpc.aio.Channel, tokens: EngineTokens | None) -> grpc.aio.Channel:
+    """The channel for a stub whose calls have the token, if there is one."""
+    return channel if tokens is None else cast(grpc.aio.Channel, _AuthorizedChannel(channel, tokens))
+
+
+class _AuthorizedChannel:
+    """What a stub needs of ``channel``, with the token of ``tokens`` in each call, as it is then. gRPC's own
+    interceptors would put an object of theirs between each message and the stream.
+    """
+
+    def __init__(self, channel: grpc.aio.Channel, tokens: EngineTokens) -> None:
+        self._channel = channel
+        self._tokens = tokens
+
+    def unary_unary(self, *method: Any, **serializers: Any) -> Callable[..., Any]:
+        """As ``grpc.aio.Channel.unary_unary``."""
+        return self._authorized(self._channel.unary_unary(*method, **serializers))
+
+    def stream_stream(self, *method: Any, **serializers: Any) -> Callable[..., Any]:
+        """As ``grpc.aio.Channel.stream_stream``."""
+        return self._authorized(self._channel.stream_stream(*method, **serializers))
+
+    def _authorized(self, call: Callable[..., Any]) -> Callable[..., Any]:
+        return lambda *arguments, **options: call(*arguments, metadata=self._tokens.metadata, **options)
 
 
 def explain(details: str, tls: ClientTls | None) -> str | None:
@@ -124,6 +152,8 @@ class ConnectFailure:
             details = error.details() or ""
             if "connection refused" in details.lower():
                 return cls("connection refused", refused=True)
+            if error.code() is grpc.StatusCode.UNAUTHENTICATED:
+                return cls(f"it does not let this router in: {details}", lasting=True)
             if (about_tls := explain(details, tls)) is not None:
                 return cls(about_tls, lasting=True)
             return cls(f"{error.code().name}: {details}")

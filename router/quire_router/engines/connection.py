@@ -20,7 +20,7 @@ from quire_router.core.generation import LoRA
 from quire_router.core.retry import supervise
 from quire_router.engines.attempt import EngineLost, EngineSilent
 from quire_router.engines.base import KvListener, LoadListener
-from quire_router.engines.channel import ConnectFailure, ConnectFailureLog, open_channel
+from quire_router.engines.channel import ConnectFailure, ConnectFailureLog, authorized, open_channel
 from quire_router.engines.output_stream import OutputStream
 from quire_router.engines.rates import MIN_UPDATE_INTERVAL, ReconnectLimiter, UpdateRate
 from quire_router.engines.session import SequenceGap, Session
@@ -354,7 +354,7 @@ class EngineConnection:
 
     async def _run_stream(self) -> None:
         async with await open_channel(self.address, self.settings.tls, self._update_rate.ping_interval) as channel:
-            stub = EngineStub(channel)
+            stub = EngineStub(authorized(channel, self.settings.tokens))
             async with asyncio.timeout(self.settings.connect_timeout):
                 description = await stub.Describe(engine_pb2.DescribeRequest())
             async with asyncio.timeout(self.settings.open_timeout):

@@ -9,6 +9,7 @@ from typing import Self
 
 from quire.v1 import engine_pb2
 from quire_proto.convert import task_from_proto
+from quire_proto.engine_token import EngineTokens
 from quire_proto.pooling import Task
 from quire_proto.text.model_folder import read_config
 from quire_proto.text.tokenizer import ModelTokenizer
@@ -38,8 +39,9 @@ class ConnectionSettings:
     acknowledgement costs as much as a batch, and only frees the engine's memory of batches that came. Between two tries
     to connect a connection waits from ``backoff`` up to ``max_backoff``, doubling. At most ``max_unsent`` requests wait
     to be sent, and ``max_unconfirmed`` that were sent are kept until the engine answers. ``tls`` encrypts the
-    connections. ``api_key`` is what servers that are not Quire's ask for. Servers of vLLM publish their KV events on
-    ``kv_events_port``, and again on request on ``kv_events_replay_port``; None: they do not.
+    connections, and ``tokens`` are what engines ask for. ``api_key`` is what servers that are not Quire's ask for.
+    Servers of vLLM publish their KV events on ``kv_events_port``, and again on request on ``kv_events_replay_port``;
+    None: they do not.
     """
 
     grace: float = 5.0
@@ -60,6 +62,7 @@ class ConnectionSettings:
     max_unsent: int = 1024
     max_unconfirmed: int = 1024
     tls: ClientTls | None = None
+    tokens: EngineTokens | None = None
     api_key: str | None = None
     kv_events_port: int | None = None
     kv_events_replay_port: int | None = None

@@ -101,6 +101,7 @@ spec:
         {{- with include "quire.settings" (dict "prefix" "QUIRE_ENGINE_" "settings" $.model.flags) | trim }}
         {{- . | nindent 8 }}
         {{- end }}
+        {{- include "quire.engineTokenSettings" (dict "component" "engine") | trim | nindent 8 }}
         {{- with include "quire.tlsSettings" (dict "root" $.root "component" "engine") | trim }}
         {{- . | nindent 8 }}
         {{- end }}
@@ -186,6 +187,7 @@ spec:
         {{- with include "quire.modelMount" (dict "key" $.key "source" $.model.source "writable" false) | trim }}
         {{- . | nindent 8 }}
         {{- end }}
+        {{- include "quire.engineTokenMount" $ | trim | nindent 8 }}
         {{- with include "quire.tlsMount" (dict "root" $.root "component" "engine") | trim }}
         {{- . | nindent 8 }}
         {{- end }}
@@ -213,6 +215,7 @@ spec:
     {{- with include "quire.modelVolume" (dict "key" $.key "source" $.model.source) | trim }}
     {{- . | nindent 4 }}
     {{- end }}
+    {{- include "quire.engineTokenVolume" $.root | trim | nindent 4 }}
     {{- with include "quire.tlsVolume" (dict "root" $.root "component" "engine") | trim }}
     {{- . | nindent 4 }}
     {{- end }}

@@ -193,6 +193,7 @@
   mountPath: /etc/quire/scaling
   readOnly: true
 {{- end }}
+{{- include "quire.engineTokenMount" . }}
 {{- include "quire.tlsMount" (dict "root" . "component" "router") }}
 {{- if include "quire.kedaTls" . }}
 - name: keda
@@ -252,6 +253,7 @@
     secretName: {{ include "quire.scalingSecret" . | quote }}
     defaultMode: 0440
 {{- end }}
+{{- include "quire.engineTokenVolume" . }}
 {{- include "quire.tlsVolume" (dict "root" . "component" "router") }}
 {{- if include "quire.kedaTls" . }}
 - name: keda

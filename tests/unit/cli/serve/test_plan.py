@@ -11,6 +11,7 @@ from quire_cli.serve.ports import PortError, Ports
 from quire_cli.serve.serve_command import has_template
 from quire_engine.config import EngineConfig
 from quire_proto.cli import read_settings
+from quire_proto.engine_token import read_tokens
 from quire_router.config import Settings
 
 from tests.support.gguf_files import pieces_metadata, with_metadata
@@ -65,6 +66,30 @@ def test_a_variable_does_not_make_engines_a_group(monkeypatch: pytest.MonkeyPatc
     monkeypatch.setenv("QUIRE_ENGINE_DATA_PARALLEL_SIZE", "2")
     with pytest.raises(ValueError, match="a variable does not say how many"):
         plan("--engines", "2")
+
+
+def test_each_start_has_a_token_of_its_own_that_only_this_user_can_read() -> None:
+    first, second = plan("--engines", "2"), plan()
+    (file,) = {settings.engine_token_file for settings in (*engines(first), router(first))}
+    assert file is not None
+    token = read_tokens(file).values[0].decode()
+    assert not any(token in argument for program in first.programs for argument in program.arguments)
+    assert not any(token in value for program in first.programs for value in program.environment.values())
+    assert file.parent.stat().st_mode & 0o077 == 0, "nobody else may look into the folder"
+    assert not file.is_file() or not file.resolve().exists(), "nothing is on a disk"
+    other = router(second).engine_token_file
+    assert other is not None
+    assert read_tokens(other) != read_tokens(file)
+
+
+def test_a_token_file_of_the_users_is_for_both_sides(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    file = tmp_path / "token"
+    file.write_text("a-token-of-enough-letters")
+    made = plan("--engine-token-file", str(file))
+    assert {settings.engine_token_file for settings in (*engines(made), router(made))} == {file}
+    monkeypatch.setenv("QUIRE_ROUTER_ENGINE_TOKEN_FILE", str(file))
+    with pytest.raises(ValueError, match="set for the router alone: give it to the engines too"):
+        plan()
 
 
 def test_names_are_those_of_the_flag_or_the_folder() -> None:

@@ -10,6 +10,7 @@ from contextlib import asynccontextmanager, suppress
 from functools import partial
 from pathlib import Path
 from threading import Event
+from typing import Any
 
 import pytest
 from quire.v1 import engine_pb2, types_pb2
@@ -26,6 +27,7 @@ from quire_engine.server import session_manager
 from quire_engine.server.grpc_options import server_options
 from quire_engine.server.server import EngineServer
 from quire_router.engines.connection import EngineConnection
+from quire_router.engines.settings import ConnectionSettings
 
 from tests.support.paged_executor import VOCAB_SIZE, PagedExecutor
 from tests.support.ports import cut_off, free_port
@@ -64,7 +66,14 @@ class Executor(PagedExecutor):
 class Served:
     """An engine's service in this process, with a router's link to it."""
 
-    def __init__(self, *, shutdown_delay: float, data_parallel: DataParallel | None = None) -> None:
+    def __init__(
+        self,
+        *,
+        shutdown_delay: float,
+        data_parallel: DataParallel | None = None,
+        settings: ConnectionSettings | None = None,
+        **flags: Any,
+    ) -> None:
         self.executor = Executor(CAPACITY)
         self.port, self.metrics_port = free_port(), free_port()
         config = EngineConfig(
@@ -77,6 +86,7 @@ class Served:
             shutdown_timeout=LONG,
             stall_timeout=60,
             trace_step_interval=1000,
+            **flags,
         )
         scheduler = Scheduler(SchedulerConfig(max_model_len=4000, vocab_size=VOCAB_SIZE), KVCacheManager(CAPACITY))
         description = engine_pb2.DescribeResponse(served_model_names=["m"], max_model_len=4000, vocab_size=VOCAB_SIZE)
@@ -85,7 +95,7 @@ class Served:
         )
         self.serving = self.server.serve()
         self.load = engine_pb2.Load()
-        self.link = EngineConnection(f"127.0.0.1:{self.port}", on_load=self.load.CopyFrom)
+        self.link = EngineConnection(f"127.0.0.1:{self.port}", settings, on_load=self.load.CopyFrom)
 
     async def probes(self) -> list[int]:
         pages = ("/started", "/ready", "/live")
@@ -101,10 +111,14 @@ class Served:
 
 @asynccontextmanager
 async def served(
-    *, shutdown_delay: float = 0.0, data_parallel: DataParallel | None = None
+    *,
+    shutdown_delay: float = 0.0,
+    data_parallel: DataParallel | None = None,
+    settings: ConnectionSettings | None = None,
+    **flags: Any,
 ) -> AsyncIterator[tuple[Served, asyncio.Task[None]]]:
-    """One that is ready, and the task that ends with it."""
-    engine = Served(shutdown_delay=shutdown_delay, data_parallel=data_parallel)
+    """One that is ready, and the task that ends with it. ``settings`` are those of the link, ``flags`` the engine's."""
+    engine = Served(shutdown_delay=shutdown_delay, data_parallel=data_parallel, settings=settings, **flags)
     serving = asyncio.create_task(engine.serving)
     engine.link.start()
     try:
