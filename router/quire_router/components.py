@@ -385,6 +385,8 @@ def _token_verifier(settings: OidcSettings) -> "OidcVerifier":
 def _connection_settings(settings: Settings) -> ConnectionSettings:
     key = None if settings.engine_api_key is None else settings.engine_api_key.get_secret_value()
     return ConnectionSettings(
+        stall_timeout=settings.stall_timeout,
+        readiness=settings.engine_readiness,
         slow_client_timeout=settings.slow_client_timeout,
         tls=settings.engine_tls,
         tokens=None if settings.engine_token_file is None else EngineTokens(settings.engine_token_file),

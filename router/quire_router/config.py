@@ -37,7 +37,14 @@ from quire_router.admission.tenants import check_key
 from quire_router.admission.tenants_file import TenantsFile, read_tenants
 from quire_router.api.auth import OidcSettings, check_issuer_address
 from quire_router.clients.kube_client import KubeAccess
-from quire_router.discovery.base import Address, EngineSource, KubernetesService, http_endpoint, parse_source
+from quire_router.discovery.base import (
+    Address,
+    EngineSource,
+    KubernetesService,
+    Readiness,
+    http_endpoint,
+    parse_source,
+)
 from quire_router.placement.policies import PolicyName
 
 if TYPE_CHECKING:
@@ -252,6 +259,11 @@ class Settings(CliSettings):
         description="File with the token that Quire's engines ask for, the first line of several; read again when it "
         "changes; see docs/tls.md.",
     )
+    engine_readiness: Readiness = Field(
+        default="hint",
+        description="Which engines get nothing new while Kubernetes says that they are not ready: none (hint), "
+        "servers that are not Quire's (external), or all.",
+    )
     engine_tls_ca: CaFile | None = Field(
         default=None, description="PEM file of the authorities that sign engines' certificates; none: plain text."
     )
@@ -408,6 +420,11 @@ class Settings(CliSettings):
         description="Share of a full port's connections with which an address evicts its own idle ones first.",
     )
     request_timeout: Period = Field(default=600, description="Seconds that one request may take.")
+    stall_timeout: Period = Field(
+        default=30,
+        description="Seconds after which a server that is not Quire's is set aside if it answers polls and none of its "
+        "streams advances; ten of its steps where that is longer.",
+    )
     slow_client_timeout: Period = Field(default=30, description="Seconds a client may leave its stream unread.")
     sse_keepalive_seconds: Annotated[Seconds, Field(ge=0, allow_inf_nan=False)] = Field(
         default=15, description="Seconds of silence after which a stream has a comment; 0: never."

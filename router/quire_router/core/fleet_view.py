@@ -13,7 +13,7 @@ ID_CHARACTERS = 8
 EXPLAINED = 8
 _KEPT = 100
 
-EngineCondition = Literal["connecting", "ready", "sleeping", "silent", "leaving", "reconnecting", "lost"]
+EngineCondition = Literal["connecting", "ready", "sleeping", "silent", "failing", "leaving", "reconnecting", "lost"]
 EventKind = Literal["placed", "attempt_lost", "engine_full", "preempted", "engine_ready", "engine_lost", "engine_left"]
 
 

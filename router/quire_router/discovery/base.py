@@ -10,7 +10,7 @@ import socket
 from collections.abc import AsyncGenerator, Iterable, Sequence
 from dataclasses import dataclass, replace
 from time import time
-from typing import Protocol
+from typing import Literal, Protocol
 
 from quire_proto.cli import join_host_port
 
@@ -21,6 +21,10 @@ log = logging.getLogger(__name__)
 _LOGGED_BREAKS = 5
 """Failures with a response between each two that are worth a warning, if none of the connections lasted."""
 _MAX_PROBLEM = 200  # characters of a problem that are logged: a source may answer anything
+
+
+Readiness = Literal["hint", "external", "all"]
+"""For which engines ``Endpoint.ready`` is more than a hint: none, servers that others have written, or all."""
 
 
 @dataclass(frozen=True, slots=True)

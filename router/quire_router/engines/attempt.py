@@ -74,6 +74,12 @@ class EngineSilent(EngineLost):
     kind = "engine_silent"
 
 
+class EngineStalled(EngineSilent):
+    """None of the server's streams advances, although it answers polls."""
+
+    kind = "engine_stalled"
+
+
 class DrainExceeded(EngineLost):
     """The engine was draining, and ended before the request had."""
 
@@ -102,7 +108,14 @@ class LoRAMissing(EngineFull):
         self.error = error
 
 
-ATTEMPT_FAILURES = (EngineLost.kind, EngineSilent.kind, EngineDraining.kind, DrainExceeded.kind, EngineFull.kind)
+ATTEMPT_FAILURES = (
+    EngineLost.kind,
+    EngineSilent.kind,
+    EngineStalled.kind,
+    EngineDraining.kind,
+    DrainExceeded.kind,
+    EngineFull.kind,
+)
 """The kinds of failure of an attempt, as metrics label them."""
 
 

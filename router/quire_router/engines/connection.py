@@ -60,6 +60,11 @@ class LivenessMonitor:
         self._ticks = 0
 
     @property
+    def seconds(self) -> float:
+        """For how long it has sent nothing."""
+        return self._ticks * self.period
+
+    @property
     def late(self) -> bool:
         """Whether half of ``silence`` has passed: whether it is alive is not certain."""
         return self._ticks * self.period >= self._silence / 2

@@ -20,16 +20,24 @@ from quire_router.placement.prefix_index import BlockNamespace
 class Engine:
     """One engine, with its connection and its load: from its discovery until it left the fleet and its last request
     ended. ``served`` decides under which of its names it gets requests. What it says of itself counts from ``refresh``
-    on.
+    on. With ``needs_readiness`` it gets nothing new while discovery reports it as not ready.
     """
 
-    def __init__(self, connection: EngineClient, load: EngineLoad, served: ModelMatcher | None = None) -> None:
+    def __init__(
+        self,
+        connection: EngineClient,
+        load: EngineLoad,
+        served: ModelMatcher | None = None,
+        *,
+        needs_readiness: bool = False,
+    ) -> None:
         self.connection = connection
         self.load = load
         self._model_matcher = served
         self.endpoint = Endpoint(connection.address)
         self.known_since = monotonic()
         self.is_passed_on = False  # by another worker of this router, which hears it
+        self._needs_readiness = needs_readiness
         self.retired = False
         self._description: engine_pb2.DescribeResponse | None = None
         self._models: frozenset[str] = frozenset()
@@ -80,7 +88,8 @@ class Engine:
 
     def can_run(self, model: str, lora: LoRA | None = None) -> bool:
         """Whether it would run a request for the model, or for an adapter of it, now."""
-        ready = self.connection.ready and not self.retired and self.load.is_awake and model in self.models
+        held_back = self.retired or (self._needs_readiness and not self.endpoint.ready)
+        ready = self.connection.ready and not held_back and self.load.is_awake and model in self.models
         return ready and (lora is None or self.connection.loras.get(lora.name) == lora)
 
     @property

@@ -141,7 +141,6 @@ class EngineRegistry:
             EngineConnection,
             update_rate=self._update_rate,
             hears_updates=hears,
-            has_substitute=partial(self._has_substitute, address),
             on_late=self._probe_idle,
         )
         if kind:
@@ -156,8 +155,11 @@ class EngineRegistry:
             on_load=partial(self._on_load, address, load) if hears else None,
             on_lost=partial(self._clear_reported, address, load) if hears else _nothing,
             reconnect_limiter=self._reconnect_limiter,
+            has_substitute=partial(self._has_substitute, address),
         )
-        engine = self.engines[address] = self.by_row[load.row] = Engine(connection, load, self._model_matcher)
+        engine = self.engines[address] = self.by_row[load.row] = Engine(
+            connection, load, self._model_matcher, needs_readiness=self._settings.needs_readiness(external=bool(kind))
+        )
         engine.is_passed_on = not hears
         self._not_started.append(connection)
         if sharing is not None and not hears:

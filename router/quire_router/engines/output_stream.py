@@ -149,7 +149,7 @@ class OutputStream:
     is its name in ``TokenColumns``. ``sink`` is called with each output that comes while the reader waits, and returns
     whether it has processed it; ``token_sink`` likewise with each output that is one token and nothing else, as choice
     and token, where the request asks for nothing else. One that ``stays_when_silent`` does not leave an engine because
-    that is silent: it has left others.
+    that is silent: it has left others; and before ``stays_until`` (monotonic) it does not leave one that stalls.
     """
 
     __slots__ = (
@@ -174,6 +174,7 @@ class OutputStream:
         "on_first",
         "request_id",
         "sink",
+        "stays_until",
         "stays_when_silent",
         "token_sink",
     )
@@ -187,6 +188,7 @@ class OutputStream:
         self.confirmed = False
         self.end: StreamEnd | None = None
         self.stays_when_silent = False
+        self.stays_until = 0.0
         self.num_running_choices = len(expected.positions)
         self.on_first: Callable[[], None] | None = None
         self.sink: Callable[[Output], bool] | None = None

@@ -8,6 +8,7 @@ from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
+from itertools import islice
 from time import monotonic
 
 import numpy as np
@@ -134,7 +135,7 @@ class EnginePool:
         self.expected_loras: dict[str, ServedLoRA] = {}
         self._loras: Mapping[str, ServedLoRA] = {}
         self._knows_loras = False
-        self._live: dict[tuple[str, ModelVersion], tuple[float, bool]] = {}  # whether an engine is, until when it holds
+        self._live: dict[tuple[str, ModelVersion], tuple[float, list[Engine]]] = {}  # some, until when that holds
         self._gathered: set[str] = set()  # the models with engines that are ready
         self._gathering: dict[str, asyncio.TimerHandle] = {}
         self._limits = dict(assumed or {})
@@ -433,23 +434,24 @@ class EnginePool:
     # Where an engine is late
 
     def _has_substitute(self, engine_id: str) -> bool:
-        """Whether another engine can take what one that is silent or away runs. Where the others are late as well, it
-        may be this router that hears nothing.
+        """Whether another engine can take what one runs that is silent, away or set aside. Where the others are late as
+        well, it may be this router that hears nothing.
         """
         engine = self._engines.get(engine_id)
         if engine is None:
             return False
-        return any(self._has_live(model, engine.version) for model in self._models if model in engine.models)
+        models = [model for model in self._models if model in engine.models]
+        return any(each is not engine for model in models for each in self._find_live(model, engine.version))
 
-    def _has_live(self, model: str, version: ModelVersion) -> bool:
-        """Whether an engine of a model's version is ready and not late. Looked up for all that ask within
-        ``LOOK_SECONDS``.
+    def _find_live(self, model: str, version: ModelVersion) -> list[Engine]:
+        """Returns two engines of a model's version that are ready and not late, if there are. Looked up for all that
+        ask within ``LOOK_SECONDS``, as long as these are ready.
         """
         now = asyncio.get_running_loop().time()
-        until, found = self._live.get((model, version), (0.0, False))
-        if now >= until:
-            others = self._candidates(model).engines
-            found = any(not each.connection.late and each.version.continues(version) for each in others)
+        until, found = self._live.get((model, version), (0.0, list[Engine]()))
+        if now >= until or not all(each.can_run(model) for each in found):
+            live = (each for each in self._candidates(model).engines if not each.connection.late)
+            found = list(islice((each for each in live if each.version.continues(version)), 2))
             self._live[model, version] = now + LOOK_SECONDS, found
         return found
 

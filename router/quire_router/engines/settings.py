@@ -16,6 +16,7 @@ from quire_proto.text.tokenizer import ModelTokenizer
 from quire_proto.tls import ClientTls
 
 from quire_router.core.generation import LoRA
+from quire_router.discovery.base import Readiness
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,7 +30,8 @@ class ConnectionSettings:
     An engine that runs requests sends a message at least every half second. After ``silence`` seconds without one it
     gets no new requests, and those that it has go to another engine, where one can take them; after ``stall`` its
     stream counts as broken. Engines that others wrote are asked how they are: they have ``poll_silence`` in place of
-    ``silence``, and keep their requests until ``stall``. An engine that was never reached, or that announced its
+    ``silence``, and keep their requests until ``stall``; those that answer while none of their streams advances, until
+    ``stall_timeout``. An engine that was never reached, or that announced its
     shutdown, may take ``start_patience`` to start (it loads a model, the first time it builds kernels) before that is
     worth a warning. ``Describe`` is answered within ``connect_timeout``; a new session opens between two steps of the
     engine, which may be long ones, hence ``open_timeout``.
@@ -41,7 +43,7 @@ class ConnectionSettings:
     to be sent, and ``max_unconfirmed`` that were sent are kept until the engine answers. ``tls`` encrypts the
     connections, and ``tokens`` are what engines ask for. ``api_key`` is what servers that are not Quire's ask for.
     Servers of vLLM publish their KV events on ``kv_events_port``, and again on request on ``kv_events_replay_port``;
-    None: they do not.
+    None: they do not. ``readiness`` says for which engines that of discovery counts.
     """
 
     grace: float = 5.0
@@ -50,6 +52,7 @@ class ConnectionSettings:
     silence: float = 1.5
     poll_silence: float = 3.0
     stall: float = 5.0
+    stall_timeout: float = 30.0
     start_patience: float = 120.0
     slow_client_timeout: float = 30.0
     connect_timeout: float = 5.0
@@ -64,8 +67,13 @@ class ConnectionSettings:
     tls: ClientTls | None = None
     tokens: EngineTokens | None = None
     api_key: str | None = None
+    readiness: Readiness = "hint"
     kv_events_port: int | None = None
     kv_events_replay_port: int | None = None
+
+    def needs_readiness(self, *, external: bool) -> bool:
+        """Whether an engine, or a server that others wrote, gets requests only while discovery finds it ready."""
+        return self.readiness == "all" or (external and self.readiness == "external")
 
 
 @dataclass(frozen=True, slots=True)

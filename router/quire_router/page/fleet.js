@@ -7,7 +7,7 @@ const RETRY = 2000; // milliseconds
 const STALE = 10000;
 const KEPT_EVENTS = 60;
 const STATES = ["free", "cached", "used", "shared"];
-const CONDITIONS = { ready: "ready", sleeping: "asleep", connecting: "not there yet", silent: "silent", leaving: "leaving", reconnecting: "connection lost, trying again", lost: "lost" };
+const CONDITIONS = { ready: "ready", sleeping: "asleep", connecting: "not there yet", silent: "silent", failing: "failing, set aside", leaving: "leaving", reconnecting: "connection lost, trying again", lost: "lost" };
 const TERMS = { waiting: "waiting there", prefill: "computing the prompt", neighbours: "decoding neighbours", memory: "memory", others: "delay of others", affinity: "bound on affinity", session: "away from its session" };
 
 const number = (value) => value.toLocaleString("en");

@@ -238,9 +238,12 @@ class Dispatcher:
             rows = self._pool.rows_of_version(rows, version)
         if state.generation.best_effort:
             rows = self._pool.with_best_effort_capacity(rows)
-        if not state.refused_by:
+        if not (state.refused_by or state.lost_by):
             return rows
-        return np.array([row for row in rows.tolist() if ids[row] not in state.refused_by], np.intp)
+        willing = [row for row in rows.tolist() if ids[row] not in state.refused_by]
+        # One that lost the request may do so again, at once, and would look idle each time.
+        others = [row for row in willing if ids[row] not in state.lost_by]
+        return np.array(others or willing, np.intp)
 
     def _lora_is_gone(self, state: RequestState) -> bool:
         """Whether the request's adapter was unloaded. Where engines merely lack it, as those do that begin again, they

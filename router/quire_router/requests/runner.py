@@ -329,7 +329,7 @@ class RequestRunner:
         if isinstance(problem, EngineSilent):  # nothing says that it is the request's fault
             state.count_move()
             return
-        state.count_loss()
+        state.count_loss(engine_id)
         if state.losses >= self._max_attempts:
             raise engines_lost()
 

@@ -54,8 +54,8 @@ class RequestState:
     ``interrupted`` is done once something other than the engine ends the request: with an error, or with None
     when it was cancelled; ``consumer_expired`` is set when that was because the ``consumer``'s deadline passed.
     ``refused_by`` are the engines that did not take it, with the reason, ``attempt`` counts those that it was sent to,
-    of which ``engine_id`` is the last, and ``losses`` those that were lost since the last token. ``names`` are the
-    hashes of its prompt's blocks that were needed so far.
+    of which ``engine_id`` is the last, and ``losses`` those that were lost since the last token; ``lost_by`` are all
+    that lost it, which come last from then on. ``block_hashes`` are those of its prompt that were needed so far.
     ``finish_reason`` is None until the record is closed; of several choices the most severe reason counts.
 
     A request that continues from its ``record`` begins with what that holds, after ``replay_record``; nothing of that
@@ -101,6 +101,7 @@ class RequestState:
         self._began = monotonic()
         self._first_token_seen = False
         self.losses = 0
+        self.lost_by: set[str] = set()
         self._tokens_at_loss = 0
         self._moves = 0
         self._moved_at = 0.0
@@ -187,14 +188,15 @@ class RequestState:
         self._unfinished = self._finish_reasons.count(None)
         self._first_token_seen = self.has_output
 
-    def count_loss(self) -> None:
-        """An engine was lost."""
+    def count_loss(self, engine_id: str) -> None:
+        """An engine was lost, or has lost the request."""
+        self.lost_by.add(engine_id)
         made = self.usage.completion_tokens
         self.losses = 1 if made > self._tokens_at_loss else self.losses + 1
         self._tokens_at_loss = made
 
     def count_move(self) -> None:
-        """An engine was left because it was silent."""
+        """An engine was left because it was silent, or its streams stood still."""
         now = monotonic()
         self._moves = self._moves + 1 if now - self._moved_at < MOVE_MEMORY else 1
         self._moved_at = now
@@ -233,6 +235,7 @@ class RequestState:
         """Makes an interruption end ``outputs``, and has them take the direct path where they can."""
         self._outputs = outputs
         outputs.stays_when_silent = self.stays_when_silent
+        outputs.stays_until = self._moved_at + MOVE_MEMORY if self._moves else 0.0
         if self.generation.params.prompt_logprobs is None:  # they come in parts, which ``outputs`` gathers
             outputs.sink = self.try_direct_write
             if self._passes_tokens:

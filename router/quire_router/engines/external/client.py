@@ -9,6 +9,7 @@ from contextlib import aclosing, asynccontextmanager, suppress
 from dataclasses import dataclass, field
 from functools import partial
 from math import inf
+from secrets import token_hex
 from time import monotonic
 from typing import TYPE_CHECKING
 from urllib.parse import urlsplit
@@ -18,7 +19,7 @@ from quire_proto.context_length import from_server
 from quire_proto.convert import sampling_from_proto
 from quire_proto.errors import internal
 from quire_proto.hashing import TOKEN_BYTES, extra_key, hash_chain, pack
-from quire_proto.sampling import FinishReason
+from quire_proto.sampling import FinishReason, SamplingParams
 from quire_proto.supervise import SupervisedTask
 from quire_proto.tls import TlsError
 
@@ -26,11 +27,12 @@ from quire_router.core.errors import engine_refused
 from quire_router.core.fleet_view import EngineCondition
 from quire_router.core.generation import LoRA
 from quire_router.core.retry import supervise
-from quire_router.engines.attempt import EngineFull, EngineLost, Output, RequestUnsupported
+from quire_router.engines.attempt import EngineFull, EngineLost, EngineStalled, Output, RequestUnsupported
 from quire_router.engines.base import KvListener, LoadListener
 from quire_router.engines.channel import ConnectFailure, ConnectFailureLog
 from quire_router.engines.connection import LivenessMonitor
 from quire_router.engines.external.estimates import ObservedPace, PredictedCache
+from quire_router.engines.external.fitness import Fitness
 from quire_router.engines.external.http_client import (
     TRANSPORT_ERRORS,
     BadAnswer,
@@ -87,6 +89,7 @@ _KINDS: dict[str, type[VllmServer | SglangServer | OpenAIServer]] = {
 }
 _PROBE = "The quick brown fox: 1,234.5 × (x + y)\n\tZwölf Boxkämpfer, Съешь ещё, 敏捷的棕色狐狸, 👋🏽 {'a': null}"
 """A text that two tokenizers hardly read alike."""
+_PROBE_TOKENS = 4
 
 
 class ExternalEngine:
@@ -95,7 +98,8 @@ class ExternalEngine:
 
     A request whose connection breaks off is lost: ``EngineLost``. One that the server refuses as wrong ends with that
     error, if no other engine has begun it. Whether the server is ready is known from polls, and no connection outlives
-    a request: where one breaks off, the server is asked at once, and gets nothing until it has answered.
+    a request: where one breaks off, the server is asked at once, and gets nothing until it has answered. Where another
+    server can take its work, ``has_substitute``, it is set aside while it fails or stands still (``Fitness``).
 
     What is cached at the server, and how fast it is, are estimates, unless it publishes its KV events.
     """
@@ -113,6 +117,7 @@ class ExternalEngine:
         on_load: LoadListener | None = None,
         on_lost: Callable[[], None] = lambda: None,
         reconnect_limiter: ReconnectLimiter | None = None,
+        has_substitute: Callable[[], bool] = lambda: False,
         poll_period: float = POLL_PERIOD,
     ) -> None:
         self.address = address
@@ -133,6 +138,13 @@ class ExternalEngine:
         self._poll_period = poll_period
         self._http: HttpClient | None = None
         self._liveness = LivenessMonitor(self.settings.poll_silence, self.settings.stall)
+        self._fitness = Fitness(
+            address,
+            self.settings.stall_timeout,
+            generates=self._generates,
+            has_substitute=has_substitute,
+            on_change=on_change,
+        )
         self._pace = ObservedPace()
         self._cache = PredictedCache(_ASSUMED_BLOCKS, self._report_kv_event)
         self._reported: ReportedCache | None = None
@@ -153,12 +165,14 @@ class ExternalEngine:
             if self._running:
                 return "reconnecting"
             return "connecting" if self.description is None else "lost"
-        return "ready" if self.ready else "silent"
+        if self.ready:
+            return "ready"
+        return "silent" if self._fitness.is_fit else "failing"
 
     @property
     def ready(self) -> bool:
         """Whether a request that is submitted now would be run."""
-        return self._connected and not self._broken and not self._liveness.suspect
+        return self._connected and not self._broken and not self._liveness.suspect and self._fitness.is_fit
 
     @property
     def late(self) -> bool:
@@ -170,6 +184,8 @@ class ExternalEngine:
         self._tasks = [
             supervise("server", self._run, of=self.address, vital=False),
             supervise("server's liveness", self._watch_liveness, of=self.address, vital=False),
+            supervise("server's progress", self._watch_progress, of=self.address, vital=False),
+            supervise("server's probe", self._fitness.probe, of=self.address, vital=False),
         ]
 
     def retry_now(self) -> None:
@@ -267,13 +283,13 @@ class ExternalEngine:
         except ServerError as error:
             self._on_server_error(stream, error)
         except EngineLost as loss:
-            stream.lose(loss)
+            self._lose(stream, str(loss))
             self._on_broken()  # a server that shuts down gives its requests back
         except BadAnswer as error:
             log.error("engine %s answers what cannot be used: %s", self.address, error)
-            stream.lose(EngineLost(f"the engine answers what cannot be used: {error}"))
+            self._lose(stream, f"the engine answers what cannot be used: {error}")
         except TRANSPORT_ERRORS as error:
-            stream.lose(EngineLost(explain(error)))
+            self._lose(stream, explain(error))
             self._on_broken()
         except Exception:
             log.exception("request %s failed at engine %s", stream.request_id, self.address)
@@ -294,6 +310,7 @@ class ExternalEngine:
                     output = reader.read(event)
                     if output is None:
                         continue
+                    self._fitness.on_output()
                     now = monotonic()
                     if last is not None and len(output.token_ids) == 1:
                         self._pace.on_gap(now - last, len(self._running))
@@ -302,6 +319,8 @@ class ExternalEngine:
                     last = now
                     written += output.token_ids
                     _push(stream, output)
+                    if reader.ended:
+                        self._fitness.on_success()
                     if reader.ended or stream.end is not None or not stream.is_open(choice.index):
                         return
         finally:
@@ -320,8 +339,42 @@ class ExternalEngine:
             stream.refuse(EngineFull(f"it cannot take it now: {error}"))
         elif error.status in _BAD_REQUEST and not stream.confirmed and not stream.expected.is_resumed:
             stream.push(Output([], 0, FinishReason.ERROR, from_server(error.message) or engine_refused(error.message)))
-        else:
+        elif error.status in _BAD_REQUEST:
             stream.lose(EngineLost(f"the engine failed: {error}"))
+        else:
+            self._lose(stream, f"the engine failed: {error}")
+
+    def _lose(self, stream: OutputStream, problem: str) -> None:
+        """A choice ended because the server failed, which counts once for all choices of a request."""
+        if stream.end is None and not self._closing:
+            self._fitness.on_failure(problem)
+        stream.lose(EngineLost(problem))
+
+    async def _generates(self) -> bool:
+        """Asks the server for a few tokens, as a request of this router's own: the first alone would not show whether
+        it decodes.
+        """
+        http, description = self._http, self.description
+        if not self._connected or http is None or description is None:
+            return False
+        model = description.served_model_names[0]
+        tokenizer = self._models.get(model, KnownModel()).tokenizer
+        token_ids = [1] if tokenizer is None else tokenizer.encode_plain(_PROBE)
+        params = SamplingParams(temperature=0.0, max_tokens=_PROBE_TOKENS)
+        choice = ChoiceRequest(model, f"probe-{token_hex(8)}", 0, token_ids, 0, params, b"", 0)
+        reader = self._kind.reader(choice)
+        headers = {"X-Request-Id": choice.request_id}
+        try:
+            async with asyncio.timeout(self.settings.stall_timeout):
+                events = http.stream(self._kind.path, self._kind.body(choice), headers, self._kind.unnamed_status)
+                async with aclosing(events):
+                    async for event in events:
+                        reader.read(event)
+                        if reader.ended:
+                            return True
+        except (ServerError, BadAnswer, EngineLost, *TRANSPORT_ERRORS) as error:
+            log.info("engine %s does not generate: %s", self.address, error)
+        return False
 
     def _on_choice_end(self, running: _Running, index: int, _: asyncio.Task[None]) -> None:
         running.tasks.pop(index, None)
@@ -469,6 +522,16 @@ class ExternalEngine:
                 self._lose_all(f"the engine said nothing for {self.settings.stall:g} seconds")
             if was_ready != self.ready:
                 self._on_change()
+
+    async def _watch_progress(self) -> None:
+        """Streams leave a server that answers polls while none of them advances, each once a minute at most."""
+        while True:
+            took = await self._fitness.wait()
+            begun = any(running.started for running in self._running)
+            if self._fitness.is_stalled(took, begun=begun, step_seconds=self._pace.step_seconds):
+                for running in list(self._running):
+                    if running.stream.stays_until <= monotonic():
+                        running.stream.withdraw(EngineStalled("none of the engine's streams advances"))
 
     def _disconnect(self) -> None:
         """What was known of the server's load and cache is void: it may have started anew. Requests that run go on for

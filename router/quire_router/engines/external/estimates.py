@@ -86,6 +86,11 @@ class ObservedPace:
         self._gaps = 0
         self._token_seconds: float | None = None
 
+    @property
+    def step_seconds(self) -> float:
+        """The time between two outputs, on average; 0 before there were any."""
+        return self._gap
+
     def on_gap(self, seconds: float, sequences: int) -> None:
         """Outputs of a choice came ``seconds`` apart, a token each, while so many sequences decoded."""
         self._gaps += 1

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 from quire.v1 import engine_pb2, types_pb2
 from quire_router.clients.kube_client import KubeAccess
-from quire_router.discovery.base import Endpoint, KubernetesService
+from quire_router.discovery.base import Endpoint, KubernetesService, Readiness
 from quire_router.discovery.kubernetes import KubernetesDiscovery, WatchSettings
 from quire_router.engines.attempt import EngineLost
 from quire_router.engines.channel import ConnectFailureLog
@@ -23,6 +23,7 @@ from quire_router.engines.rates import (
 )
 from quire_router.engines.settings import ConnectionSettings
 
+from tests.support.http_engines import VllmEngine, demo_tokenizer, serving
 from tests.support.kube_api import endpoint, kube_api, slice_of
 from tests.support.scripted_discovery import ScriptedDiscovery
 from tests.support.scripted_engine import STOP, ScriptedEngine, output
@@ -49,6 +50,41 @@ async def announced(
     finally:
         await fleet.close()
         await engine.stop()
+
+
+@pytest.mark.parametrize(("readiness", "counts"), [("hint", False), ("external", False), ("all", True)])
+async def test_readiness_counts_where_the_operator_says_so(readiness: Readiness, counts: bool) -> None:
+    async with announced(replace(QUICK, readiness=readiness)) as (fleet, discovery, engine, there):
+        discovery.publish(there)
+        await until(lambda: fleet.ready("m") == 1)
+        with fleet.dispatch(there.address, submit("a"), pending_tokens=1) as outputs:
+            await engine.submit()
+            discovery.publish(replace(there, ready=False))
+            await until(lambda: not fleet.engines()[0].endpoint.ready)
+            assert fleet.ready("m") == (0 if counts else 1)
+            engine.send(output("a", [7], 0, STOP))
+            assert (await anext(outputs)).token_ids == [7]
+        discovery.publish(there)
+        await until(lambda: fleet.ready("m") == 1)
+
+
+@pytest.mark.parametrize(("readiness", "counts"), [("hint", False), ("external", True), ("all", True)])
+async def test_readiness_of_others_servers_may_count_alone(readiness: Readiness, counts: bool) -> None:
+    server, discovery = VllmEngine(), ScriptedDiscovery()
+    fleet = EnginePool(discovery, ["m"], replace(QUICK, readiness=readiness), tokenizers={"m": demo_tokenizer()})
+    there = Endpoint(f"vllm+{server.url}")
+    async with serving(server):
+        await fleet.start()
+        try:
+            discovery.publish(there)
+            await until(lambda: fleet.ready("m") == 1)
+            discovery.publish(replace(there, ready=False))
+            await until(lambda: not fleet.engines()[0].endpoint.ready)
+            assert fleet.ready("m") == (0 if counts else 1)
+            discovery.publish(there)
+            await until(lambda: fleet.ready("m") == 1)
+        finally:
+            await fleet.close()
 
 
 async def test_a_terminating_engine_ends_what_it_runs_and_gets_nothing_new() -> None:

@@ -533,3 +533,15 @@ async def test_requests_and_tokens_are_counted() -> None:
         assert value("quire_in_flight_requests") == 0
         assert value("quire_generation_tokens_total") == before[0] + 3
         assert (ended("stop"), ended("abort")) == (before[1] + 1, before[2])
+
+
+async def test_a_request_goes_last_to_the_engines_that_have_lost_it() -> None:
+    """An engine that fails at once looks idle again at once."""
+    async with open_runner(3, max_attempts=5) as place:
+        task = asyncio.create_task(collect(place.lifecycle.run(request())))
+        for number in (0, 1, 2, 0):
+            lost = await asyncio.wait_for(place.engines[number].submit(), 10)
+            place.engines[number].send(output(lost.request_id, [], 0, ABORT))
+        last = await asyncio.wait_for(place.engines[0].submit(), 10)
+        place.engines[0].send(output(last.request_id, tokens("c"), 0, STOP))
+        assert delta_text(await task) == "c"
