@@ -17,6 +17,7 @@ from quire_engine.checkpoint.stored_schemes import NUMBERS_A_BYTE, is_dequantize
 from quire_engine.checkpoint.support import UnsupportedModelError, check_support, checked_by_transformers
 from quire_engine.checkpoint.weight_files import INDEX_FILE, SINGLE_FILE, numbered_shards
 from quire_engine.errors import ModelError
+from quire_proto.names import is_name
 
 from quire_cli.machine.memory import ELEMENT_BYTES, GIB, loaded_bytes, memory_shortage
 from quire_cli.model.name import ModelNotFoundError
@@ -63,13 +64,15 @@ def _ask_engine(folder: Path) -> None:
 
 def indexed_files(folder: Path) -> set[str]:
     """The weight files that the index of ``folder`` names; none where there is no index. Raises ``ValueError`` for one
-    that cannot be read.
+    that cannot be read, or that names what is no file of the folder.
     """
     path = folder / INDEX_FILE
     if not path.is_file():
         return set()
-    names = json.loads(path.read_bytes())["weight_map"]
-    return set(names.values())
+    names = set(json.loads(path.read_bytes())["weight_map"].values())
+    if not all(is_name(name) and "/" not in name for name in names):
+        raise ValueError("it names files that are not in this folder")
+    return names
 
 
 def weight_files(folder: Path) -> set[str]:

@@ -21,14 +21,17 @@ from typing import Protocol
 from filelock import FileLock, Timeout
 from huggingface_hub import cached_assets_path
 from huggingface_hub.utils.tqdm import tqdm
+from quire_proto.names import NAME_RULE, is_name, shown
 
 from quire_cli.model.check import check_fits_disk, disk_sentence
 from quire_cli.model.name import ModelNotFoundError, Say
 
 WORKERS = 4
 ATTEMPTS = 4  # connections in a row that may end without a byte
+MAX_FILES = 10_000  # of one model
 LISTING = "listing.json"
 PARTIAL = ".incomplete"
+_BLOB = re.compile(r"[0-9a-f]{64}")
 
 
 class ConnectionCutError(Exception):
@@ -37,8 +40,9 @@ class ConnectionCutError(Exception):
 
 @dataclass(frozen=True, slots=True)
 class RemoteFile:
-    """``size`` is in bytes; ``blob`` identifies the content, and is a name that a file can have; ``tag`` is what the
-    source itself calls this state of the file; ``sha256`` is what the whole file has to have, if that is known.
+    """``size`` is in bytes; ``blob`` identifies the content, by 64 hexadecimal digits; ``tag`` is what the source
+    itself calls this state of the file; ``sha256`` is what the whole file has to have, if that is known. Raises
+    ``ValueError`` for a name that no file of a model may have (``is_name``).
     """
 
     name: str
@@ -46,6 +50,12 @@ class RemoteFile:
     blob: str
     tag: str
     sha256: str | None = None
+
+    def __post_init__(self) -> None:
+        if not is_name(self.name):
+            raise ValueError(f"{shown(self.name)!r} is not the name of a file: it may have {NAME_RULE}")
+        if not isinstance(self.size, int) or not 0 <= self.size < 1 << 60 or not _BLOB.fullmatch(self.blob):
+            raise ValueError(f"{self.name} has no size and no digest")
 
 
 class Source(Protocol):
@@ -149,6 +159,8 @@ class Copy:
         blob, link = self._blob(file), self.snapshot() / file.name
         blob.parent.mkdir(exist_ok=True)
         link.parent.mkdir(parents=True, exist_ok=True)
+        if not link.parent.resolve().is_relative_to(self.snapshot().resolve()):
+            raise ModelNotFoundError(f"{link.parent} leads out of the copy of {self.name}: remove {self._root}.")
         with self._lock(file.blob):  # another process may download the same
             if not blob.exists():
                 self._fill(file, stop, advance)
@@ -156,7 +168,7 @@ class Copy:
                 self._partial(file).replace(blob)
             if not link.exists():
                 link.unlink(missing_ok=True)
-                link.symlink_to(Path("..", "..", "blobs", file.blob))
+                link.symlink_to(Path(*[".."] * (2 + file.name.count("/")), "blobs", file.blob))
 
     def _fill(self, file: RemoteFile, stop: Event, advance: Callable[[int], None]) -> None:
         """Appends what is missing to the incomplete file. A connection that was cut goes on where it was."""
@@ -169,6 +181,12 @@ class Copy:
                     for block in self._source.read(file, start):
                         if stop.is_set():
                             raise ModelNotFoundError(f"{self.name} was not downloaded: start again.")
+                        if out.tell() + len(block) > file.size:
+                            out.truncate(0)
+                            raise ModelNotFoundError(
+                                f"{file.name} of {self.name} has more bytes than were listed ({file.size}): check the "
+                                "server, and start again."
+                            )
                         out.write(block)
                         advance(len(block))
                     cut = f"{self.name} could not be downloaded ({file.name} ends too early): start again."
@@ -177,9 +195,6 @@ class Copy:
                 left = left - 1 if out.tell() == start else ATTEMPTS
                 if not left:
                     raise ModelNotFoundError(cut)
-            if out.tell() > file.size:
-                out.truncate(0)
-                raise ModelNotFoundError(f"{file.name} of {self.name} is not what was listed: start again.")
 
     def _check_digest(self, file: RemoteFile) -> None:
         """Removes what was downloaded if it is not what it should be."""

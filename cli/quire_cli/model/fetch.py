@@ -21,6 +21,7 @@ from quire_cli.model.check import (
 from quire_cli.model.name import ModelNotFoundError
 
 SMALL_FILES = (".json", ".jinja")
+MAX_READ = 64 << 20  # bytes of a JSON file that is read before the model is known to fit
 PICKLES = (".bin", ".pt", ".pth", ".ckpt")
 
 
@@ -97,6 +98,11 @@ def _check_listing(name: str, files: Mapping[str, int]) -> None:
     """Raises ``ModelNotFoundError`` for a repository without the files that are read."""
     if CONFIG_FILE not in files:
         raise ModelNotFoundError(_without_config(name, files))
+    for file in (CONFIG_FILE, INDEX_FILE):
+        if files.get(file, 0) > MAX_READ:
+            raise ModelNotFoundError(
+                f"{file} of {name} has {files[file]} bytes, and at most {MAX_READ} are read: take another model."
+            )
     if SINGLE_FILE not in files and INDEX_FILE not in files:
         pickles = [file for file in files if file.endswith(PICKLES)]
         has = f"but {pickles[0]}, a pickle, which could run code" if pickles else "nor other weights"

@@ -21,6 +21,7 @@ from quire_engine.checkpoint.progress import one_bar
 from quire_engine.errors import first_line
 from quire_proto import __version__
 from quire_proto.folders import no_such_path
+from quire_proto.names import is_name
 
 from quire_cli.model.check import check_fits_disk, disk_sentence
 from quire_cli.model.name import HubName, ModelNotFoundError, Say
@@ -28,11 +29,21 @@ from quire_cli.model.name import HubName, ModelNotFoundError, Say
 MAX_CHOICES = 12
 
 
-class _Silent(tqdm):
-    """No progress bar: a small file is there at once."""
+def _silent(size: int) -> type[tqdm]:
+    """Returns a class of no progress bar: a small file is there at once. It stops one of more than ``size`` bytes."""
 
-    def __init__(self, *arguments: Any, **options: Any) -> None:
-        super().__init__(*arguments, **{**options, "disable": True})  # type: ignore[no-untyped-call]
+    class Silent(tqdm):
+        left = size
+
+        def __init__(self, *arguments: Any, **options: Any) -> None:
+            super().__init__(*arguments, **{**options, "disable": True})  # type: ignore[no-untyped-call]
+
+        def update(self, n: float | None = 1) -> None:
+            self.left -= int(n or 0)
+            if self.left < 0:
+                raise OSError(f"it has more than the {size} bytes that were listed")
+
+    return Silent
 
 
 class HubRepository:
@@ -65,8 +76,8 @@ class HubRepository:
         """Bytes of each file; of a commit that was downloaded from before, without asking the Hub."""
         with suppress(hub.CachedRepoTreeNotFoundError):
             known = get_cached_repo_tree(self.name.repo, revision=self.commit)
-            return {each.path: each.size for each in known}
-        return {each.rfilename: each.size or 0 for each in self.info.siblings or []}
+            return {each.path: each.size for each in known if is_name(each.path)}
+        return {each.rfilename: each.size or 0 for each in self.info.siblings or [] if is_name(each.rfilename)}
 
     @property
     def elements(self) -> Mapping[str, int] | None:
@@ -85,7 +96,8 @@ class HubRepository:
     def download_small(self, file: str) -> Path:
         """The folder with a small ``file``, which is downloaded if it is missing."""
         with _explained(self.name, self._api):
-            path = self._api.hf_hub_download(self.name.repo, file, revision=self.commit, tqdm_class=_Silent)
+            silent = _silent(self.files.get(file, 0))
+            path = self._api.hf_hub_download(self.name.repo, file, revision=self.commit, tqdm_class=silent)
         return Path(path).parent
 
     def download(self, files: list[str]) -> Path:
@@ -99,7 +111,7 @@ class HubRepository:
                 f"downloading {self.name.repo} at {self.commit[:8]}: {len(missing)} files, {size / 1e9:.2f} GB, into "
                 f"{constants.HF_HUB_CACHE}"
             )
-        with _explained(self.name, self._api), one_bar(self.name.repo) as bar:
+        with _explained(self.name, self._api), one_bar(self.name.repo, size) as bar:
             folder = self._api.snapshot_download(
                 self.name.repo, revision=self.revision, allow_patterns=files, max_workers=4, tqdm_class=bar
             )

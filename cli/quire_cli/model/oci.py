@@ -11,7 +11,7 @@ import json
 import logging
 import os
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from functools import cached_property
 from pathlib import Path
 from threading import Lock
@@ -20,13 +20,14 @@ from typing import TYPE_CHECKING, Any
 from quire_engine.errors import first_line
 from quire_proto.extras import install_command
 
-from quire_cli.model.copies import ConnectionCutError, Copy, RemoteFile
+from quire_cli.model.copies import MAX_FILES, ConnectionCutError, Copy, RemoteFile
 from quire_cli.model.name import ModelNotFoundError, OciName, Say
 
 if TYPE_CHECKING:
     from requests import Response
 
 BLOCK = 1 << 20  # bytes
+MAX_ANSWER = 4 << 20  # bytes of a manifest, a token or a list of tags, as registries bound manifests
 MAX_CHOICES = 12
 TIMEOUT = (5.0, 30.0)  # seconds to connect, and between two packets
 MANIFESTS = (
@@ -69,6 +70,8 @@ class OciSource:
         layers = manifest.get("layers")
         if not isinstance(layers, list):
             raise ModelNotFoundError(f"{self._name} is an index of several images, not a model: {READ}.")
+        if len(layers) > MAX_FILES:
+            raise ModelNotFoundError(f"{self._name} has {len(layers)} layers, and at most {MAX_FILES} are read.")
         found = [file for layer in layers if (file := _file(layer))]
         if not found:
             raise ModelNotFoundError(f"{self._name} is {_kind(layers)}: {READ} (modctl build --raw, oras push).")
@@ -155,6 +158,11 @@ class OciSource:
                 f"{self._name.registry} cannot be reached ({_innermost(error)}): check the name and the network, start "
                 "again, or name a folder."
             ) from None
+        except _TooLongError:
+            raise ModelNotFoundError(
+                f"{self._name.registry} answers for {self._name} with more than {MAX_ANSWER >> 20} MiB, and no "
+                "manifest has so many: check the registry."
+            ) from None
         except (ValueError, AttributeError):  # so oras says that it has no credentials to offer
             raise ModelNotFoundError(self._no_access()) from None
 
@@ -166,10 +174,13 @@ def _client(name: OciName) -> Any:
     from requests.adapters import HTTPAdapter
 
     class Impatient(HTTPAdapter):  # type: ignore[misc]
-        """Waits for no answer without an end."""
+        """Waits for no answer without an end, and reads no more of one than is asked for."""
 
         def send(self, *args: Any, **options: Any) -> Any:
-            return super().send(*args, **{**options, "timeout": options.get("timeout") or TIMEOUT})
+            answer = super().send(*args, **{**options, "timeout": options.get("timeout") or TIMEOUT})
+            if not options.get("stream"):
+                answer.raw = _BoundedBody(answer.raw)
+            return answer
 
     class OneRequest(Registry):  # type: ignore[misc]
         """Without the repetitions of ``oras``, whose pauses take minutes if nobody answers."""
@@ -177,7 +188,8 @@ def _client(name: OciName) -> Any:
         do_request = Registry.do_request.__wrapped__
 
     insecure = _is_local(name.registry)
-    with requests.get(f"{'http' if insecure else 'https'}://{name.registry}/v2/", timeout=TIMEOUT) as answer:
+    ping = f"{'http' if insecure else 'https'}://{name.registry}/v2/"
+    with requests.get(ping, timeout=TIMEOUT, stream=True) as answer:
         wants_password = answer.headers.get("WWW-Authenticate", "").lower().startswith("basic")
     registry = OneRequest(name.registry, insecure=insecure, auth_backend="basic" if wants_password else "token")
     for scheme in ("http://", "https://"):
@@ -191,13 +203,36 @@ def _client(name: OciName) -> Any:
     return registry
 
 
+class _TooLongError(Exception):
+    """An answer that is read into memory has more than ``MAX_ANSWER`` bytes."""
+
+
+class _BoundedBody:
+    """The body of an answer that is read into memory. Raises ``_TooLongError``."""
+
+    def __init__(self, body: Any) -> None:
+        self._body = body
+
+    def stream(self, size: int, decode_content: bool = True) -> Iterator[bytes]:
+        """Yields the body, as ``urllib3`` does."""
+        left = MAX_ANSWER
+        for block in self._body.stream(size, decode_content=decode_content):
+            left -= len(block)
+            if left < 0:
+                raise _TooLongError
+            yield block
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._body, name)
+
+
 def _is_local(registry: str) -> bool:
     host = registry.rpartition(":")[0] if registry.rpartition(":")[2].isdigit() else registry
     return host == "localhost" or host.startswith("127.")
 
 
 def _file(layer: Any) -> RemoteFile | None:
-    """The file that a layer is; None if it is an archive or has no name."""
+    """The file that a layer is; None if it is an archive, or has no name that a file of a model may have."""
     try:
         kind, digest, size = str(layer["mediaType"]), str(layer["digest"]), int(layer["size"])
         notes: Mapping[str, str] = layer.get("annotations") or {}
@@ -206,9 +241,11 @@ def _file(layer: Any) -> RemoteFile | None:
         packed = notes.get(UNPACK) == "true" or (kind.startswith(MODEL_LAYERS) and ".tar" in kind)
     except (KeyError, TypeError, ValueError, AttributeError):
         return None
-    if not name or packed or algorithm != "sha256" or len(value) != 64 or not value.isalnum():
+    if not name or packed or algorithm != "sha256":
         return None
-    return RemoteFile(str(name).removeprefix("./"), size, value, digest, sha256=value)
+    with suppress(ValueError):  # a model needs no file of another name
+        return RemoteFile(str(name).removeprefix("./"), size, value, digest, sha256=value)
+    return None
 
 
 def _kind(layers: list[Any]) -> str:

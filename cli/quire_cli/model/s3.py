@@ -10,21 +10,25 @@ import hashlib
 import os
 import re
 from collections.abc import Iterator
-from contextlib import contextmanager
+from concurrent.futures import Future
+from contextlib import contextmanager, suppress
 from datetime import timedelta
+from threading import Thread
 from typing import TYPE_CHECKING, Any
 from urllib.parse import urlsplit
 
 from quire_proto.extras import install_command
 
-from quire_cli.model.copies import ConnectionCutError, Copy, RemoteFile
+from quire_cli.model.copies import MAX_FILES, ConnectionCutError, Copy, RemoteFile
 from quire_cli.model.name import ModelNotFoundError, S3Name, Say
 
 if TYPE_CHECKING:
+    from obstore import ListResult
     from obstore.store import S3Store
 
 BLOCK = 1 << 20  # bytes
 MAX_CHOICES = 6
+LISTING_SECONDS = 60.0
 KEYS = "set AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY"
 _CODE, _STATUS = re.compile(r"<Code>(\w+)</Code>"), re.compile(r"status code: (\d{3})")
 _FROM_MACHINE = ("/latest/api/token", "/latest/meta-data", "/v2/credentials", "AssumeRole")
@@ -66,11 +70,33 @@ class S3Source:
         """The files below the prefix, folders apart. Raises ``ModelNotFoundError`` and ``ConnectionCutError``."""
         prefix = self._name.prefix
         with self._explained():
-            found = self._obstore.list_with_delimiter(self._store, prefix or None)
-        files = [_file(each, prefix) for each in found["objects"] if each["path"] != prefix]
+            found = self._list(prefix)
+        listed = [_file(each, prefix) for each in found["objects"] if each["path"] != prefix]
+        files = [each for each in listed if each is not None]
         if not files:
             raise ModelNotFoundError(self._nothing([path.rpartition("/")[2] for path in found["common_prefixes"]]))
         return files
+
+    def _list(self, prefix: str) -> "ListResult[Any]":
+        """Lists on a thread that ends with the process: a server may have one more page for ever."""
+        listing: Future[Any] = Future()
+
+        def run() -> None:
+            try:
+                listing.set_result(self._obstore.list_with_delimiter(self._store, prefix or None))
+            except BaseException as error:  # noqa: BLE001 - it is raised where the result is read
+                listing.set_exception(error)
+
+        Thread(target=run, name="s3 listing", daemon=True).start()
+        try:
+            found: ListResult[Any] = listing.result(LISTING_SECONDS)
+        except TimeoutError:
+            raise ModelNotFoundError(
+                f"{self._name} was not listed within {LISTING_SECONDS:g} seconds: name the folder of one model."
+            ) from None
+        if len(found["objects"]) > MAX_FILES:
+            raise ModelNotFoundError(f"{self._name} has more than {MAX_FILES} files: name the folder of one model.")
+        return found
 
     def read(self, file: RemoteFile, start: int) -> Iterator[bytes]:
         """The bytes of ``file`` from ``start`` on. Raises as ``files`` does."""
@@ -117,6 +143,8 @@ class S3Source:
                 f"{where} answered with status {status[1]}{f' ({code[1]})' if code else ''} for {self._name}: check "
                 f"bucket, credentials and AWS_ENDPOINT_URL."
             )
+        if "illegal character" in text or "Invalid path" in text:
+            return ModelNotFoundError(f"{self._name} has a file whose name cannot be read: name another folder.")
         why = f"status {status[1]}" if status else "no connection"
         return ConnectionCutError(
             f"{where} cannot be reached ({why}): check the network and AWS_ENDPOINT_URL, start again, or name a folder."
@@ -140,11 +168,14 @@ _SENTENCES = {
 }
 
 
-def _file(found: Any, prefix: str) -> RemoteFile:
-    """A file by name, size and ETag, which changes with the content."""
+def _file(found: Any, prefix: str) -> RemoteFile | None:
+    """A file by name, size and ETag, which changes with the content; None for a name that no file of a model has."""
     name = found["path"].removeprefix(f"{prefix}/" if prefix else "")
     size, tag = found["size"], found["e_tag"] or ""
-    return RemoteFile(name, size, hashlib.sha256(f"{name}\n{size}\n{tag}".encode()).hexdigest(), tag)
+    blob = hashlib.sha256(f"{name}\n{size}\n{tag}".encode()).hexdigest()
+    with suppress(ValueError):
+        return RemoteFile(name, size, blob, tag)
+    return None
 
 
 def _endpoint() -> str | None:

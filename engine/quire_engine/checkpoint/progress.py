@@ -10,18 +10,26 @@ _BYTES = "huggingface_hub.snapshot_download"  # the name of the bar that counts 
 
 
 @contextmanager
-def one_bar(title: str) -> Iterator[type[tqdm]]:
+def one_bar(title: str, most: int | None = None) -> Iterator[type[tqdm]]:
     """Yields a class of progress bars for ``snapshot_download``, which makes three and leaves two of them open until
     the process ends, so that later lines of a log continue theirs. Of these the one of bytes is shown, and closed here.
+    It raises ``OSError`` once there are more than ``most`` bytes, before they are written.
     """
     bars: list[tqdm] = []
 
     class Bar(tqdm):
         def __init__(self, *arguments: Any, **options: Any) -> None:
-            shown = options.get("name") == _BYTES
+            self.counted = 0
+            self.bounded = shown = options.get("name") == _BYTES
             options |= {"desc": title} if shown else {"disable": True}
             super().__init__(*arguments, **options)  # type: ignore[no-untyped-call]
             bars.append(self)
+
+        def update(self, n: float | None = 1) -> bool | None:
+            self.counted += int(n or 0)
+            if self.bounded and most is not None and self.counted > most:
+                raise OSError(f"it has more than the {most} bytes that were listed")
+            return super().update(n)  # type: ignore[no-any-return]
 
         def set_description(self, *_: Any, **__: Any) -> None:
             """Keeps the title."""

@@ -8,6 +8,8 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
+from quire_proto.names import is_name, shown
+
 from quire_engine.checkpoint.config import read_json
 from quire_engine.errors import ModelError
 
@@ -64,8 +66,8 @@ def _read_weight_map(path: Path) -> dict[str, str]:
     if not isinstance(names, dict) or not names:
         raise ModelError(f"{path} has no weight_map.")
     for file in names.values():
-        if not isinstance(file, str) or Path(file).name != file:
-            raise ModelError(f"{path} names {file!r}, which is not a file of this folder.")
+        if not is_name(file) or "/" in file:
+            raise ModelError(f"{path} names {shown(file)!r}, which is not a file of this folder.")
     return names
 
 

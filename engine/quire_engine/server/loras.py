@@ -2,13 +2,13 @@
 
 import asyncio
 import logging
-import re
 from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
 
 from quire.v1 import engine_pb2 as pb
 from quire_proto.errors import ErrorCode, QuireError, invalid
+from quire_proto.names import NAME_RULE, is_name
 
 from quire_engine.core.lora import LoRARequest
 from quire_engine.errors import LoRAError
@@ -17,7 +17,6 @@ log = logging.getLogger(__name__)
 
 MAX_LORAS = 4096
 """Adapters that may be loaded at once: each is a name in every router, however few are in memory."""
-_NAME = re.compile(r"[^\s\x00-\x1f\x7f]{1,256}")
 
 
 class LoRARegistry:
@@ -121,8 +120,8 @@ class LoRARegistry:
                 self.on_unused(lora.lora_int_id)
 
     def _check_name(self, name: str) -> None:
-        if not _NAME.fullmatch(name):
-            raise invalid("lora_name", "An adapter's name is 1 to 256 characters without spaces.")
+        if not is_name(name):
+            raise invalid("lora_name", f"An adapter's name has {NAME_RULE}.")
         if name in self._model_names:
             raise QuireError(ErrorCode.CONFLICT, f"{name} is the name of the model.", param="lora_name")
 

@@ -3,7 +3,8 @@
 from collections.abc import Awaitable, Callable
 from typing import Annotated, ClassVar
 
-from pydantic import Field
+from pydantic import AfterValidator, Field
+from quire_proto.names import MAX_NAME, NAME_RULE, is_name
 
 from quire_router.api.auth import Identity
 from quire_router.api.request_limits import ReservedBody
@@ -15,7 +16,15 @@ from quire_router.core.errors import lora_updates_forbidden
 from quire_router.engines.lora_updates import LoRAUpdater
 
 _TEXT = ((b"content-type", b"text/plain; charset=utf-8"),)
-Name = Annotated[str, Field(min_length=1, max_length=256)]
+
+
+def _check_name(name: str) -> str:
+    if not is_name(name):
+        raise ValueError(f"it must have {NAME_RULE}")
+    return name
+
+
+Name = Annotated[str, AfterValidator(_check_name), Field(max_length=MAX_NAME)]
 
 
 class LoadLoRABody(StrictModel):

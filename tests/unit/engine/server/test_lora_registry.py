@@ -125,7 +125,7 @@ async def test_what_is_wrong_is_said_and_changes_nothing() -> None:
     assert await refused("y", "broken") == (ErrorCode.INVALID, "lora_path")
     assert await refused("x", "b") == (ErrorCode.CONFLICT, "lora_name")
     assert await refused("model", "a") == (ErrorCode.CONFLICT, "lora_name")
-    for name in ("", "a b", "a\n", "n" * 257):
+    for name in ("", "a b", "a\n", "a\x85b", "../a", "a/..", "/a", "a//b", "ü", "n" * 257):
         assert await refused(name, "a") == (ErrorCode.INVALID, "lora_name")
     with pytest.raises(QuireError, match="no adapter y") as caught:
         await engine.loras.unload("y")

@@ -206,6 +206,15 @@ async def test_a_body_that_says_something_else_is_refused(body: dict[str, object
         assert (answer.status, answer.json["error"]["param"], updater.asked) == (400, param, [])
 
 
+@pytest.mark.parametrize("name", ["a\nERROR forged", "a\x85b", "../a", "a\u2028b"], ids=range(4))
+async def test_a_name_that_could_lead_elsewhere_or_write_a_line_of_a_log_is_refused(name: str) -> None:
+    updater = Updater()
+    async with open_stage(lora_updater=updater) as stage:  # type: ignore[arg-type]
+        answer = await ask(stage.port, "POST", LOAD, {"lora_name": name, "lora_path": "/a"})
+        assert (answer.status, answer.error["param"], updater.asked) == (400, "lora_name", [])
+        assert "letters, digits, dots, dashes and underscores" in str(answer.error["message"])
+
+
 async def test_an_engines_refusal_reaches_the_client() -> None:
     updater = Updater(QuireError(ErrorCode.CONFLICT, "Another adapter is loaded as polite: unload it first."))
     async with open_stage(lora_updater=updater) as stage:  # type: ignore[arg-type]
