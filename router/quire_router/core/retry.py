@@ -1,11 +1,11 @@
 """When something is done again: after a failure (``supervise``), after a change (``CpuThrottle``), at a bounded rate
-(``PublishRate``), or after a time at the latest (``wait_at_most``). The growing delay between two tries is
-``quire_proto.supervise.Backoff``.
+(``PublishRate``), or after a time at the latest (``wait_at_most``, ``fair_timeout``). The growing delay between two
+tries is ``quire_proto.supervise.Backoff``.
 """
 
 import asyncio
-from collections.abc import Callable, Coroutine
-from contextlib import suppress
+from collections.abc import AsyncIterator, Callable, Coroutine
+from contextlib import asynccontextmanager, suppress
 from time import monotonic, thread_time
 from typing import Any
 from weakref import WeakSet
@@ -27,6 +27,44 @@ async def wait_at_most(event: asyncio.Event, seconds: float) -> None:
     with suppress(TimeoutError):
         async with asyncio.timeout(seconds):
             await event.wait()
+
+
+FAIR_TICKS = 6
+"""Periods in which a time is counted that others have for an answer."""
+
+_HELD_UP_FACTOR = 3
+_MIN_HELD_UP = 0.1  # seconds
+
+
+def was_held_up(seconds: float, period: float) -> bool:
+    """Whether a wait for ``period`` that took so many ``seconds`` says that this process was frozen, or starved."""
+    return seconds >= max(_HELD_UP_FACTOR * period, _MIN_HELD_UP)
+
+
+@asynccontextmanager
+async def fair_timeout(seconds: float) -> AsyncIterator[None]:
+    """As ``asyncio.timeout``, without the time in which this process was held up itself: an answer may have come
+    meanwhile, and is read first.
+    """
+    loop, period, left = asyncio.get_running_loop(), seconds / FAIR_TICKS, FAIR_TICKS
+    began = loop.time()
+    timer: asyncio.TimerHandle | None = None
+
+    def tick() -> None:
+        nonlocal began, left, timer
+        now = loop.time()
+        left -= not was_held_up(now - began, period)
+        if left > 0:
+            began, timer = now, loop.call_later(period, tick)
+        else:
+            deadline.reschedule(now)
+
+    timer = loop.call_later(period, tick)
+    try:
+        async with asyncio.timeout(None) as deadline:
+            yield
+    finally:
+        timer.cancel()
 
 
 _PAUSE_RATIO = 20

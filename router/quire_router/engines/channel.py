@@ -13,11 +13,9 @@ from typing import Any, Self, cast
 
 import grpc
 from quire_proto.engine_token import EngineTokens
-from quire_proto.supervise import Backoff
 from quire_proto.tls import ClientTls, Contents, TlsError, read_ca, read_cert_key
 
 from quire_router.core.retry import first_error
-from quire_router.engines.settings import ConnectionSettings
 
 log = logging.getLogger(__name__)
 
@@ -161,21 +159,18 @@ class ConnectFailure:
 
 
 class ConnectFailureLog:
-    """One period without a stream to an engine: when to try again, and with which level failures are logged. For
-    ``patience`` seconds they are information; afterwards the first is a warning. What is less than a warning is not
-    logged if the engine is ``known_to_leave``.
+    """One period without a stream to an engine: with which level failures are logged. For ``patience`` seconds they are
+    information; afterwards the first is a warning. What is less than a warning is not logged if the engine is
+    ``known_to_leave``.
 
     A lasting problem is a reason at once, but only when it comes twice in a row: files may just be being replaced, and
     an engine that ends closes what is being opened.
     """
 
-    def __init__(
-        self, address: str, settings: ConnectionSettings, patience: float = 0.0, *, known_to_leave: bool = False
-    ) -> None:
+    def __init__(self, address: str, patience: float = 0.0, *, known_to_leave: bool = False) -> None:
         self._address = address
         self._warn_after = monotonic() + patience
         self._logged_level = logging.INFO if known_to_leave else logging.NOTSET
-        self._backoff = Backoff(settings.backoff, settings.max_backoff)
         self._last: ConnectFailure | None = None
 
     def record(self, problem: ConnectFailure) -> None:
@@ -187,11 +182,3 @@ class ConnectFailureLog:
             missing = "cannot be reached" if level == logging.WARNING else "is not there yet"
             log.log(level, "engine %s %s: %s", self._address, missing, problem.text)
             self._logged_level = level
-
-    def next_delay(self, spacing: float) -> float:
-        """Seconds until the next try; they grow up to ``spacing`` where that is more than the settings say."""
-        return self._backoff.next(spacing)
-
-    def reset_delay(self) -> None:
-        """The next tries follow each other closely again, as there is reason to think that the engine is back."""
-        self._backoff.reset()

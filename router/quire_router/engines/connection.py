@@ -12,17 +12,17 @@ from typing import TYPE_CHECKING, TypeVar
 import grpc
 from quire.v1 import engine_pb2
 from quire.v1.engine_pb2_grpc import EngineStub
-from quire_proto.supervise import SupervisedTask, forget_cancellations
+from quire_proto.supervise import Backoff, SupervisedTask, forget_cancellations
 from quire_proto.tls import TlsError
 
 from quire_router.core.fleet_view import EngineCondition
 from quire_router.core.generation import LoRA
-from quire_router.core.retry import supervise
+from quire_router.core.retry import FAIR_TICKS, fair_timeout, supervise, was_held_up
 from quire_router.engines.attempt import EngineLost, EngineSilent
 from quire_router.engines.base import KvListener, LoadListener
 from quire_router.engines.channel import ConnectFailure, ConnectFailureLog, authorized, open_channel
 from quire_router.engines.output_stream import OutputStream
-from quire_router.engines.rates import MIN_UPDATE_INTERVAL, ReconnectLimiter, UpdateRate
+from quire_router.engines.rates import MIN_UPDATE_INTERVAL, JoinRank, ReconnectLimiter, UpdateRate
 from quire_router.engines.session import SequenceGap, Session
 from quire_router.engines.settings import ConnectionSettings
 
@@ -39,11 +39,6 @@ SLEEP_TIMEOUT = 120.0  # seconds, which copying the weights takes at most
 WAKE_UP_TIMEOUT = 300.0  # seconds, graphs included
 UNLOAD_LORA_TIMEOUT = 2.0  # seconds, after which only requests that run with it are waited for
 
-TICKS = 6  # in the shorter of the two times, so that each is kept to a sixth
-PROBE_PART = 1 / 3  # of the silence, so that it is known of others when an engine is suspect that was late
-_HELD_UP = 3  # periods that a tick may take
-_MIN_HELD_UP = 0.1  # seconds
-
 
 class LivenessMonitor:
     """For how long an engine has sent nothing although it should. After ``silence`` seconds it is suspect, until it
@@ -54,10 +49,11 @@ class LivenessMonitor:
     """
 
     def __init__(self, silence: float, stall: float) -> None:
-        self.period = min(silence, stall) / TICKS
+        self.period = min(silence, stall) / FAIR_TICKS  # each is kept to a sixth of the shorter one
         self._silence = silence
         self._stall = stall
         self._ticks = 0
+        self.asked = False  # for a sign of life, and has given none since
 
     @property
     def seconds(self) -> float:
@@ -81,7 +77,14 @@ class LivenessMonitor:
 
     def on_message(self) -> None:
         """Resets the count."""
-        self._ticks = 0
+        self._ticks, self.asked = 0, False
+
+    def on_asked(self) -> None:
+        """The engine is asked for a sign of life. One tick counts already, so that it is late before another one is
+        suspect that was late when this one was asked.
+        """
+        self._ticks = max(self._ticks, 1)
+        self.asked = True
 
     def on_no_answer(self) -> None:
         """The engine did not answer in time, and is suspect."""
@@ -96,12 +99,14 @@ class LivenessMonitor:
 
     def tick(self, seconds: float, *, expecting: bool) -> None:
         """Counts a period that took ``seconds``; ``expecting`` is whether the engine has anything to send."""
-        if not (expecting or self.suspect):
+        if not (expecting or self.asked or self.suspect):
             self._ticks = 0
-        elif seconds < max(_HELD_UP * self.period, _MIN_HELD_UP):
+        elif not was_held_up(seconds, self.period):
             self._ticks += 1
 
 
+MAX_PATIENCE = 8  # times as long that an engine has to answer, doubling with each try that was too short
+STEADY = 10.0  # seconds for which a session has to hold before a failure counts as the first one
 _MIN_RETRY_INTERVAL = 1.0  # seconds between two tries for which ``retry_now`` ends a pause
 SessionCall = grpc.aio.StreamStreamCall[engine_pb2.SessionRequest, engine_pb2.SessionResponse]
 
@@ -116,7 +121,7 @@ class EngineConnection:
     A stream that breaks is opened again at once; while that takes less than ``settings.grace`` seconds, and the engine
     still knows the session, running requests do not notice. ``on_change`` is called when ``ready`` may have changed,
     ``on_load`` with each report of the engine's load, ``on_lost`` when all that it reported before is void.
-    ``reconnect_limiter`` counts it while there is no stream, and spaces its tries to open one; ``update_rate`` is how
+    ``reconnect_limiter`` counts it while there is no stream, and says when it may open one; ``update_rate`` is how
     often the engine sends what concerns no request of this router, which it does not at all unless ``hears_updates``.
 
     An engine that falls silent, or is away for a moment, keeps its requests unless ``has_substitute``, which is whether
@@ -150,6 +155,8 @@ class EngineConnection:
         self._closing = False
         self._lost = True
         self._problem = ""  # why there is no stream: what the last try to open one, or to read from it, observed
+        self._opened_at = -inf  # when the last stream was
+        self._patience = 1
         self._broken_at: float | None = None  # when the last stream broke that nobody had announced
         self._unacknowledged = 0
         self._ack_timer: asyncio.TimerHandle | None = None
@@ -167,6 +174,7 @@ class EngineConnection:
         self._last_early_retry = -inf
         self._task: SupervisedTask | None = None
         self._stub: EngineAsyncStub | None = None
+        self._asking: asyncio.Task[bool] | None = None
 
     @property
     def generation(self) -> int:
@@ -245,21 +253,37 @@ class EngineConnection:
         """Does nothing: the engine reports its pace."""
 
     async def probe(self) -> None:
-        """Asks an engine that owes nothing whether it is alive; it is suspect if it does not answer."""
+        """Asks an engine that owes nothing whether it is alive, and waits until it has answered, or is suspect."""
         heard = self.session.sequence
-        if not self.ready or self.session.in_flight or await self._answers() or self.session.sequence != heard:
+        if not self.ready or self.session.in_flight:
+            return
+        self._liveness.on_asked()
+        self._busy.set()
+        asking = self._ask()
+        with suppress(TimeoutError):
+            async with fair_timeout(self.settings.silence):
+                await asyncio.wait([asking])
+        if self.session.in_flight or self.session.sequence != heard or (asking.done() and asking.result()):
             return
         ready, leaving = self.ready, self.session.draining
         self._liveness.on_no_answer()
-        self._busy.set()
         self._notify_change(ready, leaving)
 
-    async def _answers(self) -> bool:
-        timeout = self.settings.silence * PROBE_PART
+    def _ask(self) -> asyncio.Task[bool]:
+        """Asks the engine for a sign of life, unless it has been. Pings end the stream of one that never answers."""
+        if self._asking is None or self._asking.done():
+            self._asking = asyncio.create_task(self._answer(), name=f"question to {self.address}")
+        return self._asking
+
+    async def _answer(self) -> bool:
+        """Waits as long as the answer takes. Returns whether there was one."""
         try:
-            await self._call(lambda stub: stub.Describe(engine_pb2.DescribeRequest(), timeout=timeout))
+            await self._call(lambda stub: stub.Describe(engine_pb2.DescribeRequest()))
         except (grpc.aio.AioRpcError, EngineLost):
             return False
+        ready, leaving = self.ready, self.session.draining
+        self._liveness.on_message()
+        self._notify_change(ready, leaving)
         return True
 
     async def inspect(self) -> engine_pb2.InspectResponse | None:
@@ -313,10 +337,9 @@ class EngineConnection:
     # The stream's life
 
     async def _run(self) -> None:
-        failures = ConnectFailureLog(self.address, self.settings, self.settings.start_patience)
+        failures = ConnectFailureLog(self.address, self.settings.start_patience)
+        backoff = Backoff(self.settings.backoff, self.settings.max_backoff)
         while not self._closing:  # a stream that breaks at the same moment can swallow the cancellation
-            urgent = self.session.in_flight > 0
-            await asyncio.sleep(self._reconnect_limiter.turn(asyncio.get_running_loop().time(), urgent=urgent))
             try:
                 await self._run_stream()
             except* (grpc.aio.AioRpcError, StreamBroken, SequenceGap, TimeoutError, TlsError) as errors:
@@ -328,13 +351,15 @@ class EngineConnection:
                 forget_cancellations()
             self._problem = problem.text
             if self._connected:
+                if asyncio.get_running_loop().time() - self._opened_at >= STEADY:
+                    backoff.reset()
                 self._on_stream_lost()
                 failures = self._new_failure_log()
             if problem.refused:
                 self._shorten_grace(self.settings.refused_grace)
             failures.record(problem)
-            if await self._pause(failures.next_delay(self._reconnect_limiter.spacing)):
-                failures.reset_delay()
+            if await self._pause(backoff.next(self._reconnect_limiter.spacing)):
+                backoff.reset()
 
     async def _pause(self, seconds: float) -> bool:
         """Waits so long, or until ``retry_now``, which returns True."""
@@ -353,19 +378,24 @@ class EngineConnection:
         need some time.
         """
         if not self.session.draining:
-            return ConnectFailureLog(self.address, self.settings)
+            return ConnectFailureLog(self.address)
         log.info("engine %s has left", self.address)
-        return ConnectFailureLog(self.address, self.settings, self.settings.start_patience, known_to_leave=True)
+        return ConnectFailureLog(self.address, self.settings.start_patience, known_to_leave=True)
 
     async def _run_stream(self) -> None:
-        async with await open_channel(self.address, self.settings.tls, self._update_rate.ping_interval) as channel:
-            stub = EngineStub(authorized(channel, self.settings.tokens))
-            async with asyncio.timeout(self.settings.connect_timeout):
-                description = await stub.Describe(engine_pb2.DescribeRequest())
-            async with asyncio.timeout(self.settings.open_timeout):
+        settings, ping_interval = self.settings, self._update_rate.ping_interval
+        async with (
+            self._reconnect_limiter.turn(self._rank) as turn,
+            await open_channel(self.address, settings.tls, ping_interval) as channel,
+        ):
+            stub = EngineStub(authorized(channel, settings.tokens))
+            description = await self._describe(stub)
+            turn.answered()
+            async with fair_timeout(settings.open_timeout):
                 call = stub.Session()
                 snapshot = await self._open(call)
             self._on_stream_opened(description, snapshot)
+            turn.end()
             self._stub = stub
             try:
                 async with asyncio.TaskGroup() as tasks:
@@ -374,6 +404,26 @@ class EngineConnection:
                     tasks.create_task(self._watch_liveness())
             finally:
                 self._stub = None
+
+    @property
+    def _rank(self) -> JoinRank:
+        if self.session.in_flight:
+            return JoinRank.URGENT
+        return JoinRank.NEW if self.description is None else JoinRank.KNOWN
+
+    async def _describe(self, stub: "EngineAsyncStub") -> engine_pb2.DescribeResponse:
+        """Asks the engine what it serves. Raises ``TimeoutError`` where it does not answer, and waits longer then at
+        the next try: what answers late has work, and asking again is more.
+        """
+        seconds = self.settings.connect_timeout * self._patience
+        try:
+            async with fair_timeout(seconds):
+                description = await stub.Describe(engine_pb2.DescribeRequest())
+        except TimeoutError:
+            self._patience = min(MAX_PATIENCE, 2 * self._patience)
+            raise TimeoutError(f"it did not answer within {seconds:g} seconds") from None
+        self._patience = 1
+        return description
 
     async def _open(self, call: SessionCall) -> engine_pb2.Snapshot:
         self._sent_interval = self._update_rate.interval
@@ -410,21 +460,20 @@ class EngineConnection:
         while True:
             await self._busy.wait()
             took = await self._liveness.wait()
-            idle_suspect = self._liveness.suspect and not self.session.in_flight
-            answers = idle_suspect and await self._answers()  # else it may have nothing to say
             ready, leaving, was_late = self.ready, self.session.draining, self._liveness.late
-            if answers:
-                self._liveness.on_message()
-            self._liveness.tick(took, expecting=self.session.in_flight > 0)
+            owes = self.session.in_flight > 0
+            if self._liveness.suspect and not owes:  # it may have nothing to say
+                self._ask()
+            self._liveness.tick(took, expecting=owes)
             self._notify_change(ready, leaving)
-            if self._liveness.late and not was_late:
+            if owes and self._liveness.late and not was_late:
                 self._on_late()
             if self._liveness.suspect and self._has_substitute():
                 reason = f"the engine said nothing for {self.settings.silence:g} seconds"
                 self.session.withdraw_all(EngineSilent, reason)
-            elif not self.session.in_flight and not self._liveness.suspect:
+            elif not (self.session.in_flight or self._liveness.asked or self._liveness.suspect):
                 self._busy.clear()  # no timer for engines that owe nothing: a fleet has many
-            if self._liveness.stalled:
+            if self._liveness.stalled and self.session.in_flight:
                 raise StreamBroken(f"the engine said nothing for {self.settings.stall:g} seconds")
 
     def _notify_change(self, ready: bool, leaving: bool) -> None:
@@ -449,6 +498,7 @@ class EngineConnection:
         self._liveness.on_message()
         self._retry_requested.clear()
         self._connected, self._lost = True, False
+        self._opened_at = asyncio.get_running_loop().time()
         self._stop_grace()
         if self._broken_at is not None and not snapshot.resumed:  # as loud as the loss was
             seconds = asyncio.get_running_loop().time() - self._broken_at

@@ -20,7 +20,7 @@ from quire_router.engines.connection import EngineConnection
 from quire_router.engines.engine import Engine
 from quire_router.engines.load import EngineLoad, LoadLedger
 from quire_router.engines.model_matcher import ModelMatcher
-from quire_router.engines.rates import MAX_CONNECTS_PER_SECOND, ReconnectLimiter, UpdateRate
+from quire_router.engines.rates import ReconnectLimiter, UpdateRate
 from quire_router.engines.settings import ConnectionSettings, KnownModel
 from quire_router.engines.update_sharing import UpdateSharing
 
@@ -31,6 +31,8 @@ PROBES_PER_SECOND = 100
 
 MIN_PROBE_SECONDS = 2.0
 PROBES_AT_ONCE = 20
+PROBE_SECONDS = 0.1
+"""After which the next ones are asked though not all have answered."""
 
 
 class EngineKvListener(Protocol):
@@ -258,10 +260,11 @@ class EngineRegistry:
 
     async def _probe_all(self) -> None:
         async with asyncio.TaskGroup() as tasks:
-            for number, engine in enumerate(list(self.engines.values()), 1):
-                tasks.create_task(engine.connection.probe())
-                if number % PROBES_AT_ONCE == 0:
-                    await asyncio.sleep(PROBES_AT_ONCE / MAX_CONNECTS_PER_SECOND)
+            engines = list(self.engines.values())
+            for first in range(0, len(engines), PROBES_AT_ONCE):
+                some = engines[first : first + PROBES_AT_ONCE]
+                probes = [tasks.create_task(engine.connection.probe()) for engine in some]
+                await asyncio.wait(probes, timeout=PROBE_SECONDS)
 
 
 def _nothing() -> None:

@@ -1,31 +1,40 @@
 """What all connections of one pool share, so that a large fleet does not cost more than it may: ``ReconnectLimiter``,
-when each tries to connect, and ``UpdateRate``, how often each hears of its engine.
+when each opens its session, and ``UpdateRate``, how often each hears of its engine.
 """
 
-from collections.abc import Iterator
-from contextlib import contextmanager
+import asyncio
+from collections.abc import AsyncIterator, Iterator
+from contextlib import asynccontextmanager, contextmanager
+from enum import IntEnum
+from heapq import heappop, heappush
+from itertools import count
+
+from quire_router.engines.join_window import LOOK_INTERVAL, Join, JoinWindow
 
 MAX_RECONNECTS_PER_SECOND = 100
 """Of all connections together, once each has tried a few times: a try costs about 2 ms of CPU, over TLS up to 7."""
 
-MAX_CONNECTS_PER_SECOND = 500
-"""Tries that begin, of all connections together, so that a fleet that is found at once, or comes back at once, leaves
-time for streams between them: a thousand engines are tried within two seconds.
-"""
 
-CONNECT_BURST = 20
-"""Tries that may begin at once."""
+class JoinRank(IntEnum):
+    """Which session is opened first."""
+
+    URGENT = 0  # requests wait for it
+    KNOWN = 1  # the engine had a session before
+    NEW = 2
 
 
 class ReconnectLimiter:
-    """When the connections of one pool try to connect. Those that wait for their next try are counted, so that each
-    tries less often the more there are; and tries begin one after the other, but for those that requests depend on.
-    The latter is the generic cell rate algorithm (ITU-T I.371).
+    """When the connections of one pool open their sessions. Those that wait for their next try are counted, so that
+    each tries less often the more there are; and as many try at a time as the ``JoinWindow`` allows, in the order of
+    their ranks.
     """
 
     def __init__(self) -> None:
         self._disconnected = 0
-        self._next_turn = 0.0
+        self._window = JoinWindow()
+        self._waiting: list[tuple[JoinRank, int, asyncio.Future[Join]]] = []  # a heap
+        self._arrivals = count()
+        self._timer: asyncio.TimerHandle | None = None
 
     @contextmanager
     def waiting(self) -> Iterator[None]:
@@ -41,11 +50,76 @@ class ReconnectLimiter:
         """Seconds between two tries of one connection with which all make ``MAX_RECONNECTS_PER_SECOND``."""
         return self._disconnected / MAX_RECONNECTS_PER_SECOND
 
-    def turn(self, now: float, *, urgent: bool = False) -> float:
-        """Seconds until a connection may begin a try, none if it is ``urgent``; takes this turn."""
-        delay = self._next_turn - CONNECT_BURST / MAX_CONNECTS_PER_SECOND - now
-        self._next_turn = max(self._next_turn, now) + 1 / MAX_CONNECTS_PER_SECOND
-        return 0.0 if urgent else max(0.0, delay)
+    @asynccontextmanager
+    async def turn(self, rank: JoinRank = JoinRank.NEW) -> AsyncIterator["JoinTurn"]:
+        """Waits until a connection may try to open its session. It ends with ``JoinTurn.end``, or the block."""
+        turn = JoinTurn(self, await self._take(rank))
+        try:
+            yield turn
+        except TimeoutError:
+            self._window.timed_out(turn.join, _now())
+            raise
+        finally:
+            turn.end()
+
+    async def _take(self, rank: JoinRank) -> Join:
+        future: asyncio.Future[Join] = asyncio.get_running_loop().create_future()
+        heappush(self._waiting, (rank, next(self._arrivals), future))
+        self._admit()
+        try:
+            return await future
+        except asyncio.CancelledError:
+            if future.done() and not future.cancelled():
+                self.end(future.result())
+            raise
+
+    def answered(self, join: Join) -> None:
+        """See ``JoinTurn.answered``."""
+        self._window.answered(join, _now())
+        self._admit()
+
+    def end(self, join: Join) -> None:
+        """See ``JoinTurn.end``."""
+        self._window.end(join)
+        self._admit()
+
+    def _admit(self) -> None:
+        """Begins the joins that there is room for, and looks again soon where others wait."""
+        while self._waiting:
+            rank, _, future = self._waiting[0]
+            if not future.done():
+                urgent = rank is JoinRank.URGENT
+                if not self._window.has_room(urgent=urgent):
+                    break
+                future.set_result(self._window.begin(_now(), urgent=urgent))
+            heappop(self._waiting)
+        if self._waiting and self._timer is None:
+            self._timer = asyncio.get_running_loop().call_later(LOOK_INTERVAL, self._look)
+
+    def _look(self) -> None:
+        self._timer = None
+        self._window.look(_now())
+        self._admit()
+
+
+class JoinTurn:
+    """A connection's try to open its session."""
+
+    def __init__(self, limiter: ReconnectLimiter, join: Join) -> None:
+        self._limiter = limiter
+        self.join = join
+
+    def answered(self) -> None:
+        """The engine has answered, and the session will be open between two of its steps."""
+        self._limiter.answered(self.join)
+
+    def end(self) -> None:
+        """The session is open, or the try has failed. Idempotent."""
+        self._limiter.end(self.join)
+
+
+def _now() -> float:
+    return asyncio.get_running_loop().time()
 
 
 MAX_UPDATES_PER_SECOND = 1000

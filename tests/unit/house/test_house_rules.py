@@ -255,6 +255,7 @@ SHORT_TASKS = {
     },
     "router/quire_router/requests/resume.py": {"BackgroundRequests.run"},
     "router/quire_router/requests/shadow.py": {"ShadowRunner._begin"},
+    "router/quire_router/engines/connection.py": {"EngineConnection._ask"},  # a question, which ends with its channel
     "router/quire_router/engines/engine_registry.py": {
         "EngineRegistry.remove_if_idle",  # closes a link
         "EngineRegistry._probe_idle",  # one question to each engine, within its time

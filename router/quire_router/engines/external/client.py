@@ -20,7 +20,7 @@ from quire_proto.convert import sampling_from_proto
 from quire_proto.errors import internal
 from quire_proto.hashing import TOKEN_BYTES, extra_key, hash_chain, pack
 from quire_proto.sampling import FinishReason, SamplingParams
-from quire_proto.supervise import SupervisedTask
+from quire_proto.supervise import Backoff, SupervisedTask
 from quire_proto.tls import TlsError
 
 from quire_router.core.errors import engine_refused
@@ -405,7 +405,8 @@ class ExternalEngine:
     # The server's state
 
     async def _run(self) -> None:
-        failures = ConnectFailureLog(self.address, self.settings, self.settings.start_patience)
+        failures = ConnectFailureLog(self.address, self.settings.start_patience)
+        backoff = Backoff(self.settings.backoff, self.settings.max_backoff)
         while not self._closing:
             try:
                 await self._connect()
@@ -421,11 +422,12 @@ class ExternalEngine:
                 problem = ConnectFailure(str(error), lasting=True)
             if self._connected:
                 self._disconnect()
-                failures = ConnectFailureLog(self.address, self.settings)
+                failures = ConnectFailureLog(self.address)
+                backoff.reset()
             failures.record(problem)
             with self._reconnect_limiter.waiting():
-                if await self._pause(failures.next_delay(self._reconnect_limiter.spacing)):
-                    failures.reset_delay()
+                if await self._pause(backoff.next(self._reconnect_limiter.spacing)):
+                    backoff.reset()
 
     async def _connect(self) -> None:
         """Asks the server what it is. Its TLS files are read again, unless requests still run."""

@@ -12,10 +12,11 @@ import pytest
 from quire.v1 import engine_pb2, types_pb2
 from quire_proto.errors import ErrorCode
 from quire_proto.sampling import FinishReason
+from quire_router.core.retry import FAIR_TICKS
 from quire_router.engines.attempt import EngineFull, EngineLost, EngineSilent, Output
 from quire_router.engines.connection import (
+    MAX_PATIENCE,
     MAX_UNACKNOWLEDGED_BYTES,
-    TICKS,
     EngineConnection,
     LivenessMonitor,
     _yielding_to_loop,
@@ -379,10 +380,45 @@ async def test_requests_leave_an_engine_whose_stream_stays_broken_and_the_sessio
         assert (await engine.cancel()).request_id == "a"
 
 
+async def test_an_engine_that_breaks_every_session_is_tried_less_and_less_often() -> None:
+    settings = ConnectionSettings(backoff=0.02, max_backoff=600)
+    async with linked(settings) as (engine, link):
+        for _ in range(5):
+            engine.break_stream()
+            await connected(engine)
+        began = asyncio.get_running_loop().time()
+        engine.break_stream()
+        await until(lambda: link.condition == "reconnecting")
+        await connected(engine)
+        assert asyncio.get_running_loop().time() - began >= 0.02 * 2**5 / 2
+
+
+async def test_an_engine_that_answers_late_gets_more_time_with_each_try() -> None:
+    tries = list[float]()
+
+    async def say_nothing(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        tries.append(asyncio.get_running_loop().time())
+        while await reader.read(1024):
+            pass
+        writer.close()
+
+    listener = await asyncio.start_server(say_nothing, "127.0.0.1", 0)
+    address = f"127.0.0.1:{listener.sockets[0].getsockname()[1]}"
+    link = EngineConnection(address, ConnectionSettings(connect_timeout=0.06, backoff=0.001, max_backoff=0.001))
+    link.start()
+    try:
+        await until(lambda: len(tries) == 5)
+    finally:
+        await link.close()
+        listener.close()
+    for number in range(4):
+        assert tries[number + 1] - tries[number] >= 0.9 * 0.06 * min(MAX_PATIENCE, 2**number)
+
+
 def test_an_engine_is_late_then_suspect_then_stalled_and_nothing_of_it_once_it_speaks() -> None:
     liveness = LivenessMonitor(silence=0.6, stall=1.2)
     found = []
-    for _ in range(2 * TICKS):
+    for _ in range(2 * FAIR_TICKS):
         liveness.tick(liveness.period, expecting=True)
         found.append((liveness.late, liveness.suspect, liveness.stalled))
     quiet, late, suspect = (False, False, False), (True, False, False), (True, True, False)
@@ -391,19 +427,34 @@ def test_an_engine_is_late_then_suspect_then_stalled_and_nothing_of_it_once_it_s
     assert not liveness.late
 
 
+def test_an_engine_that_is_asked_is_late_before_others_that_were_late_are_suspect() -> None:
+    late, asked = LivenessMonitor(silence=0.6, stall=1.2), LivenessMonitor(silence=0.6, stall=1.2)
+    while not late.late:
+        late.tick(late.period, expecting=True)
+    asked.on_asked()
+    while not late.suspect:
+        assert not asked.suspect
+        for each in (late, asked):
+            each.tick(each.period, expecting=each is late)
+    assert asked.late
+    asked.on_message()
+    asked.tick(asked.period, expecting=False)
+    assert not asked.late
+
+
 def test_an_engine_that_owes_nothing_is_not_late_but_a_suspect_one_stays_so() -> None:
     liveness = LivenessMonitor(silence=0.6, stall=1.2)
     for owes in (True, True, True, False):
         liveness.tick(liveness.period, expecting=owes)
     assert not liveness.late
-    for owes in (True,) * TICKS + (False,):
+    for owes in (True,) * FAIR_TICKS + (False,):
         liveness.tick(liveness.period, expecting=owes)
     assert liveness.suspect
 
 
 def test_a_router_that_was_held_up_itself_suspects_nobody() -> None:
     liveness = LivenessMonitor(silence=0.6, stall=1.2)
-    for _ in range(10 * TICKS):
+    for _ in range(10 * FAIR_TICKS):
         liveness.tick(10 * liveness.period, expecting=True)
     assert not liveness.late
 

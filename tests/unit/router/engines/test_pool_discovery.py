@@ -8,19 +8,15 @@ from pathlib import Path
 
 import pytest
 from quire.v1 import engine_pb2, types_pb2
+from quire_proto.supervise import Backoff
 from quire_router.clients.kube_client import KubeAccess
 from quire_router.discovery.base import Endpoint, KubernetesService, Readiness
 from quire_router.discovery.kubernetes import KubernetesDiscovery, WatchSettings
 from quire_router.engines.attempt import EngineLost
-from quire_router.engines.channel import ConnectFailureLog
 from quire_router.engines.connection import EngineConnection
+from quire_router.engines.join_window import FIRST_SIZE
 from quire_router.engines.pool import EnginePool
-from quire_router.engines.rates import (
-    CONNECT_BURST,
-    MAX_CONNECTS_PER_SECOND,
-    MAX_RECONNECTS_PER_SECOND,
-    ReconnectLimiter,
-)
+from quire_router.engines.rates import MAX_RECONNECTS_PER_SECOND, JoinRank, ReconnectLimiter
 from quire_router.engines.settings import ConnectionSettings
 
 from tests.support.http_engines import VllmEngine, demo_tokenizer, serving
@@ -193,28 +189,37 @@ async def test_another_engine_at_the_address_of_one_that_left_is_another_engine(
 
 def test_a_large_fleet_that_is_away_is_tried_at_a_bounded_rate() -> None:
     away, settings = ReconnectLimiter(), ConnectionSettings()
+    backoff = Backoff(settings.backoff, settings.max_backoff)
     with ExitStack() as waiting:
         for _ in range(5000):
             waiting.enter_context(away.waiting())
-        outage = ConnectFailureLog("e:1", settings)
-        delays = [outage.next_delay(away.spacing) for _ in range(20)]
+        delays = [backoff.next(away.spacing) for _ in range(20)]
     assert delays[0] <= settings.backoff  # who is away for a moment only is not made to wait
     assert 5000 / delays[-1] <= 2 * MAX_RECONNECTS_PER_SECOND
-    assert max(outage.next_delay(away.spacing) for _ in range(2)) <= 5000 / MAX_RECONNECTS_PER_SECOND
-    assert outage.next_delay(away.spacing) <= settings.max_backoff
+    assert max(backoff.next(away.spacing) for _ in range(2)) <= 5000 / MAX_RECONNECTS_PER_SECOND
+    assert backoff.next(away.spacing) <= settings.max_backoff
 
 
-def test_a_fleet_that_is_found_at_once_is_tried_one_after_the_other() -> None:
-    limiter, starts = ReconnectLimiter(), []
-    for _ in range(1000):
-        starts.append(limiter.turn(100.0))
-    assert starts == sorted(starts)
-    assert sum(start == 0.0 for start in starts) <= CONNECT_BURST + 1
-    assert starts[-1] <= 1000 / MAX_CONNECTS_PER_SECOND
-    for second in range(int(starts[-1])):
-        assert sum(second <= start < second + 1 for start in starts) <= MAX_CONNECTS_PER_SECOND + CONNECT_BURST + 1
-    assert limiter.turn(100.0, urgent=True) == 0.0  # requests depend on it
-    assert limiter.turn(200.0) == 0.0
+async def test_sessions_open_as_others_complete_and_those_with_requests_first() -> None:
+    limiter, begun, release = ReconnectLimiter(), list[tuple[JoinRank, int]](), asyncio.Semaphore(0)
+
+    async def join(rank: JoinRank, number: int) -> None:
+        async with limiter.turn(rank) as turn:
+            begun.append((rank, number))
+            await release.acquire()
+            turn.answered()
+
+    new = [asyncio.create_task(join(JoinRank.NEW, number)) for number in range(3 * FIRST_SIZE)]
+    await until(lambda: begun == [(JoinRank.NEW, number) for number in range(FIRST_SIZE)])
+    more = [asyncio.create_task(join(rank, 0)) for rank in (JoinRank.KNOWN, JoinRank.URGENT)]
+    new[-1].cancel()  # its engine has left meanwhile
+    await until(lambda: begun[FIRST_SIZE:][:1] == [(JoinRank.URGENT, 0)])  # requests wait for it
+    release.release()
+    await until(lambda: begun[FIRST_SIZE + 1 :][:1] == [(JoinRank.KNOWN, 0)])
+    for _ in (*new, *more):
+        release.release()
+    await asyncio.gather(*new[:-1], *more)
+    assert len(begun) == 3 * FIRST_SIZE + 1
 
 
 async def test_engines_finish_their_requests_while_their_pods_terminate(tmp_path: Path) -> None:
