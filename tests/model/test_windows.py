@@ -195,6 +195,21 @@ def test_ranks_give_up_the_same_blocks(windows: Windows, monkeypatch: pytest.Mon
     assert made.outputs == windows.outputs("qwen2-yarn")[:3]
 
 
+def test_ranks_run_a_model_of_more_than_four_groups(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    ranks_are_threads(monkeypatch)
+    kinds = ["sliding_attention"] * 5 + ["full_attention"]
+    folder = small_model("qwen2-yarn", tmp_path, num_hidden_layers=6, layer_types=kinds)
+    settings = {"block_size": BLOCK_SIZE, "max_num_batched_tokens": CHUNK, "dtype": "float32"}
+    executor = load_executor(folder, kv_cache_memory=1 << 18, swap_bytes=0, tensor_parallel_size=2, **settings)
+    prompts, few = [[5, 6, 7], list(range(3, 40))], SamplingParams(temperature=0, max_tokens=8, ignore_eos=True)
+    try:
+        assert len(executor.kv_cache_config.groups) == 6
+        made = run(executor, prompts, [few] * 2, chunk=CHUNK)
+    finally:
+        executor.close()
+    assert made.outputs == greedy_oracle(folder, prompts, 8)
+
+
 def test_a_pipeline_keeps_all_tokens(windows: Windows, monkeypatch: pytest.MonkeyPatch) -> None:
     ranks_are_threads(monkeypatch)
     folder = windows.folder("qwen2-yarn")

@@ -17,13 +17,18 @@ import numpy.typing as npt
 import torch
 
 from quire_engine.attention.base import AttentionBatch
+from quire_engine.attention.kv_cache_spec import MAX_GROUPS
 from quire_engine.core.block_pool import BlockCopies, BlockCopy, DiskTransfer
 from quire_engine.core.kv_disk import DiskContents, TransferOutcome, TransferResult
 from quire_engine.core.lora import LoRARequest
 from quire_engine.worker.input_batch import ModelInput
 
 RpcArray = npt.NDArray[Any]
-MAX_ARRAYS = 32
+_BATCH_FIELDS = [field.name for field in fields(ModelInput) if field.name != "attention"]
+_ATTENTION_FIELDS = [field.name for field in fields(AttentionBatch)]
+MAX_ARRAYS = len(_BATCH_FIELDS) + MAX_GROUPS * len(_ATTENTION_FIELDS)
+"""Of a batch with as many groups of layers as a model may have: other messages have few."""
+
 MAX_BYTES = 1 << 28
 _DTYPES = tuple(map(np.dtype, ("uint8", "int32", "int64")))
 # A message's code, number of arrays and call number; each array's index in ``_DTYPES`` and its length.
@@ -83,6 +88,7 @@ class RpcMessage:
 
 def send(link: socket.socket, message: RpcMessage) -> None:
     """Writes all of ``message``. Raises ``OSError`` when the other side has closed the link."""
+    assert len(message.arrays) <= MAX_ARRAYS, "no rank would take it"
     heads = [_MESSAGE_HEADER.pack(message.code, len(message.arrays), message.call_number)]
     heads += [_ARRAY_HEADER.pack(_DTYPES.index(array.dtype), len(array)) for array in message.arrays]
     link.sendall(b"".join((*heads, *(array.tobytes() for array in message.arrays))))
@@ -161,9 +167,7 @@ def stored_from_arrays(arrays: Sequence[RpcArray]) -> tuple[str, bytes]:
     return key, arrays[1].tobytes()
 
 
-_BATCH_FIELDS = [field.name for field in fields(ModelInput) if field.name != "attention"]
 _BATCH_DTYPES = [np.int32 if name == "positions" else np.int64 for name in _BATCH_FIELDS]
-_ATTENTION_FIELDS = [field.name for field in fields(AttentionBatch)]
 
 
 def batch_to_arrays(batch: ModelInput) -> list[RpcArray]:

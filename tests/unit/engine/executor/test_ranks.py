@@ -20,6 +20,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from pydantic import ValidationError
 from quire_engine.attention.base import AttentionBatch
+from quire_engine.attention.kv_cache_spec import MAX_GROUPS
 from quire_engine.checkpoint.config import DecoderConfig, MoEConfig
 from quire_engine.checkpoint.weights import Checkpoint
 from quire_engine.config import EngineArgs
@@ -36,6 +37,7 @@ from quire_engine.executor.rank_worker import RankSettings, check_parallel_sizes
 from quire_engine.executor.rpc import (
     MessageError,
     RpcMessage,
+    RpcMethod,
     batch_from_arrays,
     batch_to_arrays,
     copies_from_arrays,
@@ -239,6 +241,31 @@ def test_a_batch_arrives_as_it_was(chunks: list[ScheduledChunk], windows: list[i
                 mine, theirs = getattr(one, field.name), getattr(other, field.name)
                 assert mine.dtype == theirs.dtype
                 assert torch.equal(mine, theirs), field.name
+
+
+@pytest.mark.parametrize("groups", range(1, MAX_GROUPS + 1))
+def test_a_batch_of_as_many_groups_as_a_model_may_have_passes_between_ranks(groups: int) -> None:
+    blocks = [list(range(number, 20 + number)) for number in range(groups)]
+    chunk = ScheduledChunk(1, [5, 6, 7], 0, blocks[0], prompt_logprob_targets=[])
+    chunk.other_block_ids = blocks[1:]
+    windows = [None, *[8] * (groups - 1)]
+    batch = prepare_inputs([chunk], 4, [KVCacheGroup(window) for window in windows]).model_input
+    one, other = socket.socketpair()
+    with one, other:
+        send(one, RpcMessage(RpcMethod.FORWARD, 1, batch_to_arrays(batch)))
+        message = receive(other)
+    assert message is not None
+    again = batch_from_arrays(message.arrays)
+    assert len(again.attention) == groups
+    assert all(
+        torch.equal(mine.page_ids, its.page_ids) for mine, its in zip(batch.attention, again.attention, strict=True)
+    )
+
+
+def test_a_message_of_too_many_arrays_is_not_sent() -> None:
+    one, other = socket.socketpair()
+    with one, other, pytest.raises(AssertionError):
+        send(one, RpcMessage(1, 1, [np.zeros(1, np.uint8)] * (rpc.MAX_ARRAYS + 1)))
 
 
 @given(chunks(), st.data())
