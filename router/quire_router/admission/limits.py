@@ -157,6 +157,10 @@ class RateLimiter:
         with counting_refusals():
             _raise_if_any(self._usage(tenant_id).count_poll(self._clock()))
 
+    def charge_read(self, tenant_id: str, size: int) -> None:
+        """Counts the ``size`` bytes that a read took, at this router alone. Never refuses: later reads wait for it."""
+        self._usage(tenant_id).charge_read(size, self._clock())
+
     def status(self, tenant_id: str) -> RateLimitStatus | None:
         """Returns the state of a tenant's limits as far as this router knows: since its last request here, other
         routers may have admitted more. Returns None if it has no limits.

@@ -84,6 +84,7 @@ WINDOW = 60 * MICROSECONDS
 """A full bucket is a minute's worth, so that in any ``w`` seconds at most ``limit * (1 + w / 60)`` are taken."""
 
 OTHER_TENANTS = "other"  # in metrics: all that the tenants' file does not name
+POLL_BYTES = 65_536  # that are read count as one more read
 POLLS_A_REQUEST = 10  # reads of earlier requests a minute, for each request a minute
 
 
@@ -238,6 +239,11 @@ class TenantUsage:
             return polls_used_up(self._polls.limit, wait / MICROSECONDS)
         self._polls.consume(1, now)
         return None
+
+    def charge_read(self, size: int, now: int) -> None:
+        """Counts the ``size`` bytes that a read took, which are known afterwards: the next ones wait for it."""
+        if self._polls is not None:
+            self._polls.consume(size // POLL_BYTES, now)
 
     def consume(self, request_id: str, tokens: int, now: int) -> None:
         """Admits a request that was not refused, until its ``release``."""

@@ -8,7 +8,7 @@ items are written once. Those of a response are in its record first, and are cop
 
 import json
 import re
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import AsyncGenerator, Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from secrets import token_hex
 from time import time
@@ -32,6 +32,7 @@ _ID = re.compile("conv_[0-9a-f]{48}")
 MAX_TURNS = 4096  # of one conversation
 MAX_CONVERSATION_BYTES = MAX_CONVERSATION_CHARACTERS  # no response could follow more, and each read has all of it
 QUOTA = Quota(10_000, 256 * 2**20)  # of a tenant, where nothing else is said
+_TURNS_AT_ONCE = 64  # that are read in a round trip
 _ATTEMPTS = 8  # to change a conversation that others change too
 
 
@@ -89,14 +90,13 @@ class Conversations:
         self._retention = retention
         self._quota = quota
 
-    async def create(self, tenant: str, metadata: Mapping[str, str], items: Items = ()) -> Conversation:
-        """Makes a conversation, with items if there are some."""
+    async def create(self, tenant: str, metadata: Mapping[str, str], data: bytes = b"") -> Conversation:
+        """Makes a conversation, with the items in ``data`` (see ``encode_items``) if there are some."""
         made = Conversation(f"conv_{token_hex(24)}", tenant, int(time()), metadata)
-        if items:
-            data = _encode(items)
+        if data:
             made = _with_turn(made, 0, size=len(data))
         await self._charge(made, self._quota)
-        if items:
+        if data:
             await self._write(made.id, 0, data)
         await self._put(made, 0)
         return made
@@ -125,9 +125,8 @@ class Conversations:
                 return changed
         raise conversation_locked(conversation_id)
 
-    async def add_items(self, conversation_id: str, tenant: str, items: Items) -> Conversation:
-        """Adds a turn of a client. Raises as ``get``, and INVALID for a conversation that is full."""
-        data = _encode(items)
+    async def add_items(self, conversation_id: str, tenant: str, data: bytes) -> Conversation:
+        """Adds a turn of a client, with the items in ``data``. Raises as ``get``, and INVALID if it is too much."""
         changed = await self.change(
             conversation_id, tenant, lambda found, version: _with_turn(found, version, size=len(data))
         )
@@ -152,15 +151,20 @@ class Conversations:
             conversation_id, tenant, lambda found, _: _without_responses(found, [response]), limited=False
         )
 
-    async def items(self, conversation: Conversation) -> dict[int, Items]:
-        """Returns the items of the turns that have been written, by the numbers of the turns."""
-        numbers = [turn.number for turn in conversation.turns]
-        parts = await self._store.parts(conversation.id, numbers)
-        return {number: json.loads(part) for number, part in zip(numbers, parts, strict=True) if part is not None}
+    async def written(self, conversation: Conversation) -> frozenset[int]:
+        """Returns the numbers of the turns whose items have been written."""
+        return frozenset(await self._store.part_numbers(conversation.id))
 
-    async def write_response(self, conversation: Conversation, turn: Turn, items: Items) -> None:
+    async def read_turns(self, conversation: Conversation, turns: Sequence[Turn]) -> AsyncGenerator[bytes]:
+        """Yields the items of those ``turns`` that have been written, in order, as ``encode_items`` wrote them."""
+        for start in range(0, len(turns), _TURNS_AT_ONCE):
+            numbers = [turn.number for turn in turns[start : start + _TURNS_AT_ONCE]]
+            for part in await self._store.parts(conversation.id, numbers):
+                if part is not None:
+                    yield part
+
+    async def write_response(self, conversation: Conversation, turn: Turn, data: bytes) -> None:
         """Writes the items of a response that has ended, if nobody else has."""
-        data = _encode(items)
         if await self._write(conversation.id, turn.number, data):
             await self.change(
                 conversation.id,
@@ -209,7 +213,8 @@ def _stored(conversation: Conversation) -> int:
     return max(conversation.stored, conversation.size)
 
 
-def _encode(items: Items) -> bytes:
+def encode_items(items: Items) -> bytes:
+    """Returns items as they are stored. Belongs into a thread where they are long."""
     return json.dumps(items, ensure_ascii=False, separators=(",", ":")).encode("utf-8", "surrogatepass")
 
 

@@ -258,6 +258,14 @@ class ApiService:
                     self._tenant_limits.check_size(caller.tenant, tokens)
                 return prepared
 
+    async def offload(self, caller: Identity, size: int, work: Callable[[], T]) -> T:
+        """Returns what ``work`` makes of ``size`` bytes that a client has sent or stored. Runs on a thread, in its
+        tenant's turn, what would stall other streams. Raises ``QuireError`` OVERLOADED, too, where too much waits.
+        """
+        if size <= _LONG_BODY:
+            return work()
+        return await self._tokenizer_pool.run(caller.tenant, size, work)
+
     async def parse(self, read: Callable[[], SizedT], caller: Identity, *, size: int = 0) -> SizedT:
         """Returns the request that ``read`` parses, where more is to be known before it is prepared. Raises as
         ``prepare``.
@@ -422,7 +430,7 @@ class ApiService:
             return request
 
         if size > _LONG_BODY:
-            return await self._tokenizer_pool.run(caller.tenant, size, lambda: make(checked()))
+            return await self.offload(caller, size, lambda: make(checked()))
         request = checked()
         if request.size <= _LONG_TEXT and not self._validator.tokenizer(request.model).renders_slowly:
             return make(request)
@@ -448,6 +456,11 @@ class ApiService:
         if self._tenant_limits is not None:
             with counting_rejections():
                 self._tenant_limits.count_poll(caller.tenant)
+
+    def charge_read(self, caller: Identity, size: int) -> None:
+        """Counts the ``size`` bytes that a read of what is stored took: later reads wait for it."""
+        if self._tenant_limits is not None:
+            self._tenant_limits.charge_read(caller.tenant, size)
 
     async def charge(self, caller: Identity) -> None:
         """Charges one request that reaches no engine. Raises ``QuireError`` OVERLOADED when none is left."""

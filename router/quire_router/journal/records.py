@@ -13,6 +13,7 @@ from dataclasses import asdict
 from typing import Any, TypeVar
 
 from pydantic import TypeAdapter, ValidationError
+from pydantic_core import PydanticSerializationError
 
 from quire_router.core import metrics
 
@@ -27,15 +28,23 @@ class UnreadableRecordError(ValueError):
 
 def encode(record: Any) -> bytes:
     """Returns a record, a dataclass, as JSON."""
-    return json.dumps(asdict(record), separators=(",", ":")).encode()
+    try:
+        return _adapter(type(record)).dump_json(record)
+    except PydanticSerializationError:  # half of a surrogate pair, which a line of a batch may hold
+        return json.dumps(asdict(record), separators=(",", ":")).encode()
 
 
 def decode(kind: type[RecordT], data: bytes) -> RecordT:
     """Returns the record, a dataclass, that a router of this version or another one wrote. Raises
     ``UnreadableRecordError``.
     """
+    adapter = _adapter(kind)
     try:
-        return _adapter(kind).validate_python(json.loads(data))
+        return adapter.validate_json(data)
+    except ValidationError:
+        pass
+    try:
+        return adapter.validate_python(json.loads(data))
     except (ValidationError, ValueError, RecursionError) as error:
         raise UnreadableRecordError(f"this is no {kind.__name__} ({type(error).__name__})") from error
 

@@ -136,6 +136,7 @@ class FileEndpoints:
         with self._service.request_scope(f"GET {FILES}/{{id}}/content", exchange.request_id, exchange.headers):
             self._service.count_poll(exchange.caller)
             info = await self._files.get(_id(exchange), exchange.caller.tenant)
+            self._service.charge_read(exchange.caller, info.bytes)
             headers = [
                 (b"content-type", b"application/octet-stream"),
                 (b"content-length", str(info.bytes).encode()),
@@ -289,7 +290,7 @@ class BatchEndpoints:
         caller = exchange.caller
         with self._service.bodies.reserve_incoming(caller.tenant, exchange.content_length) as body:
             await read_body(exchange.receive, self._limits, body)
-            request = BatchBody.from_json(body.detach())
+            request = await self._service.offload(caller, len(body), lambda: BatchBody.from_json(body.detach()))
         if request.endpoint not in ENDPOINTS:
             raise invalid("endpoint", f"endpoint must be one of {', '.join(ENDPOINTS)}.")
         info = await self._batches.files.get(request.input_file_id, caller.tenant, "input_file_id")

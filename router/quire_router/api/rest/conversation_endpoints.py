@@ -2,19 +2,18 @@
 becomes a turn of the one that it names (``response_history``).
 """
 
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import replace
 from secrets import token_hex
-from typing import Annotated, Any, Final
+from typing import Annotated, Any, Final, TypeVar
 
 from pydantic import Field
 from quire_proto.errors import invalid
 
-from quire_router.api.conversations import Conversation, Conversations
-from quire_router.api.request_limits import ReservedBody
+from quire_router.api.conversations import Conversation, Conversations, encode_items
 from quire_router.api.rest.http import BodyLimits, HttpExchange, read_body, to_json
-from quire_router.api.rest.item_list import item_page, read_query
+from quire_router.api.rest.item_list import PageQuery, item_page
 from quire_router.api.rest.response_history import HistoryReader
 from quire_router.api.schemas.base import Metadata, StrictModel
 from quire_router.api.schemas.openai import MAX_MESSAGES
@@ -23,6 +22,7 @@ from quire_router.api.service import ApiService
 from quire_router.core.errors import item_not_found
 
 CONVERSATIONS: Final = "/v1/conversations"
+T = TypeVar("T")
 MAX_DELETED = 4096  # items of one conversation
 GivenItems = Annotated[list[InputItem], Field(max_length=MAX_MESSAGES, fail_fast=True)]
 
@@ -57,10 +57,13 @@ class ConversationEndpoints:
 
     async def create(self, exchange: HttpExchange) -> None:
         """Makes a conversation, with items if there are some."""
-        async with self._body(exchange, f"POST {CONVERSATIONS}", optional=True) as body:
-            given = ConversationBody.from_json(body.detach()) if len(body) else ConversationBody()
-            listed = _listed(given.items or ())
-            made = await self._conversations.create(exchange.caller.tenant, given.metadata or {}, listed)
+
+        def read(data: bytes | bytearray) -> tuple[Mapping[str, str], bytes]:
+            given = ConversationBody.from_json(data) if data else ConversationBody()
+            return given.metadata or {}, encode_items(_listed(given.items)) if given.items else b""
+
+        async with self._body(exchange, f"POST {CONVERSATIONS}", read, optional=True) as (metadata, items):
+            made = await self._conversations.create(exchange.caller.tenant, metadata, items)
             await exchange.response.send(200, to_json(made.to_json()))
 
     async def one(self, exchange: HttpExchange) -> None:
@@ -68,8 +71,8 @@ class ConversationEndpoints:
         method, conversation_id, tenant = exchange.scope["method"], _id(exchange), exchange.caller.tenant
         name = f"{method} {CONVERSATIONS}/{{id}}"
         if method == "POST":
-            async with self._body(exchange, name) as body:
-                metadata = ConversationUpdate.from_json(body.detach()).metadata or {}
+            async with self._body(exchange, name, ConversationUpdate.from_json) as update:
+                metadata = update.metadata or {}
                 changed = await self._conversations.change(
                     conversation_id, tenant, lambda found, _: replace(found, metadata=metadata)
                 )
@@ -88,22 +91,21 @@ class ConversationEndpoints:
         """Lists the items of a conversation; for ``POST``, adds some."""
         name = f"{exchange.scope['method']} {CONVERSATIONS}/{{id}}/items"
         if exchange.scope["method"] == "POST":
-            async with self._body(exchange, name) as body:
-                added = _listed(NewItems.from_json(body.detach()).items)
-                await self._conversations.add_items(_id(exchange), exchange.caller.tenant, added)
-                page = item_page(added, {"order": "asc", "limit": str(len(added))}, most=len(added))
-                await exchange.response.send(200, to_json(page))
+            async with self._body(exchange, name, _new_items) as (data, page):
+                await self._conversations.add_items(_id(exchange), exchange.caller.tenant, data)
+                await exchange.response.send(200, page)
             return
         with self._service.request_scope(name, exchange.request_id, exchange.headers):
-            items = await self._items(await self._find(exchange), exchange)
-            await exchange.response.send(200, to_json(item_page(items, read_query(exchange))))
+            query = PageQuery.read(exchange)
+            page = await self._history.page(await self._find(exchange), query, exchange.caller)
+            await exchange.response.send(200, page)
 
     async def item(self, exchange: HttpExchange) -> None:
         """Sends an item of a conversation; for ``DELETE``, removes it and sends the conversation."""
         name = f"{exchange.scope['method']} {CONVERSATIONS}/{{id}}/items/{{item_id}}"
         with self._service.request_scope(name, exchange.request_id, exchange.headers):
             found, item_id = await self._find(exchange), str(exchange.path_parameters["item_id"])
-            item = next((each for each in await self._items(found, exchange) if each["id"] == item_id), None)
+            item = await self._history.item(found, item_id, exchange.caller)
             if item is None:
                 raise item_not_found("item_id", item_id)
             if exchange.scope["method"] == "DELETE":
@@ -115,18 +117,17 @@ class ConversationEndpoints:
                 )
                 await exchange.response.send(200, to_json(found.to_json()))
             else:
-                await exchange.response.send(200, to_json(item))
-
-    async def _items(self, conversation: Conversation, exchange: HttpExchange) -> Sequence[Any]:
-        return (await self._history.turns(conversation, exchange.caller)).items
+                await exchange.response.send(200, item)
 
     async def _find(self, exchange: HttpExchange) -> Conversation:
         self._service.count_poll(exchange.caller)
         return await self._conversations.get(_id(exchange), exchange.caller.tenant)
 
     @asynccontextmanager
-    async def _body(self, exchange: HttpExchange, name: str, *, optional: bool = False) -> AsyncIterator[ReservedBody]:
-        """Reads the body of a request that writes, which is charged. Raises ``QuireError``."""
+    async def _body(
+        self, exchange: HttpExchange, name: str, read: Callable[[bytearray], T], *, optional: bool = False
+    ) -> AsyncIterator[T]:
+        """Yields what ``read`` makes of the body of a request that writes, which is charged. Raises ``QuireError``."""
         exchange.check_json_body(self._limits.max_bytes, optional=optional)
         caller, bodies = exchange.caller, self._service.bodies
         with (
@@ -135,7 +136,13 @@ class ConversationEndpoints:
         ):
             await read_body(exchange.receive, self._limits, body)
             await self._service.charge(caller)
-            yield body
+            yield await self._service.offload(caller, len(body), lambda: read(body.detach()))
+
+
+def _new_items(body: bytearray) -> tuple[bytes, bytes]:
+    """Returns the items in a body as they are stored, and as they are listed."""
+    added = _listed(NewItems.from_json(body).items)
+    return encode_items(added), to_json(item_page(added))
 
 
 def _listed(items: Sequence[InputItem]) -> list[dict[str, Any]]:

@@ -2,7 +2,8 @@
 
 import re
 from collections.abc import Mapping, Sequence
-from typing import Any
+from dataclasses import dataclass
+from typing import Any, Self
 from urllib.parse import parse_qsl
 
 from quire_proto.errors import invalid
@@ -15,18 +16,36 @@ _MAX_QUERY_FIELDS = 16
 _NUMBER = re.compile(r"[0-9]{1,15}", re.ASCII)
 
 
-def item_page(items: Sequence[Mapping[str, Any]], query: Mapping[str, str], most: int = MAX_LISTED) -> dict[str, Any]:
-    """Returns the page of items that a query asks for, ``most`` at most. Raises ``QuireError``."""
-    if _order(query) == "desc":
-        items = items[::-1]
-    begin = _position_behind([str(item.get("id")) for item in items], query.get("after"))
-    page = items[begin : begin + _limit(query, most)]
+@dataclass(frozen=True, slots=True)
+class PageQuery:
+    """The page of a list that a request asks for: at most ``limit`` items behind the one with the id ``after``."""
+
+    newest_first: bool = True
+    limit: int = DEFAULT_LISTED
+    after: str | None = None
+
+    @classmethod
+    def read(cls, exchange: HttpExchange) -> Self:
+        """Returns that of a request's address. Raises ``QuireError`` INVALID."""
+        query = read_query(exchange)
+        return cls(_order(query) == "desc", _limit(query), query.get("after"))
+
+    def of(self, items: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+        """Returns the page of all ``items``, the oldest of which is first. Raises ``QuireError`` NOT_FOUND."""
+        if self.newest_first:
+            items = items[::-1]
+        begin = _position_behind([str(item.get("id")) for item in items], self.after)
+        return item_page(items[begin : begin + self.limit], has_more=begin + self.limit < len(items))
+
+
+def item_page(page: Sequence[Mapping[str, Any]], *, has_more: bool = False) -> dict[str, Any]:
+    """Returns a page as OpenAI's APIs write it."""
     return {
         "object": "list",
         "data": page,
         "first_id": page[0]["id"] if page else "",
         "last_id": page[-1]["id"] if page else "",
-        "has_more": begin + len(page) < len(items),
+        "has_more": has_more,
     }
 
 
@@ -46,10 +65,10 @@ def _order(query: Mapping[str, str]) -> str:
     return order
 
 
-def _limit(query: Mapping[str, str], most: int) -> int:
+def _limit(query: Mapping[str, str]) -> int:
     given = query.get("limit", str(DEFAULT_LISTED))
-    if not _NUMBER.fullmatch(given) or not 1 <= int(given) <= most:
-        raise invalid("limit", f"limit must be a number from 1 to {most}.")
+    if not _NUMBER.fullmatch(given) or not 1 <= int(given) <= MAX_LISTED:
+        raise invalid("limit", f"limit must be a number from 1 to {MAX_LISTED}.")
     return int(given)
 
 

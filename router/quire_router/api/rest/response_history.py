@@ -2,18 +2,22 @@
 read, with the tokens of their prompts and answers, and conversations.
 """
 
+import json
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import AsyncGenerator, Callable, Collection, Iterable, Mapping, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass, replace
+from functools import partial
 from time import time
 from typing import Any
 
 from quire_proto.errors import ErrorCode, QuireError, internal, invalid
 
 from quire_router.api.auth import Identity
-from quire_router.api.conversations import Conversation, Conversations, Items, Turn
+from quire_router.api.conversations import Conversation, Conversations, Items, Turn, encode_items
 from quire_router.api.prepared_request import PreparedRequest, RequestOptions
+from quire_router.api.rest.http import to_json
+from quire_router.api.rest.item_list import PageQuery, item_page
 from quire_router.api.rest.responses_format import ResponseBuilder
 from quire_router.api.schemas.response_items import REFERENCE, History, read_items
 from quire_router.api.schemas.response_state import ResponseState
@@ -32,11 +36,12 @@ from quire_router.core.errors import (
     previous_not_found,
     response_not_found,
 )
+from quire_router.core.generation import MAX_CONVERSATION_CHARACTERS
 from quire_router.core.response_options import Api, ResponseOptions
 
 MAX_REFERENCED = 64  # responses that the items of one request may be of
+MAX_REFERENCED_CHARACTERS = 4 * MAX_CONVERSATION_CHARACTERS  # of their conversations together
 _WAIT = 15.0  # seconds for the end of a response that is gone on from: longer than a dead router's lease
-_ITEM_CHARACTERS = 256  # of an item, about: whether many are to be read
 _ITEM_ID = re.compile(r"(?:msg|rs|fc|fco)_([A-Za-z0-9_-]{1,64})_(?:in)?[0-9]{1,5}", re.ASCII)
 
 
@@ -49,21 +54,33 @@ class EarlierResponse:
     builder: ResponseBuilder
 
     @property
+    def size(self) -> int:
+        """The characters of its conversation, about."""
+        return len(self.prepared.first.conversation)
+
+    @property
     def all_token_ids(self) -> list[int]:
         """The tokens of its prompt and of its answer."""
         return [*self.prepared.first.prompt_token_ids, *self.token_ids]
 
     def items(self) -> list[Mapping[str, Any]]:
         """Returns its conversation and its output. Raises ``QuireError`` INTERNAL when its record is damaged."""
-        try:
-            state = ResponseState.read(self.prepared.first.conversation)
-        except (ValueError, RecursionError):
-            raise internal() from None
+        state = read_state_of(self.prepared.first.conversation)
         return [*(state.items or ()), *self.builder.output()]
 
     def history(self) -> History:
         """Returns what a request goes on from behind it. Raises as ``items`` does."""
         return history_of(self.items(), self.all_token_ids)
+
+
+def read_state_of(conversation: str) -> ResponseState:
+    """Returns what is stored of a response. Belongs into a thread where it is long. Raises ``QuireError`` INTERNAL when
+    it is damaged.
+    """
+    try:
+        return ResponseState.read(conversation)
+    except (ValueError, RecursionError):
+        raise internal() from None
 
 
 def history_of(listed: Items, token_ids: Sequence[int]) -> History:
@@ -109,8 +126,76 @@ class HistoryReader:
         runs is waited for, or else has none yet. Raises ``QuireError``.
         """
         assert self._conversations is not None
-        written = await self._conversations.items(conversation)
+        ended = await self._copy_responses(conversation, caller, wait=wait)
+        async with aclosing(self._conversations.read_turns(conversation, conversation.turns)) as turns:
+            parts = [part async for part in turns]
+        size = sum(map(len, parts))
+        self._service.charge_read(caller, size)
+        deleted = frozenset(conversation.deleted)
+        items = await self._service.offload(caller, size, partial(_kept_items, parts, deleted))
+        return replace(ended, items=items, size=size)
+
+    async def page(self, conversation: Conversation, query: PageQuery, caller: Identity) -> bytes:
+        """Returns a page of a conversation's items as JSON. Only the turns that it is of are parsed. Raises
+        ``QuireError``.
+        """
+        await self._copy_responses(conversation, caller, wait=False)
+        deleted, page = frozenset(conversation.deleted), list[Mapping[str, Any]]()
+        behind, size = query.after, 0
+        async with aclosing(self._parts(conversation, caller, newest_first=query.newest_first)) as parts:
+            async for part in parts:
+                if behind is not None and _as_written(behind) not in part:
+                    continue
+                items = await self._service.offload(caller, len(part), partial(_kept_items, [part], deleted))
+                items = items[::-1] if query.newest_first else items
+                if behind is not None:
+                    places = [number for number, item in enumerate(items, 1) if item["id"] == behind]
+                    if not places:
+                        continue
+                    items, behind = items[places[0] :], None
+                page += items
+                size += len(part)
+                if len(page) > query.limit:
+                    break
+        if behind is not None:
+            raise item_not_found("after", behind)
+        listed = item_page(page[: query.limit], has_more=len(page) > query.limit)
+        return await self._service.offload(caller, size, lambda: to_json(listed))
+
+    async def item(self, conversation: Conversation, item_id: str, caller: Identity) -> bytes | None:
+        """Returns an item of a conversation as JSON; None if it has none of this id. Raises ``QuireError``."""
+        await self._copy_responses(conversation, caller, wait=False)
+        if item_id in conversation.deleted:
+            return None
+        async with aclosing(self._parts(conversation, caller)) as parts:
+            async for part in parts:
+                if _as_written(item_id) in part:
+                    found = await self._service.offload(caller, len(part), partial(_find_item, part, item_id))
+                    if found is not None:
+                        return found
+        return None
+
+    async def _parts(
+        self, conversation: Conversation, caller: Identity, *, newest_first: bool = False
+    ) -> AsyncGenerator[bytes]:
+        """Yields the items of each turn as they are stored; its tenant is charged for what it has read."""
+        assert self._conversations is not None
+        turns, size = conversation.turns[::-1] if newest_first else conversation.turns, 0
+        try:
+            async with aclosing(self._conversations.read_turns(conversation, turns)) as parts:
+                async for part in parts:
+                    size += len(part)
+                    yield part
+        finally:
+            self._service.charge_read(caller, size)
+
+    async def _copy_responses(self, conversation: Conversation, caller: Identity, *, wait: bool) -> "ConversationItems":
+        """Copies the items of responses into a conversation that have ended since it was last read. Returns what is
+        known of the last one, without items.
+        """
+        assert self._conversations is not None
         responses = [turn for turn in conversation.turns if turn.response]
+        written = await self._conversations.written(conversation) if responses else frozenset()
         token_ids: Sequence[int] = ()
         model, failed = "", list[str]()
         for turn in responses:
@@ -127,11 +212,14 @@ class HistoryReader:
             token_ids = () if earlier is None else earlier.all_token_ids
             model = "" if earlier is None else earlier.prepared.first.model
             if turn.number not in written and (earlier is not None or not is_last):
-                written[turn.number] = [] if earlier is None else earlier.items()[turn.known :]
-                await self._conversations.write_response(conversation, turn, written[turn.number])
-        items = [item for turn in conversation.turns for item in written.get(turn.number, ())]
-        deleted = frozenset(conversation.deleted)
-        return ConversationItems([item for item in items if item["id"] not in deleted], token_ids, failed, model)
+                data = await self._items_of(earlier, turn, caller)
+                await self._conversations.write_response(conversation, turn, data)
+        return ConversationItems((), token_ids, failed, model)
+
+    async def _items_of(self, earlier: EarlierResponse | None, turn: Turn, caller: Identity) -> bytes:
+        if earlier is None:
+            return encode_items([])
+        return await self._service.offload(caller, earlier.size, lambda: encode_items(earlier.items()[turn.known :]))
 
     async def _turn(
         self, turn: Turn, conversation: Conversation, caller: Identity, *, wait: bool
@@ -202,7 +290,7 @@ class HistoryReader:
         """Returns the histories that hold the items which a request refers to. The last response of a conversation
         holds the items of those before it, too, so the last references are looked up first.
         """
-        histories: list[History] = []
+        histories, size = list[History](), 0
         for number in reversed(range(len(request.input))):
             item_id = request.input[number].id or ""
             known = any(item_id in history.referenced for history in histories)
@@ -224,12 +312,18 @@ class HistoryReader:
                 raise
             if not keeps_items(stored) or stored.status is RequestStatus.FAILED:
                 raise item_not_found(f"input[{number}].id", item_id)
-            histories.append((await self._whole(stored, caller)).history())
+            size += len(stored.first.conversation)
+            if size > MAX_REFERENCED_CHARACTERS:
+                most = f"{MAX_REFERENCED_CHARACTERS} characters"
+                raise invalid("input", f"input refers to items of responses that have more than {most} together.")
+            whole = await self._whole(stored, caller)
+            histories.append(await self._service.offload(caller, whole.size, whole.history))
         return histories
 
     async def _whole(self, stored: StoredRequest, caller: Identity) -> EarlierResponse:
         """Reads a response to its end, which another router may still be writing, or this one has to finish."""
         answer = await self._service.replay(stored, caller, time() + _WAIT)
+        self._service.charge_read(caller, len(answer.prepared.first.conversation))
         builder, token_ids = ResponseBuilder(answer.prepared), list[int]()
         async with aclosing(answer.deltas) as deltas:
             async for delta in deltas:
@@ -258,8 +352,9 @@ class RecordedHistory:
     @property
     def size(self) -> int:
         """How many characters are to be read, about."""
-        items = 0 if self.conversation is None else _ITEM_CHARACTERS * len(self.conversation.items)
-        return items if self.earlier is None else len(self.earlier.prepared.first.conversation)
+        if self.conversation is not None:
+            return self.conversation.size
+        return 0 if self.earlier is None else self.earlier.size
 
     def read(self) -> History:
         """Returns the history. Belongs into a thread where it is long."""
@@ -278,14 +373,28 @@ class RecordedHistory:
 
 @dataclass(frozen=True, slots=True)
 class ConversationItems:
-    """The items of a conversation, the tokens of the prompt and the answer of its last response, and the model that
-    this was of. Its responses that ``failed`` are turns of it no longer.
+    """The items of a conversation, which are stored in ``size`` bytes, the tokens of the prompt and the answer of its
+    last response, and the model that this was of. Its responses that ``failed`` are turns of it no longer.
     """
 
     items: Items
     token_ids: Sequence[int]
     failed: Sequence[str] = ()
     model: str = ""
+    size: int = 0
+
+
+def _kept_items(parts: Iterable[bytes], deleted: Collection[str]) -> list[Mapping[str, Any]]:
+    return [item for part in parts for item in json.loads(part) if item["id"] not in deleted]
+
+
+def _find_item(part: bytes, item_id: str) -> bytes | None:
+    return next((to_json(item) for item in _kept_items([part], ()) if item["id"] == item_id), None)
+
+
+def _as_written(item_id: str) -> bytes:
+    """Returns an id as ``encode_items`` writes it: a turn without it need not be parsed."""
+    return json.dumps(item_id, ensure_ascii=False).encode("utf-8", "surrogatepass")
 
 
 def keeps_items(stored: StoredRequest) -> bool:

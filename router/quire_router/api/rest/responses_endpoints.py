@@ -28,8 +28,8 @@ from quire_router.api.rest.http import (
     to_json,
     x_headers,
 )
-from quire_router.api.rest.item_list import item_page, read_query
-from quire_router.api.rest.response_history import HistoryReader, keeps_items, prepare_response
+from quire_router.api.rest.item_list import PageQuery, read_query
+from quire_router.api.rest.response_history import HistoryReader, keeps_items, prepare_response, read_state_of
 from quire_router.api.rest.responses_format import RESPONSES, Answer, read_state
 from quire_router.api.rest.sse import KeepAlive, collect, stream
 from quire_router.api.schemas.response_state import ResponseState
@@ -181,15 +181,16 @@ class ResponseEndpoints:
     async def input_items(self, exchange: HttpExchange) -> None:
         """Lists the conversation that a response answers."""
         with self._service.request_scope(f"GET {PATH}/{{id}}/input_items", exchange.request_id, exchange.headers):
-            query = read_query(exchange)
-            stored = await self._history.stored(_id(exchange), exchange.caller)
+            query, caller = PageQuery.read(exchange), exchange.caller
+            stored = await self._history.stored(_id(exchange), caller)
             if not keeps_items(stored):
                 raise response_not_found(_id(exchange))
-            try:
-                items = list(ResponseState.read(stored.first.conversation).items or ())
-            except (ValueError, RecursionError):
-                raise internal() from None
-            await exchange.response.send(200, to_json(item_page(items, query)))
+            conversation = stored.first.conversation
+
+            def page() -> bytes:
+                return to_json(query.of(list(read_state_of(conversation).items or ())))
+
+            await exchange.response.send(200, await self._service.offload(caller, len(conversation), page))
 
     async def input_tokens(self, exchange: HttpExchange) -> None:
         """Sends the number of tokens that a request's prompt has."""

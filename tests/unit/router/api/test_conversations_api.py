@@ -1,6 +1,8 @@
 """``/v1/conversations`` over HTTP: conversations, their items, and the responses that are turns of them."""
 
 import asyncio
+import json
+import threading
 from contextlib import asynccontextmanager
 from typing import Any
 
@@ -8,7 +10,10 @@ import openai
 import pytest
 from quire_proto.errors import ErrorCode, QuireError
 from quire_proto.sampling import FinishReason
-from quire_router.api.conversations import Conversations, Turn
+from quire_router.admission.limits import RateLimiter
+from quire_router.admission.tenants import Tenant, Tenants
+from quire_router.api.conversations import Conversations, Turn, encode_items
+from quire_router.api.rest import response_history
 from quire_router.api.stored_quota import RECORD_BYTES, ResponseQuota
 from quire_router.journal.objects import MemoryObjectStore, Quota
 
@@ -209,17 +214,67 @@ async def test_a_key_that_is_refused_while_its_response_runs_leaves_that_in_the_
 async def test_a_number_of_a_turn_is_never_used_again():
     """What was written of a turn that is gone would be the items of the next one."""
     conversations = Conversations(MemoryObjectStore(), 60.0)
-    made = await conversations.create("", {}, [{"id": "msg_1"}])
+    made = await conversations.create("", {}, encode_items([{"id": "msg_1"}]))
     for name in "ab":
         await conversations.add_response(made.id, "", name, 0)
     before = await conversations.get(made.id, "")
-    await conversations.write_response(before, before.turns[1], [{"id": "msg_2"}])
+    await conversations.write_response(before, before.turns[1], encode_items([{"id": "msg_2"}]))
     for name in "ab":
         await conversations.remove_response(made.id, "", name)
     await conversations.add_response(made.id, "", "c", 0)
     found = await conversations.get(made.id, "")
     assert [turn.response for turn in found.turns] == ["", "c"]
-    assert await conversations.items(found) == {0: [{"id": "msg_1"}]}
+    assert [json.loads(part) async for part in conversations.read_turns(found, found.turns)] == [[{"id": "msg_1"}]]
+
+
+@pytest.mark.parametrize("order", ["asc", "desc"])
+async def test_pages_of_any_size_are_the_whole_list(order: str):
+    async with stage_with() as stage:
+        conversation = await make(stage, items=[USER] * 3)
+        await respond(stage, conversation, "one")
+        await ask(stage.port, "POST", f"{CONVERSATIONS}/{conversation}/items", {"items": [USER] * 2})
+        path = f"{CONVERSATIONS}/{conversation}/items?order={order}"
+        listed = (await ask(stage.port, "GET", f"{path}&limit=100")).json["data"]
+        gone = listed.pop(3)["id"]
+        await ask(stage.port, "DELETE", f"{CONVERSATIONS}/{conversation}/items/{gone}")
+        assert (await ask(stage.port, "GET", f"{path}&after={gone}")).status == 404
+        for limit in range(1, 8):
+            pages, after, has_more = [], "", True
+            while has_more:
+                page = (await ask(stage.port, "GET", f"{path}&limit={limit}{after}")).json
+                pages += page["data"]
+                assert (page["first_id"], page["last_id"]) == (page["data"][0]["id"], page["data"][-1]["id"])
+                after, has_more = f"&after={page['last_id']}", page["has_more"]
+            assert pages == listed
+
+
+async def test_a_page_parses_the_turns_that_it_is_of_alone_and_off_the_loop(monkeypatch: pytest.MonkeyPatch):
+    parsed: list[tuple[int, bool]] = []
+
+    class Parser:
+        def loads(self, data: bytes) -> Any:
+            parsed.append((len(data), threading.current_thread() is threading.main_thread()))
+            return json.loads(data)
+
+        dumps = staticmethod(json.dumps)
+
+    limits = RateLimiter(Tenants([Tenant("", requests_per_minute=4)]), clock=lambda: 0)
+    async with stage_with(tenant_limits=limits) as stage:
+        conversation = await make(stage)
+        for text in "abc":
+            items = {"items": [{"role": "user", "content": text * 30_000}] * 3}
+            assert (await ask(stage.port, "POST", f"{CONVERSATIONS}/{conversation}/items", items)).status == 200
+        monkeypatch.setattr(response_history, "json", Parser())
+        path = f"{CONVERSATIONS}/{conversation}/items"
+        page = (await ask(stage.port, "GET", f"{path}?limit=1")).json
+        assert [item["content"][0]["text"][0] for item in page["data"]] == ["c"]
+        assert [(size > 90_000, on_loop) for size, on_loop in parsed] == [(True, False)]
+        parsed.clear()
+        assert (await ask(stage.port, "GET", f"{path}/{page['last_id']}")).json == page["data"][0]
+        assert len(parsed) == 1
+        statuses = [(await ask(stage.port, "GET", f"{path}?order=asc")).status for _ in range(20)]
+        assert statuses.count(200) < 10, "each reads 270 kB, which count as five reads"
+        assert statuses[-1] == 429
 
 
 async def test_a_response_that_runs_is_waited_for():
