@@ -19,13 +19,14 @@ from quire_proto.sampling import SamplingParams
 from quire_router.api.auth import Identity
 from quire_router.api.prepared_request import RequestOptions, opaque_session
 from quire_router.api.schemas.anthropic import MessagesRequest
-from quire_router.api.schemas.base import ModelName, StrictModel, check_complexity
+from quire_router.api.schemas.base import ModelName, StrictModel
 from quire_router.api.schemas.openai import ChatRequest, CompletionRequest, GenerationBody, TemplatedBody
 from quire_router.api.schemas.pooling import EmbeddingRequest, PoolingBody, RerankRequest, ScoreRequest
 from quire_router.api.schemas.response_items import History
 from quire_router.api.schemas.responses import ResponsesRequest
 from quire_router.api.tools_and_reasoning import drop_unsupported_by_template
 from quire_router.api.validation import Validator
+from quire_router.core.complexity import check_complexity
 from quire_router.core.generation import GenerationRequest
 
 BYTES_PER_TOKEN = 4

@@ -1,19 +1,23 @@
 """``Batch``: the record of a batch, with who works on it; its lines, what runs them (``LineRunner``), what its file
-must hold (``read_lines``), and what is kept of each answer (``encode_result``).
+must hold (``LineReader``), and what is kept of each answer (``encode_result``).
 """
 
 import json
-from collections.abc import AsyncGenerator, AsyncIterator, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from hashlib import blake2b
 from secrets import token_hex
-from typing import Any, Final, Protocol, Self
+from typing import Any, Final, Protocol, Self, TypeVar
 
+from quire_proto.errors import QuireError
+
+from quire_router.core.complexity import check_complexity
 from quire_router.journal import records
 
 EMBEDDINGS: Final = "/v1/embeddings"
 ENDPOINTS: Final = ("/v1/chat/completions", "/v1/completions", "/v1/responses", EMBEDDINGS)
 WINDOW: Final = 86_400  # seconds: the one completion window, "24h"
+T = TypeVar("T")
 MAX_LINES = 50_000
 MAX_CUSTOM_ID = 512  # characters
 MAX_ERRORS = 100  # that a batch which fails lists
@@ -108,12 +112,16 @@ class Batch:
 
 @dataclass(frozen=True, slots=True)
 class Line:
-    """One request of a batch: its number in the file, from 0, its client's name for it, and its body as JSON."""
+    """One request of a batch: its number in the file, from 0, its client's name for it, and its ``text``."""
 
     number: int
     custom_id: str
-    body: bytes
+    text: bytes
     model: str | None = None
+
+    def body(self) -> bytes:
+        """Returns its body as JSON. Belongs into a thread where the line is long."""
+        return json.dumps(json.loads(self.text)["body"]).encode()
 
 
 @dataclass(frozen=True, slots=True)
@@ -138,6 +146,12 @@ class LineRunner(Protocol):
         """Ends the request of a line, if it runs."""
         ...
 
+    async def offload(self, batch: Batch, size: int, work: Callable[[], T]) -> T:
+        """Returns what ``work`` makes of ``size`` bytes of a batch, off the event loop and in its tenant's turn. Raises
+        ``QuireError`` OVERLOADED where too much waits for that.
+        """
+        ...
+
 
 class LineError(ValueError):
     """A line that no batch may have: OpenAI's ``code``, the ``message``, the line's number from 1, and the field."""
@@ -147,33 +161,71 @@ class LineError(ValueError):
         self.error = {"code": code, "message": message, "line": line, "param": param}
 
 
-async def split_lines(chunks: AsyncIterator[bytes], max_bytes: int) -> AsyncGenerator[bytes]:
-    """Yields the lines of a file that comes in chunks, without those that are blank. Raises ``LineError`` for one of
-    more than ``max_bytes``.
+class LineReader:
+    """Reads the requests of a batch for ``endpoint`` from its file, piece by piece, on any thread. A line has at most
+    ``max_bytes``. ``error`` is why no more can be read; None while more can.
     """
-    rest, count = b"", 0
-    async for chunk in chunks:
-        *lines, rest = (rest + chunk).split(b"\n")
-        for line in lines:
-            if line.strip():
-                count += 1
-                yield _checked_size(line, max_bytes, count)
-        _checked_size(rest, max_bytes, count + 1)
-    if rest.strip():
-        yield rest
 
+    def __init__(self, endpoint: str, max_bytes: int) -> None:
+        self.error: LineError | None = None
+        self._endpoint = endpoint
+        self._max_bytes = max_bytes
+        self._pieces: list[bytes] = []
+        self._size = self._number = 0
 
-def _checked_size(line: bytes, max_bytes: int, number: int) -> bytes:
-    if len(line) > max_bytes:
-        raise LineError("line_too_long", f"This line has more than {max_bytes} bytes.", number)
-    return line
+    def size_with(self, piece: bytes) -> int:
+        """Returns how many bytes are read with this piece at most."""
+        return self._size + len(piece)
+
+    def feed(self, piece: bytes) -> list[Line | LineError]:
+        """Returns the lines that end in the next piece, and errors where a line is none. Blank lines do not count."""
+        head, *lines = piece.split(b"\n")
+        self._add(head)
+        if not lines:
+            return []
+        first = b"".join(self._pieces)
+        self._pieces, self._size = [], 0
+        self._add(lines.pop())
+        return self._read([first, *lines])
+
+    def end(self) -> list[Line | LineError]:
+        """Returns the last line, if the file does not end with an empty one."""
+        return self._read([b"".join(self._pieces)])
+
+    def _add(self, piece: bytes) -> None:
+        self._pieces.append(piece)
+        self._size += len(piece)
+        if self._size > self._max_bytes and self.error is None:
+            self.error = self._too_long(self._number + 1)
+
+    def _read(self, lines: Sequence[bytes]) -> list[Line | LineError]:
+        found: list[Line | LineError] = []
+        for line in filter(bytes.strip, lines):
+            if self._number >= MAX_LINES:
+                self.error = LineError("too_many_requests", f"The file has more than {MAX_LINES} lines.")
+            elif len(line) > self._max_bytes:
+                self.error = self._too_long(self._number + 1)
+            if self.error is not None:
+                break
+            try:
+                found.append(read_line(line, self._number, self._endpoint))
+            except LineError as error:
+                found.append(error)
+            self._number += 1
+        return found
+
+    def _too_long(self, number: int) -> LineError:
+        return LineError("line_too_long", f"This line has more than {self._max_bytes} bytes.", number)
 
 
 def read_line(text: bytes, number: int, endpoint: str) -> Line:
     """Returns the request in line ``number`` (from 0) of a batch for ``endpoint``. Raises ``LineError``."""
     at = number + 1
     try:
+        check_complexity(text)
         fields = json.loads(text)
+    except QuireError as error:
+        raise LineError("invalid_request", error.message.replace("The body", "This line"), at) from None
     except (ValueError, RecursionError):
         raise LineError("invalid_json_line", "This line is not parseable as valid JSON.", at) from None
     if not isinstance(fields, dict):
@@ -192,24 +244,7 @@ def read_line(text: bytes, number: int, endpoint: str) -> Line:
     if body.get("stream"):
         raise LineError("invalid_request", "A request of a batch cannot be streamed.", at, "body.stream")
     model = body.get("model")
-    return Line(number, custom_id, json.dumps(body).encode(), model if isinstance(model, str) else None)
-
-
-async def read_lines(
-    chunks: AsyncIterator[bytes], endpoint: str, max_line_bytes: int
-) -> AsyncGenerator[Line | LineError]:
-    """Yields the requests in a file, and errors where a line is none. Raises ``LineError`` where it cannot be read
-    further.
-    """
-    number = 0
-    async for text in split_lines(chunks, max_line_bytes):
-        if number >= MAX_LINES:
-            raise LineError("too_many_requests", f"The file has more than {MAX_LINES} lines.")
-        try:
-            yield read_line(text, number, endpoint)
-        except LineError as error:
-            yield error
-        number += 1
+    return Line(number, custom_id, text, model if isinstance(model, str) else None)
 
 
 def encode_result(line: Line, answer: LineAnswer | None, error: dict[str, str] | None) -> bytes:

@@ -13,6 +13,7 @@ from collections import Counter
 from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Coroutine, Iterator
 from contextlib import aclosing, contextmanager, suppress
 from dataclasses import dataclass
+from functools import partial
 from random import uniform
 from time import time
 from typing import Any, TypeVar
@@ -30,9 +31,9 @@ from quire_router.batches.batch import (
     Batch,
     Line,
     LineError,
+    LineReader,
     LineRunner,
     encode_result,
-    read_lines,
 )
 from quire_router.batches.batch_store import ACTIVE, Batches
 from quire_router.batches.files import FileInfo
@@ -319,14 +320,25 @@ class BatchRun:
         return len(seen), models[0] if models else None, errors
 
     async def _read_lines(self) -> AsyncGenerator[Line | LineError]:
+        """Yields the requests in the file, and errors where a line is none. Raises ``LineError`` where no more can be
+        read.
+        """
         info = await self._files.get(self.batch.input_file_id, self.batch.tenant)
-        async with (
-            aclosing(self._files.read(info)) as chunks,
-            aclosing(read_lines(chunks, self.batch.endpoint, self._max_line_bytes)) as lines,
-        ):
-            async for line in lines:
-                yield line
+        reader = LineReader(self.batch.endpoint, self._max_line_bytes)
+        async with aclosing(self._files.read(info)) as chunks:
+            async for chunk in chunks:
+                for line in await self._offload(reader.size_with(chunk), partial(reader.feed, chunk)):
+                    yield line
+                if reader.error is not None:
+                    raise reader.error
                 await asyncio.sleep(0)  # chunks in memory come without waiting
+        for line in await self._offload(reader.size_with(b""), reader.end):
+            yield line
+        if reader.error is not None:
+            raise reader.error
+
+    async def _offload(self, size: int, work: Callable[[], T]) -> T:
+        return await _persistently(lambda: self._lines.offload(self.batch, size, work))
 
     # Lines
 

@@ -8,7 +8,7 @@ from collections.abc import Awaitable, Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import replace
 from time import time
-from typing import Final
+from typing import Final, TypeVar
 
 from opentelemetry import trace
 from opentelemetry.context import Context
@@ -39,8 +39,9 @@ _INPUTS_AT_ONCE = 8  # of one line that is embedded
 _SPARE_RETENTION: Final = 3_600.0  # seconds after the window for which the records of lines are kept
 _SPARE_SECONDS: Final = 60.0  # after the window until a line ends by itself, where its batch has not ended it
 _TEMPORARY = (ErrorCode.UNAVAILABLE, ErrorCode.OVERLOADED)
-PrepareLine = Callable[[bytes, str, Identity, RequestOptions], Awaitable[PreparedRequest]]
-"""Returns the request in a body, with this id. Raises ``QuireError``."""
+PrepareLine = Callable[[Line, str, Identity, RequestOptions], Awaitable[PreparedRequest]]
+"""Returns the request in a line, with this id. Raises ``QuireError``."""
+T = TypeVar("T")
 tracer = trace.get_tracer("quire.router")
 
 
@@ -83,11 +84,15 @@ class BatchLines:
         if batch.endpoint != EMBEDDINGS:
             await self._service.end(_options(batch, number).request_id(self._caller(batch)))
 
+    async def offload(self, batch: Batch, size: int, work: Callable[[], T]) -> T:
+        """See ``LineRunner``."""
+        return await self._service.offload(self._caller(batch), size, work)
+
     async def _generate(self, batch: Batch, line: Line, request_id: str, caller: Identity) -> LineAnswer:
         prepare, answer_format = self._routes[batch.endpoint]
         try:
             options = _options(batch, line.number)
-            prepared = _as_line(await prepare(line.body, request_id, caller, options), batch)
+            prepared = _as_line(await prepare(line, request_id, caller, options), batch)
             if self._quota is not None and answer_format is RESPONSES:
                 await self._quota.charge(prepared)
             try:
@@ -115,11 +120,11 @@ class BatchLines:
         requests: list[EmbeddingRequest] = []
 
         def read() -> EmbeddingRequest:
-            requests.append(EmbeddingRequest.from_json(line.body))
+            requests.append(EmbeddingRequest.from_json(line.body()))
             return requests[0]
 
         try:
-            prepared = await self._service.prepare_pooling(read, request_id, caller, size=len(line.body))
+            prepared = await self._service.prepare_pooling(read, request_id, caller, size=len(line.text))
             deadline = batch.expires_at + _SPARE_SECONDS
             generations = [replace(each, priority=BEST_EFFORT, deadline=deadline) for each in prepared.generations]
             answers: list[PooledAnswer] = []
@@ -136,17 +141,17 @@ class BatchLines:
         return LineAnswer(200, request_id, await embeddings_json(requests[0], prepared, whole))
 
     def _preparing(self, body_type: type[ChatRequest] | type[CompletionRequest]) -> PrepareLine:
-        async def prepare(body: bytes, request_id: str, caller: Identity, options: RequestOptions) -> PreparedRequest:
+        async def prepare(line: Line, request_id: str, caller: Identity, options: RequestOptions) -> PreparedRequest:
             return await self._service.prepare(
-                lambda: body_type.from_json(body), request_id, caller, options, size=len(body)
+                lambda: body_type.from_json(line.body()), request_id, caller, options, size=len(line.text)
             )
 
         return prepare
 
     async def _prepare_response(
-        self, body: bytes, request_id: str, caller: Identity, options: RequestOptions
+        self, line: Line, request_id: str, caller: Identity, options: RequestOptions
     ) -> PreparedRequest:
-        return await prepare_response(self._service, lambda: body, len(body), request_id, caller, options)
+        return await prepare_response(self._service, line.body, len(line.text), request_id, caller, options)
 
     def _caller(self, batch: Batch) -> Identity:
         return Identity(batch.tenant, bytes.fromhex(batch.cache_salt), self._tenants[batch.tenant])

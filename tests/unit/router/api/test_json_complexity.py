@@ -6,9 +6,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from quire_proto.errors import ErrorCode, QuireError
-from quire_router.api.schemas import base as weight
-from quire_router.api.schemas.base import MAX_PARTS, MAX_PROMPT_TOKENS, MAX_VALUES, check_complexity
+from quire_router.api.schemas.base import MAX_PROMPT_TOKENS
 from quire_router.api.schemas.openai import MAX_MESSAGES, ChatRequest, CompletionRequest
+from quire_router.core import complexity as weight
+from quire_router.core.complexity import MAX_PARTS, MAX_VALUES, check_complexity
 
 from tests.support.scripted_api import MODEL, chat, completion
 

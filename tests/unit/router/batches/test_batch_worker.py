@@ -3,11 +3,12 @@
 import asyncio
 import json
 from collections import Counter, deque
+from collections.abc import Callable
 from copy import deepcopy
 from dataclasses import replace
 from secrets import token_hex
 from time import time
-from typing import Any, cast
+from typing import Any, TypeVar, cast
 
 import pytest
 from hypothesis import given, settings
@@ -42,6 +43,7 @@ from tests.support.waiting import until
 
 TOKENIZERS = {MODEL: ModelTokenizer(byte_level(), ChatTemplate(CHAT_TEMPLATE, {}, "the test"))}
 IMMORTAL = 10**9
+T = TypeVar("T")
 
 
 def service_of(runner: Any) -> ApiService:
@@ -185,6 +187,9 @@ class EndlessLines:
     async def cancel(self, batch: Batch, number: int) -> None:
         pass
 
+    async def offload(self, batch: Batch, size: int, work: Callable[[], T]) -> T:
+        return work()
+
 
 class Places:
     """A worker whose clock stands at ``now``, and the tenants whose batches it works on."""
@@ -266,7 +271,7 @@ async def test_what_is_made_while_others_read_the_lists_stays_in_them() -> None:
 async def test_a_line_that_was_begun_with_another_prompt_is_followed(monkeypatch: pytest.MonkeyPatch) -> None:
     fleet = Fleet()
     batch = await store_batch(fleet.api, jsonl([line("a")]))
-    asked = Line(0, "a", json.dumps(line("a")["body"]).encode())
+    asked = Line(0, "a", json.dumps(line("a")).encode())
     first = await fleet.api.worker.lines.run(batch, asked)
     monkeypatch.setattr("quire_router.api.prepared_request._digest", lambda *_: "of the next day")
     assert await fleet.api.worker.lines.run(batch, asked) == first
