@@ -329,6 +329,7 @@ class Components:
             fallbacks=settings.picker_fallbacks,
             request_timeout=settings.request_timeout,
             expose_route=settings.debug_route,
+            forwarded=settings.picker_forward,
             count_usage=self.journal.count_usage,
         )
 

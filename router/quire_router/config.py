@@ -10,7 +10,6 @@ import resource
 from collections.abc import Collection, Iterable, Mapping
 from contextlib import suppress
 from importlib.util import find_spec
-from ipaddress import ip_address
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal, Self
 
@@ -19,6 +18,7 @@ from pydantic_settings import NoDecode, SettingsConfigDict
 from quire_proto.cli import CliSettings, ListenAddress
 from quire_proto.engine_token import TokenFile
 from quire_proto.extras import install_command
+from quire_proto.local_hosts import ANY_HOST, CONTAINER_HOSTS, is_loopback
 from quire_proto.tls import (
     CaFile,
     CertificateFile,
@@ -61,6 +61,8 @@ _MIN_CONNECTIONS = 16  # of a port
 _NAMESPACE = re.compile(r"[a-z0-9]([a-z0-9-]{0,61}[a-z0-9])?")
 _LEASE = re.compile(r"[a-z0-9]([a-z0-9.-]{0,251}[a-z0-9])?")
 _ORIGIN = re.compile(r"[a-z][a-z0-9+.-]*://[A-Za-z0-9.\[\]:_-]{1,260}")
+_HOST = re.compile(r"[a-z0-9_.-]{1,253}|\[[0-9a-f:.]{2,45}\]")
+_FORWARDED = re.compile(r"[A-Z]{3,7} (/[A-Za-z0-9._~:-]+)+")
 _ENGINE_KEY = re.compile(r"[!-~]{1,512}")
 _SERVER_NAME = re.compile(r"[A-Za-z0-9]([A-Za-z0-9.-]{0,251}[A-Za-z0-9])?")
 
@@ -129,6 +131,18 @@ def _origin(entry: str) -> str:
     return entry
 
 
+def _host(entry: str) -> str:
+    if entry != ANY_HOST and not _HOST.fullmatch(entry.lower()):
+        raise ValueError(f"{entry!r} is not a host: a name or an address without a port, or *")
+    return entry.lower().strip("[]")
+
+
+def _forwarded(entry: str) -> str:
+    if not _FORWARDED.fullmatch(entry):
+        raise ValueError(f"{entry!r} is not a method and a path, as 'POST /tokenize'")
+    return entry
+
+
 def _namespace(entry: str) -> str:
     if not _NAMESPACE.fullmatch(entry):
         raise ValueError(f"{entry!r} is not the name of a namespace")
@@ -165,6 +179,8 @@ Sources = Annotated[
 ]
 PasswordFile = Annotated[Path, AfterValidator(_password_file)]
 Origins = Annotated[list[Annotated[str, AfterValidator(_origin)]], NoDecode, BeforeValidator(_split)]
+Hosts = Annotated[list[Annotated[str, AfterValidator(_host)]], NoDecode, BeforeValidator(_split)]
+Forwarded = Annotated[list[Annotated[str, AfterValidator(_forwarded)]], NoDecode, BeforeValidator(_split)]
 Names = Annotated[list[str], NoDecode, BeforeValidator(_split)]
 IssuerUrl = Annotated[str, AfterValidator(check_issuer_address)]
 EngineKey = Annotated[SecretStr, AfterValidator(_engine_key)]
@@ -191,6 +207,7 @@ class Settings(CliSettings):
     metavars: ClassVar[Mapping[str, str]] = {
         "--model": "[NAME=]FOLDER",
         "--allowed-origins": "ORIGIN",
+        "--allowed-hosts": "NAME",
         "--engine": "HOST:PORT|URL",
         "--engine-token-file": "FILE",
         "--engine-tls-ca": "FILE",
@@ -216,6 +233,7 @@ class Settings(CliSettings):
         "--picker-cert": "FILE",
         "--picker-key": "FILE",
         "--picker-client-ca": "FILE",
+        "--picker-forward": "'METHOD /PATH'",
         "--redis-url": "URL",
         "--redis-username": "NAME",
         "--redis-password-file": "FILE",
@@ -282,6 +300,11 @@ class Settings(CliSettings):
         description="A site whose pages may use the API in browsers (CORS), as https://chat.example; * is every site; "
         "repeatable.",
     )
+    allowed_hosts: Hosts = Field(
+        default=list(CONTAINER_HOSTS),
+        description="A name, besides localhost and loopback addresses, under which a service on a loopback address may "
+        "be asked without keys; * is every name; repeatable; see docs/proxies.md.",
+    )
     metrics_port: Port = Field(default=8002, description="Port of metrics and health.")
     scaling_port: Port | None = Field(
         default=None, description="Port of external.metrics.k8s.io, for autoscalers, over TLS; none: not served."
@@ -329,7 +352,16 @@ class Settings(CliSettings):
     picker_key: KeyFile | None = Field(default=None, description="PEM file of its key.")
     picker_client_ca: CaFile | None = Field(
         default=None,
-        description="PEM file of the authorities that sign gateways' certificates; none: no certificate is required.",
+        description="PEM file of the authorities that sign gateways' certificates, which they need.",
+    )
+    picker_insecure: bool = Field(
+        default=False,
+        description="Answer whoever reaches that port, without a certificate: where a mesh or a network policy lets "
+        "gateways alone reach it.",
+    )
+    picker_forward: Forwarded = Field(
+        default=[],
+        description="Requests that gateways send on besides those of the API, as 'POST /tokenize'; repeatable.",
     )
     picker_fallbacks: Annotated[int, Field(ge=0, le=MAX_FALLBACKS)] = Field(
         default=0,
@@ -540,6 +572,15 @@ class Settings(CliSettings):
                 "vllm+kubernetes://SERVICE or vllm+http://IP:PORT: requests for Quire's own engines go through this "
                 "router's ports."
             )
+        if self.picker_insecure and self.picker_client_ca is not None:
+            raise ValueError(
+                "--picker-insecure and --picker-client-ca exclude each other: a certificate is needed or not."
+            )
+        if not self.picker_insecure and self.picker_client_ca is None:
+            raise ValueError(
+                "--picker-port needs --picker-client-ca, whose authorities sign gateways' certificates, or "
+                "--picker-insecure where gateways alone reach the port: others would learn of servers and try keys."
+            )
         return self
 
     @model_validator(mode="after")
@@ -578,6 +619,11 @@ class Settings(CliSettings):
             self.oidc_jwks_url,
             self.oidc_ca_file,
         )
+
+    @property
+    def is_for_this_machine(self) -> bool:
+        """Whether only this machine reaches the ports, or the operator says which names they are asked for."""
+        return is_loopback(self.host) or "allowed_hosts" in self.model_fields_set
 
     @property
     def scaling_identity(self) -> CertKeyFiles | None:
@@ -658,7 +704,7 @@ def log_startup_warnings(settings: Settings, targets: Collection[str] = ()) -> N
     """
     file = settings.read_tenants() or TenantsFile(open=True)
     open_to_all = file.open and not settings.api_key and settings.oidc is None
-    if open_to_all and not _is_loopback(settings.host):
+    if open_to_all and not is_loopback(settings.host):
         log.warning("no API key is configured: everyone who can reach this port may use the service")
     if not settings.engine:
         log.warning("no --engine is given: requests are held for one, and then refused")
@@ -671,14 +717,6 @@ def log_startup_warnings(settings: Settings, targets: Collection[str] = ()) -> N
             log.warning("no gateway is sent to %s: it has no address that speaks HTTP in plain text", entry)
     for tenant, model in file.unknown_models({*settings.models, *targets}):
         log.warning("%s: %s may use %r, which is not served here", settings.tenants, tenant or "the default", model)
-
-
-def _is_loopback(host: str) -> bool:
-    """Whether only this machine reaches the address."""
-    try:
-        return ip_address(host).is_loopback
-    except ValueError:
-        return host == "localhost"
 
 
 def raise_descriptor_limit() -> None:

@@ -27,7 +27,7 @@ OF_GROUPS = {name for name in EngineConfig.model_fields if name.startswith("data
 SET_FOR_ROUTERS = {
     "engine_dns_period", "http_port", "grpc_port", "journal_file", "journal_max_bytes", "metrics_port",
     "scaling_client_ca", "scaling_client_name", "scaling_namespace", "engine_api_key",
-    "picker_cert", "picker_key", "picker_client_ca",
+    "allowed_hosts",
 }  # fmt: skip
 """Settings of the router that the chart leaves as they are."""
 BOUNDS = ("minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum", "enum", "const", "type")

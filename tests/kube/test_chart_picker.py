@@ -1,7 +1,11 @@
 """The InferencePool of the chart names what there is, and its routers pick as the values say."""
 
+from typing import Any
+
+import pytest
+
 from tests.kube.conftest import Examples
-from tests.kube.helm import Helm
+from tests.kube.helm import Helm, HelmError
 from tests.kube.manifests import components
 from tests.kube.policies.network import End, accepts, opens
 from tests.kube.settings import Reader
@@ -31,6 +35,35 @@ def test_what_is_said_of_the_picker_reaches_the_router(helm: Helm, reader: Reade
     release = helm.render(values)
     settings = reader.read(release, components(release, "router")[0])
     assert (settings.picker_secure_serving, settings.picker_fallbacks) == (False, 2)
+
+
+def test_gateways_show_a_certificate_unless_the_values_say_otherwise(helm: Helm, reader: Reader) -> None:
+    values = with_values(
+        example_values("endpoint-picker"),
+        router__picker__insecure=False,
+        router__picker__tlsSecret="gateways",
+        router__picker__forward=["POST /tokenize", "GET /version"],
+    )
+    release = helm.render(values)
+    (router,) = components(release, "router")
+    settings = reader.read(release, router)
+    assert (settings.picker_insecure, settings.picker_forward) == (False, ["POST /tokenize", "GET /version"])
+    assert settings.picker_tls.client_ca == settings.picker_client_ca
+    assert settings.picker_client_ca.name == "ca.crt"
+    assert "gateways" in {volume.get("secret", {}).get("secretName") for volume in router.spec["volumes"]}
+
+
+@pytest.mark.parametrize(
+    ("values", "said"),
+    [
+        ({"router__picker__insecure": False}, "router.picker.tlsSecret is empty and router.picker.insecure is false"),
+        ({"router__picker__insecure": None}, "router.picker.tlsSecret is empty and router.picker.insecure is false"),
+        ({"router__picker__tlsSecret": "gateways"}, "router.picker.tlsSecret is set"),
+    ],
+)
+def test_a_picker_that_anybody_may_ask_is_named_so(helm: Helm, values: dict[str, Any], said: str) -> None:
+    with pytest.raises(HelmError, match=said):
+        helm.render(with_values(example_values("endpoint-picker"), **values))
 
 
 def test_gateways_are_let_in_and_nobody_else(example: Examples) -> None:

@@ -47,7 +47,8 @@ class PickingRouter(Router):
 
     def __init__(self, engines: Sequence[str], folder: Path, *flags: str) -> None:
         self.picker_port = free_port()
-        super().__init__(DEMO, engines, folder, f"--picker-port={self.picker_port}", *flags, name="m")
+        picking = (f"--picker-port={self.picker_port}", "--picker-insecure")
+        super().__init__(DEMO, engines, folder, *picking, *flags, name="m")
 
     @property
     def certificate(self) -> bytes:

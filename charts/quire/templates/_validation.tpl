@@ -51,7 +51,7 @@
 {{- end -}}
 {{- $own := dict -}}
 {{- range $volume := .values.volumes -}}
-{{- if or (has $volume.name (list "tmp" "kernels" "shared-memory" "tls" "tenants" "targets" "redis-password" "redis-ca" "oidc-ca" "scaling" "keda" "trust")) (hasPrefix "model-" $volume.name) (hasKey $own $volume.name) -}}
+{{- if or (has $volume.name (list "tmp" "kernels" "shared-memory" "tls" "tenants" "targets" "redis-password" "redis-ca" "oidc-ca" "scaling" "keda" "picker" "trust")) (hasPrefix "model-" $volume.name) (hasKey $own $volume.name) -}}
 {{- fail (printf "%s.volumes has a volume %s, and there is one of that name already: give it another." $path $volume.name) -}}
 {{- end -}}
 {{- $_ := set $own $volume.name false -}}
@@ -384,6 +384,14 @@
 {{- end -}}
 {{- if and $picker.enabled (not .Values.router.engines) -}}
 {{- fail "router.picker.enabled is true and router.engines is empty: routers pick among servers of others, as vllm+kubernetes://SERVICE; what the chart's own engines run goes through the routers." -}}
+{{- end -}}
+{{- if $picker.enabled -}}
+{{- if and (not $picker.tlsSecret) (not $picker.insecure) -}}
+{{- fail "router.picker.enabled is true, router.picker.tlsSecret is empty and router.picker.insecure is false: name a Secret with tls.crt, tls.key and ca.crt, so that gateways need a certificate, or set router.picker.insecure where gateways alone reach the port." -}}
+{{- end -}}
+{{- if and $picker.tlsSecret (or $picker.insecure (not $picker.secureServing)) -}}
+{{- fail "router.picker.tlsSecret is set, and router.picker.insecure is true or router.picker.secureServing is false: leave one of them out, as a certificate is needed or not." -}}
+{{- end -}}
 {{- end -}}
 {{- if and $gateway.httpRoute.enabled $gateway.grpcRoute.enabled -}}
 {{- $both := list -}}

@@ -6,6 +6,7 @@ that only the server knows, is no error here. Its prompt is not known then, and 
 that is no JSON, and one without a model, are refused.
 """
 
+import re
 from array import array
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -130,12 +131,17 @@ _READERS: Final[Mapping[str, Callable[[bytes], Body]]] = {
 }
 
 
+_PREFIX = re.compile(r"(?!/metrics)(/(?!\.{1,2}(/|$))[A-Za-z0-9._~-]+)*")
+"""What a gateway may take away from the beginning of a path. Servers have all below ``/metrics`` be one page."""
+
+
 def api_path(path: str) -> str:
     """The path of the API in a request's path, which may have something before it that a gateway takes away; empty if
     there is none.
     """
     path = path.partition("?")[0]
-    return max((known for known in _READERS if path.endswith(known)), key=len, default="")
+    known = max((known for known in _READERS if path.endswith(known)), key=len, default="")
+    return known if _PREFIX.fullmatch(path.removesuffix(known)) else ""
 
 
 def read_forwarded(path: str, body: bytes) -> ForwardedBody:

@@ -14,6 +14,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Final
 
+from google.protobuf.message import DecodeError
 from google.protobuf.struct_pb2 import Struct
 from quire.envoy.base_pb2 import HeaderMap, HeaderValue, HeaderValueOption, Metadata
 from quire.envoy.external_processor_pb2 import (
@@ -34,7 +35,7 @@ from quire.envoy.external_processor_pb2 import (
 from quire.envoy.http_status_pb2 import HttpStatus, StatusCode
 from quire.envoy.processing_mode_pb2 import ProcessingMode
 
-from quire_router.api.rest.http import body_too_large, head_too_large
+from quire_router.api.rest.http import body_too_large, head_too_large, too_many_headers
 
 DESTINATION: Final = "x-gateway-destination-endpoint"
 """The header, and the key of the metadata, that says where the request goes: ``IP:PORT``, or several by commas."""
@@ -49,6 +50,14 @@ MAX_CHUNK_BYTES = 62_000
 """Bytes of a body that are sent back at once: Envoy recommends at most 64 KiB."""
 MAX_HEAD_BYTES = 64 * 1024  # bytes of headers; Envoy takes 60 KiB of a client's
 MAX_HEADERS = 512
+MAX_SUBSET = 10_000  # endpoints
+MAX_MESSAGE_BYTES = 256 * 1024  # of a message beside the body in it
+_MAX_FIELDS = 16  # of a message: more than it has
+_LENGTH_DELIMITED = 2  # the wire type of texts and messages
+_BODY_TAGS = tuple(
+    ProcessingRequest.DESCRIPTOR.fields_by_name[name].number << 3 | _LENGTH_DELIMITED
+    for name in ("request_body", "response_body")
+)
 
 Headers = Sequence[tuple[str, str]]
 
@@ -71,6 +80,11 @@ class HttpRequest:
     def values(self, name: str) -> list[str]:
         """Every value of a header."""
         return [value for key, value in self.headers if key == name]
+
+    @property
+    def path(self) -> str:
+        """The path without a query."""
+        return next(iter(self.values(":path")), "").partition("?")[0]
 
 
 @dataclass(slots=True)
@@ -113,6 +127,11 @@ class Exchange:
     def path(self) -> str:
         """The path of the request; empty before it came."""
         return next(iter(self.values(":path")), "")
+
+    @property
+    def method(self) -> str:
+        """The method of the request; empty before it came."""
+        return next(iter(self.values(":method")), "")
 
     @property
     def is_answered(self) -> bool:
@@ -222,7 +241,7 @@ class Exchange:
         return responses
 
     def refuse(self, status: int, body: bytes, headers: Sequence[tuple[bytes, bytes]]) -> ProcessingResponse:
-        """Returns the answer that ends the request with this response."""
+        """Returns the answer that ends the request with this response, without a server."""
         self._is_answered = True
         values = {name.decode("latin-1"): value.decode("latin-1") for name, value in headers}
         return ProcessingResponse(
@@ -263,15 +282,59 @@ class Exchange:
             raise ProtocolError("A response came before the request was answered.")
 
 
+def read_message(data: bytes) -> ProcessingRequest:
+    """Returns a message of a gateway. Raises ``ProtocolError`` for what is none, and, before it is parsed, for one that
+    is large beside a body.
+    """
+    if len(data) > MAX_MESSAGE_BYTES:
+        _check_is_body(memoryview(data))
+    try:
+        return ProcessingRequest.FromString(data)
+    except DecodeError:
+        raise ProtocolError("The message is no ProcessingRequest.") from None
+
+
+def _check_is_body(data: memoryview) -> None:
+    """Raises ``ProtocolError`` unless all but ``MAX_MESSAGE_BYTES`` of a message are one of its bodies. Reads no more
+    of it than the tags and lengths of a few fields.
+    """
+    position, beside = 0, len(data)
+    for _ in range(_MAX_FIELDS):
+        tag, position = _read_varint(data, position)
+        size, position = _read_varint(data, position)
+        if tag in _BODY_TAGS:
+            beside -= size
+        position += size if tag & 7 == _LENGTH_DELIMITED else 0
+        if position >= len(data):
+            break
+    if position != len(data) or beside > MAX_MESSAGE_BYTES:
+        raise ProtocolError(f"A message has at most {MAX_MESSAGE_BYTES} bytes beside a body.")
+
+
+def _read_varint(data: memoryview, position: int) -> tuple[int, int]:
+    """Returns the number at a position, and the position behind it."""
+    value = 0
+    for shift in range(0, 35, 7):
+        if position >= len(data):
+            break
+        byte, position = data[position], position + 1
+        value |= (byte & 0x7F) << shift
+        if byte < 0x80:
+            break
+    return value, position
+
+
 def read_subset(metadata: Metadata) -> frozenset[str] | None:
     """The endpoints that a gateway lets pick from; None for all of them. It is a list of texts, or one text, and each
-    may be several by commas: filters of Envoy that copy a header write it so.
+    may be several by commas: filters of Envoy that copy a header write it so. Raises ``ProtocolError`` for too many.
     """
     fields = metadata.filter_metadata.get(SUBSET_NAMESPACE)
     if fields is None or SUBSET not in fields.fields:
         return None
     value = fields.fields[SUBSET]
     texts = [value.string_value, *(each.string_value for each in value.list_value.values)]
+    if sum(text.count(",") + 1 for text in texts) > MAX_SUBSET:
+        raise ProtocolError(f"A subset has at most {MAX_SUBSET} endpoints.")
     return frozenset(part.strip() for text in texts for part in text.split(",") if part.strip())
 
 
@@ -287,11 +350,13 @@ def _text(metadata: Metadata, namespace: str, key: str) -> str:
 
 
 def _read_headers(headers: HeaderMap) -> Headers:
-    """Raises ``HttpError`` if there are too many."""
-    found = [(each.key.lower(), each.raw_value.decode("latin-1") or each.value) for each in headers.headers]
-    if len(found) > MAX_HEADERS or sum(len(name) + len(value) + 4 for name, value in found) > MAX_HEAD_BYTES:
+    """Raises ``HttpError`` if there are too many, before any is read."""
+    entries = headers.headers
+    if len(entries) > MAX_HEADERS:
+        raise too_many_headers(MAX_HEADERS)
+    if sum(len(each.key) + len(each.raw_value or each.value) + 4 for each in entries) > MAX_HEAD_BYTES:
         raise head_too_large(MAX_HEAD_BYTES)
-    return tuple(found)
+    return tuple((each.key.lower(), each.raw_value.decode("latin-1") or each.value) for each in entries)
 
 
 def _headers(common: CommonResponse) -> ProcessingResponse:

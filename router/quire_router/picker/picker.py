@@ -36,6 +36,7 @@ from quire_router.engines.forwarded import Forwarded
 from quire_router.engines.pool import EnginePool
 from quire_router.journal.base import Lease, unrecorded
 from quire_router.picker.exchange import HttpRequest, is_in_subset
+from quire_router.picker.forwarded_paths import MODELS, ForwardedPaths
 from quire_router.placement.engine_table import ArrayCache, Rows
 from quire_router.placement.placer import PlacementDecision, Placer, route_header
 from quire_router.placement.prefix_index import HashesByNamespace
@@ -54,7 +55,8 @@ class GatewayLeftError(Exception):
 
 class EndpointPicker:
     """Picks among the engines of ``pool`` that have an HTTP API of their own; requests for Quire's own engines have to
-    come through the router. So many ``fallbacks`` are named behind the best endpoint, the next best ones. No request
+    come through the router. ``forwarded`` are further requests that are sent on (``ForwardedPaths``). So many
+    ``fallbacks`` are named behind the best endpoint, the next best ones. No request
     may take more than ``request_timeout`` seconds. With ``expose_route`` responses say where they come from, and why.
     ``count_usage`` adds what a request has used to its account.
     """
@@ -71,9 +73,11 @@ class EndpointPicker:
         fallbacks: int = 0,
         request_timeout: float,
         expose_route: bool = False,
+        forwarded: Sequence[str] = (),
         count_usage: Callable[[Lease, Account, Usage], None] = lambda *_: None,
     ) -> None:
         self.on_load_changed: Callable[[], None] = lambda: None
+        self.paths = ForwardedPaths(forwarded)
         self._service = service
         self._pool = pool
         self._placer = placer
@@ -101,13 +105,20 @@ class EndpointPicker:
         """What servers do not get to see: the keys of this router's clients."""
         return ("authorization", *KEY_HEADERS) if self._service.keys.required else ()
 
-    async def pick_any(self, request: HttpRequest, caller: Identity) -> str:
-        """Returns an endpoint for a request without a body, such as that for the list of models: the one with the
-        fewest requests. Charged as one that reaches no engine. Raises ``QuireError`` OVERLOADED and UNAVAILABLE.
+    async def pick_any(self, request: HttpRequest, caller: Identity) -> str | None:
+        """Returns an endpoint for a request without a body, such as that for the list of models: of the servers of the
+        caller's models the one with the fewest requests. None for a list of models that no server has, as each of them
+        also serves models of others. Charged as one that reaches no engine. Raises ``QuireError`` OVERLOADED and
+        UNAVAILABLE.
         """
         await self._service.charge(caller)
-        rows = [row for card in self._service.models() for row in self._pool.rows(card.name).tolist()]
-        allowed = self._allowed(np.array(rows, np.intp), request.subset)
+        cards = self._service.models()
+        own = {row for card in cards if caller.may_use(card.name) for row in self._pool.rows(card.name).tolist()}
+        others = {row for card in cards if not caller.may_use(card.name) for row in self._pool.rows(card.name).tolist()}
+        is_list = request.path == MODELS
+        if is_list and own and own <= others:
+            return None
+        allowed = self._allowed(np.array(sorted(own - others if is_list else own), np.intp), request.subset)
         if not len(allowed):
             raise no_engine_ready()
         return self._endpoint(int(allowed[self._pool.table.requests[allowed].argmin()]))

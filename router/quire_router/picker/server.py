@@ -18,7 +18,7 @@ from grpc_health.v1.health import SERVICE_NAME as HEALTH
 from grpc_health.v1.health import aio as health_aio
 from grpc_health.v1.health_pb2_grpc import add_HealthServicer_to_server
 from quire.envoy.external_processor_pb2 import DESCRIPTOR, ProcessingRequest, ProcessingResponse
-from quire.envoy.external_processor_pb2_grpc import ExternalProcessorServicer, add_ExternalProcessorServicer_to_server
+from quire.envoy.external_processor_pb2_grpc import ExternalProcessorServicer
 from quire_proto.certificates import ReloadingServerCredentials
 from quire_proto.errors import QuireError, internal
 from quire_proto.tls import ServerTls
@@ -27,13 +27,14 @@ from quire_router.api.auth import Identity
 from quire_router.api.forwarded_requests import api_path
 from quire_router.api.request_limits import ReservedBody
 from quire_router.api.rest.content_coding import decode_whole
-from quire_router.api.rest.http import HttpError, body_too_slow
+from quire_router.api.rest.http import JSON_HEADERS, HttpError, body_too_slow, to_json
+from quire_router.api.rest.openai_format import model_object
 from quire_router.api.rest.rest_app import format_of_errors
 from quire_router.api.rpc.context import Context, client_may_leave
 from quire_router.api.rpc.grpc_server import CallLimits, bind, connection_options, server_options
 from quire_router.api.rpc.interceptors import CallLimitInterceptor, MessageTimeoutInterceptor
 from quire_router.api.service import ApiService, counting_rejections, new_request_id
-from quire_router.picker.exchange import Exchange, HttpRequest, ProtocolError, Reply
+from quire_router.picker.exchange import Exchange, HttpRequest, ProtocolError, Reply, read_message
 from quire_router.picker.picker import EndpointPicker, GatewayLeftError, Pick
 
 log = logging.getLogger(__name__)
@@ -88,7 +89,10 @@ class PickerServer:
             maximum_concurrent_rpcs=calls.calls,
         )
         self._health = health_aio.HealthServicer()
-        add_ExternalProcessorServicer_to_server(Processor(service, picker, limits), self._server)
+        handler = grpc.stream_stream_rpc_method_handler(
+            Processor(service, picker, limits).Process, read_message, ProcessingResponse.SerializeToString
+        )
+        self._server.add_generic_rpc_handlers((grpc.method_handlers_generic_handler(SERVICE, {"Process": handler}),))
         add_HealthServicer_to_server(self._health, self._server)
         self.port = bind(self._server, address, credentials)
 
@@ -176,22 +180,20 @@ class Processor(ExternalProcessorServicer):
         try:
             with ExitStack() as resources:
                 reply = exchange.receive(await self._in_time(stream.read))
-                path = api_path(exchange.path)
-                name = f"ext_proc {path or 'other'}"
+                name = f"ext_proc {api_path(exchange.path) or 'other'}"
                 headers = dict(exchange.headers)
                 resources.enter_context(self._service.request_scope(name, request_id, headers))
                 with counting_rejections():
                     caller = self._picker.authenticate(exchange.values)
+                path = self._picker.paths.check(exchange.method, exchange.path)
                 body = resources.enter_context(self._service.bodies.reserve_incoming(caller.tenant, 0))
                 exchange.reserve = body.reserve
                 request = await self._receive_request(stream, exchange, reply)
-                if request.body is None:
-                    endpoints = [await self._picker.pick_any(request, caller)]
-                    await stream.write(exchange.send_to(endpoints, removed=self._picker.removed_headers))
-                    await self._pass_response(stream, exchange, None)
+                if request.body is None and not path:
+                    await self._forward_bodiless(stream, exchange, request, caller)
                     return
                 coding, limit = request.values("content-encoding"), self._limits.max_body_bytes
-                if coding:  # the server gets it as it came
+                if coding and request.body is not None:  # the server gets it as it came
                     request = replace(request, body=await decode_whole(request.body, coding, limit, body.reserve))
                 await self._forward(stream, exchange, request, _Forwarding(path, request_id, caller, body))
         except (HttpError, QuireError) as error:
@@ -218,6 +220,19 @@ class Processor(ExternalProcessorServicer):
                 return await read()
         except TimeoutError:
             raise body_too_slow(seconds) from None
+
+    async def _forward_bodiless(
+        self, stream: "_Stream", exchange: Exchange, request: HttpRequest, caller: Identity
+    ) -> None:
+        """Sends a request on that has no body. Raises ``QuireError``."""
+        endpoint = await self._picker.pick_any(request, caller)
+        if endpoint is None:  # each server would show models of others
+            listed = [model_object(card) for card in self._service.models(caller)]
+            body = to_json({"object": "list", "data": listed})
+            await stream.write([exchange.refuse(200, body, JSON_HEADERS)])
+            return
+        await stream.write(exchange.send_to([endpoint], removed=self._picker.removed_headers))
+        await self._pass_response(stream, exchange, None)
 
     async def _forward(
         self, stream: "_Stream", exchange: Exchange, request: HttpRequest, forwarding: "_Forwarding"

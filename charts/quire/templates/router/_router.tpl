@@ -99,6 +99,21 @@
   value: {{ .secureServing | quote }}
 - name: QUIRE_ROUTER_PICKER_FALLBACKS
   value: {{ int .fallbacks | quote }}
+{{- if .tlsSecret }}
+- name: QUIRE_ROUTER_PICKER_CERT
+  value: /etc/quire/picker/tls.crt
+- name: QUIRE_ROUTER_PICKER_KEY
+  value: /etc/quire/picker/tls.key
+- name: QUIRE_ROUTER_PICKER_CLIENT_CA
+  value: /etc/quire/picker/ca.crt
+{{- else if .insecure }}
+- name: QUIRE_ROUTER_PICKER_INSECURE
+  value: "true"
+{{- end }}
+{{- with .forward }}
+- name: QUIRE_ROUTER_PICKER_FORWARD
+  value: {{ join "," . | quote }}
+{{- end }}
 {{- end }}
 {{- end }}
 {{- end -}}
@@ -200,7 +215,17 @@
   mountPath: /etc/quire/keda
   readOnly: true
 {{- end }}
+{{- if include "quire.pickerTlsSecret" . }}
+- name: picker
+  mountPath: /etc/quire/picker
+  readOnly: true
+{{- end }}
 {{- include "quire.trustMount" . }}
+{{- end -}}
+
+{{/* The Secret with the certificate that the endpoint picker shows; empty for none. Takes the root. */}}
+{{- define "quire.pickerTlsSecret" -}}
+{{- with default dict .Values.router.picker -}}{{- if .enabled -}}{{- default "" .tlsSecret -}}{{- end -}}{{- end -}}
 {{- end -}}
 
 {{/* The volumes of these. Takes the root. */}}
@@ -259,6 +284,12 @@
 - name: keda
   secret:
     secretName: {{ include "quire.tlsSecret" (dict "root" . "component" "keda") | quote }}
+    defaultMode: 0440
+{{- end }}
+{{- with include "quire.pickerTlsSecret" . }}
+- name: picker
+  secret:
+    secretName: {{ . | quote }}
     defaultMode: 0440
 {{- end }}
 {{- include "quire.trustVolume" . }}

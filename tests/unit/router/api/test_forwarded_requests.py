@@ -49,6 +49,13 @@ def forwarded(
         ("/rerank", "/rerank"),
         ("/v1/models", ""),
         ("/v1/chat/completions/x", ""),
+        (f"/metrics{CHAT}", ""),
+        (f"/metricsx{CHAT}", ""),
+        (f"/sleep/..{CHAT}", ""),
+        (f"/{CHAT}", ""),
+        (f"/sleep#{CHAT}", ""),
+        (f"/sleep;{CHAT}", ""),
+        (f"/sleep%3f{CHAT}", ""),
         ("", ""),
     ],
 )

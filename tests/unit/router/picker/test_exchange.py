@@ -3,6 +3,7 @@ of the reference implementation's own tests.
 """
 
 from collections.abc import Sequence
+from contextlib import suppress
 from itertools import pairwise
 
 import pytest
@@ -24,10 +25,13 @@ from quire_router.picker.exchange import (
     DESTINATION,
     MAX_CHUNK_BYTES,
     MAX_HEADERS,
+    MAX_MESSAGE_BYTES,
+    MAX_SUBSET,
     Exchange,
     HttpRequest,
     ProtocolError,
     is_in_subset,
+    read_message,
     read_subset,
 )
 
@@ -285,7 +289,56 @@ class TestTheResponse:
         assert mutated(answer.response_headers.response.header_mutation) == {"x-quire-route": "a"}
 
 
+EMPTY_HEADERS = b"\x0a\x00" * 1_100_000
+
+
+def framed(field: int, content: bytes) -> bytes:
+    """A field of a message as it is sent."""
+    size, length = len(content), b""
+    while size > 0x7F:
+        length, size = length + bytes([size & 0x7F | 0x80]), size >> 7
+    return bytes([field << 3 | 2]) + length + bytes([size]) + content
+
+
+class TestMessages:
+    @given(st.binary(max_size=200_000), st.booleans(), st.sampled_from(["request_body", "response_body"]))
+    def test_a_body_of_any_size_is_read_as_it_was_written(self, body: bytes, end: bool, field: str) -> None:
+        message = ProcessingRequest(**{field: HttpBody(body=body * 8, end_of_stream=end)})
+        assert read_message(message.SerializeToString()) == message
+
+    @pytest.mark.parametrize(
+        "data",
+        [
+            framed(2, framed(1, EMPTY_HEADERS)),
+            framed(3, framed(1, EMPTY_HEADERS)),
+            framed(6, framed(1, EMPTY_HEADERS)),
+            framed(8, EMPTY_HEADERS),
+            framed(4, framed(1, b"x" * 2**20)) + framed(8, EMPTY_HEADERS),
+            framed(8, b"") * MAX_MESSAGE_BYTES,
+            framed(4, b"") + framed(15, EMPTY_HEADERS),
+            framed(4, b"x" * 2**20)[:-1],
+            b"\xff" * (MAX_MESSAGE_BYTES + 1),
+        ],
+        ids=["headers", "response", "trailers", "metadata", "behind", "fields", "unknown", "cut", "bits"],
+    )
+    def test_what_is_large_beside_a_body_is_refused_before_it_is_parsed(self, data: bytes) -> None:
+        with pytest.raises(ProtocolError, match="beside a body"):
+            read_message(data)
+
+    @given(st.binary(max_size=100), st.integers(0, 3))
+    def test_other_bytes_are_a_message_or_none(self, data: bytes, times: int) -> None:
+        with suppress(ProtocolError):
+            assert isinstance(read_message(data * 10**times), ProcessingRequest)
+
+
 class TestSubsets:
+    def test_it_is_bounded_before_it_is_taken_apart(self) -> None:
+        for endpoints in ([A] * (MAX_SUBSET + 1), ",".join([A] * (MAX_SUBSET + 1))):
+            metadata = subset_metadata(endpoints)
+            assert metadata is not None
+            with pytest.raises(ProtocolError, match="A subset has at most"):
+                read_subset(metadata)
+
     @pytest.mark.parametrize(
         ("given", "expected"),
         [

@@ -25,6 +25,7 @@ from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanE
 from prometheus_client import REGISTRY
 from quire_proto.cli import read_settings
 from quire_proto.text.tokenizer import ModelTokenizer
+from quire_proto.tls import ServerTls
 from quire_router.api import service
 from quire_router.app import Components
 from quire_router.config import Settings
@@ -41,6 +42,7 @@ from quire_router.picker.server import (
 )
 from quire_router.requests import dispatch
 
+from tests.support.certificates import Authority
 from tests.support.ext_proc import (
     BUFFERED,
     DUPLEX,
@@ -61,6 +63,13 @@ from tests.support.http_engines import DEMO, demo_tokenizer, serving
 from tests.support.waiting import until
 
 STORY = "There was once a fox who lived by the river and knew each of its stones. " * 12
+
+
+ADMINISTRATION = (
+    "/flush_cache", "/sleep", "/v1/load_lora_adapter", "/update_weights_from_disk", "/metrics", "/", "",
+    "/flush_cache#/v1/chat/completions", "/flush_cache?/v1/chat/completions", "/metrics/v1/chat/completions",
+    "/sleep/../v1/chat/completions", "//v1/chat/completions", "/a%3f/v1/completions", "/v1/models/../../sleep",
+)  # fmt: skip
 
 
 def chat(text: str = "Hello", **fields: Any) -> dict[str, Any]:
@@ -106,11 +115,11 @@ class Fleet:
 async def fleet(
     *engines: ForwardedEngine, flags: Sequence[str] = (), more_engines: Sequence[str] = (), body_timeout: float = 10.0
 ) -> AsyncIterator[Fleet]:
-    arguments = [f"--model=m={DEMO}", "--picker-port=0", "--http-port=0", *flags]
+    arguments = [f"--model=m={DEMO}", "--picker-port=0", "--picker-insecure", "--http-port=0", *flags]
     arguments += [f"--engine={address}" for address in (*more_engines, *(each.address for each in engines))]
     configured = read_settings(Settings, arguments)
     async with serving(*engines), AsyncExitStack() as stack:
-        components = Components(configured, {"m": demo_tokenizer()})
+        components = Components(configured, dict.fromkeys(configured.models, demo_tokenizer()))
         assert components.picker is not None
         limits = PickerLimits(64, configured.max_body_bytes, body_timeout, configured.request_timeout)
         server = PickerServer(components.service, components.picker, "127.0.0.1:0", limits)
@@ -185,6 +194,33 @@ class TestPicking:
             assert destination(await stream.ask(request_headers("/v1/models", end=True))) == [engines[1].endpoint]
             await stream.ask(response_headers(end=True))
             assert await stream.ended() is grpc.StatusCode.OK
+
+    @pytest.mark.parametrize(
+        ("path", "end", "status"),
+        [
+            *((path, end, 404) for path in ADMINISTRATION for end in (True, False)),
+            ("/v1/models", False, 405),
+            ("/v1/chat/completions", True, 405),
+        ],
+    )
+    async def test_servers_get_no_request_that_is_not_of_an_api(self, path: str, end: bool, status: int) -> None:
+        async with fleet(ForwardedEngine()) as each:
+            stream = each.stream()
+            answer = immediate((await stream.ask(request_headers(path, end=end))).immediate_response)
+        assert answer.status == status
+
+    async def test_other_requests_go_on_where_the_operator_names_them(self) -> None:
+        engine = ForwardedEngine()
+        flags = ("--picker-forward=GET /version, POST /tokenize",)
+        async with fleet(engine, flags=flags) as each:
+            stream = each.stream()
+            assert destination(await stream.ask(request_headers("/version?x=1", end=True))) == [engine.endpoint]
+            stream = each.stream()
+            await stream.send(request_headers("/tokenize"))
+            picked = await stream.ask(request_body(json.dumps({"model": "m", "prompt": "x"}).encode()))
+            assert destination(picked) == [engine.endpoint]
+            refused = await each.stream().ask(request_headers("/tokenize", end=True))
+            assert immediate(refused.immediate_response).status == 405
 
     async def test_what_only_the_server_knows_is_placed_by_load_and_not_refused(self) -> None:
         engine = ForwardedEngine()
@@ -434,6 +470,32 @@ class TestKeys:
             await each.idle()
             assert (await gateway.post(chat(), authorization="Bearer ada-key-0123456789")).status == 200
 
+    @pytest.mark.parametrize("models", [["m"], ["n"]])
+    async def test_a_caller_sees_its_own_models_alone(self, models: list[str], tmp_path: Path) -> None:
+        file = tmp_path / "tenants.toml"
+        file.write_text(f'[[tenants]]\nname = "ada"\nkeys = ["ada-key-0123456789"]\nmodels = {models}\n')
+        engines, flags = (
+            {name: ForwardedEngine(name) for name in ("m", "n")},
+            [f"--tenants={file}", f"--model=n={DEMO}"],
+        )
+        async with serving(engines["n"]):
+            async with fleet(engines["m"], flags=flags, more_engines=[engines["n"].address]) as each:
+                await until(lambda: each.components.fleet.ready("n") == 1)
+                asked = request_headers("/v1/models", end=True, authorization="Bearer ada-key-0123456789")
+                assert destination(await each.stream().ask(asked)) == [engines[models[0]].endpoint]
+
+    async def test_a_list_that_would_show_models_of_others_is_the_routers(
+        self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        file = tmp_path / "tenants.toml"
+        file.write_text('[[tenants]]\nname = "ada"\nkeys = ["ada-key-0123456789"]\nmodels = ["n"]\n')
+        async with fleet(ForwardedEngine(), flags=[f"--tenants={file}", f"--model=n={DEMO}"]) as each:
+            rows = each.components.fleet.rows
+            monkeypatch.setattr(each.components.fleet, "rows", lambda _name, _lora=None: rows("m"))  # it has both names
+            asked = request_headers("/v1/models", end=True, authorization="Bearer ada-key-0123456789")
+            answer = immediate((await each.stream().ask(asked)).immediate_response)
+        assert (answer.status, [each["id"] for each in answer.json()["data"]]) == (200, ["n"])
+
     async def test_a_request_without_a_body_is_charged(self, flags: list[str]) -> None:
         async with fleet(ForwardedEngine(), flags=flags) as each:
             for status in (None, 429):
@@ -678,10 +740,15 @@ def ends_of(end: str) -> float:
     return REGISTRY.get_sample_value("quire_picks_total", {"model": "m", "end": end}) or 0.0
 
 
+def picker_settings() -> Settings:
+    flags = [f"--model=m={DEMO}", "--picker-port=0", "--picker-insecure", "--engine=vllm+http://192.0.2.1:1"]
+    return read_settings(Settings, flags)
+
+
 class TestTheServer:
     async def test_health_is_what_the_protocol_asks_for(self) -> None:
         components = Components(
-            read_settings(Settings, [f"--model=m={DEMO}", "--picker-port=0", "--engine=vllm+http://192.0.2.1:1"]),
+            picker_settings(),
             {"m": ModelTokenizer.load(DEMO)},
         )
         assert components.picker is not None
@@ -706,7 +773,7 @@ class TestTheServer:
         key, certificate = self_signed_certificate()
         monkeypatch.setattr("quire_router.picker.server.self_signed_certificate", lambda: (key, certificate))
         components = Components(
-            read_settings(Settings, [f"--model=m={DEMO}", "--picker-port=0", "--engine=vllm+http://192.0.2.1:1"]),
+            picker_settings(),
             {"m": ModelTokenizer.load(DEMO)},
         )
         assert components.picker is not None
@@ -717,6 +784,29 @@ class TestTheServer:
             stream = ExtProcStream(channel)
             answer = immediate((await stream.ask(request_headers("/v1/models", end=True))).immediate_response)
             assert answer.status == 503
+        await server.stop(0)
+        components.service.close()
+
+    async def test_a_gateway_without_a_certificate_of_the_authority_asks_in_vain(self, tmp_path: Path) -> None:
+        authority, other = Authority(tmp_path), Authority(tmp_path, "other")
+        own, gateway, stranger = authority.issue("picker"), authority.issue("gateway"), other.issue("stranger")
+        components = Components(picker_settings(), {"m": ModelTokenizer.load(DEMO)})
+        assert components.picker is not None
+        limits, tls = PickerLimits(8, 1000, 5, 5), picker_credentials(ServerTls(own, authority.ca))
+        server = PickerServer(components.service, components.picker, "127.0.0.1:0", limits, tls)
+        await server.start()
+        for shown, allowed in ((gateway, True), (stranger, False), (None, False)):
+            pair = (None, None) if shown is None else (shown.key.read_bytes(), shown.certificate.read_bytes())
+            credentials = grpc.ssl_channel_credentials(authority.ca.read_bytes(), *pair)
+            options = [("grpc.ssl_target_name_override", "picker")]
+            async with grpc.aio.secure_channel(f"127.0.0.1:{server.port}", credentials, options) as channel:
+                asking = ExtProcStream(channel).ask(request_headers("/v1/models", end=True))
+                if allowed:
+                    assert immediate((await asking).immediate_response).status == 503
+                    continue
+                with pytest.raises(grpc.aio.AioRpcError) as refused:
+                    await asking
+                assert refused.value.code() is grpc.StatusCode.UNAVAILABLE
         await server.stop(0)
         components.service.close()
 

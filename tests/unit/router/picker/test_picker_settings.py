@@ -12,6 +12,7 @@ from quire_router.discovery.base import http_endpoint
 from tests.support.certificates import Authority
 
 VLLM = "--engine=vllm+http://10.0.0.7:8000"
+INSECURE = "--picker-insecure"
 
 
 def settings(*flags: str) -> Settings:
@@ -39,15 +40,15 @@ def test_what_speaks_plain_http_at_an_ip_address_can_be_picked(address: str, end
     "source", ["vllm+http://10.0.0.7:8000", "sglang+dns://engines:8000", "127.0.0.1:9000,openai+http://10.0.0.7:8000"]
 )
 def test_one_server_that_can_be_picked_is_enough(source: str) -> None:
-    assert settings("--picker-port", "9002", "--engine", source).picker_port == 9002
+    assert settings("--picker-port", "9002", INSECURE, "--engine", source).picker_port == 9002
 
 
-def test_certificates_are_optional_and_so_are_those_of_gateways(tmp_path: Path) -> None:
+def test_gateways_need_a_certificate_unless_the_operator_says_that_they_do_not(tmp_path: Path) -> None:
     authority = Authority(tmp_path)
     own = authority.issue("picker")
     shown = (VLLM, "--picker-port=0", f"--picker-cert={own.certificate}", f"--picker-key={own.key}")
-    assert settings(VLLM, "--picker-port=0").picker_tls is None
-    assert settings(*shown).picker_tls == ServerTls(own)
+    assert settings(VLLM, "--picker-port=0", INSECURE).picker_tls is None
+    assert settings(*shown, INSECURE).picker_tls == ServerTls(own)
     assert settings(*shown, f"--picker-client-ca={authority.ca}").picker_tls == ServerTls(own, authority.ca)
 
 
@@ -61,6 +62,15 @@ def test_certificates_are_optional_and_so_are_those_of_gateways(tmp_path: Path) 
         ((VLLM, "--picker-port=70000"), "--picker-port: "),
         ((VLLM, "--picker-port=0", "--workers=2", "--redis-url=redis://r"), "--picker-port must not be 0"),
         ((VLLM, "--picker-port=1", "--picker-fallbacks=4"), "--picker-fallbacks: "),
+        ((VLLM, "--picker-port=1"), "--picker-port needs --picker-client-ca"),
+        ((VLLM, "--picker-port=1", "--no-picker-secure-serving"), "--picker-port needs --picker-client-ca"),
+        ((VLLM, "--picker-port=1", "--picker-cert=CERT", "--picker-key=KEY"), "--picker-port needs --picker-client-ca"),
+        (
+            (VLLM, "--picker-port=1", "--picker-cert=CERT", "--picker-key=KEY", "--picker-client-ca=CERT", INSECURE),
+            "--picker-insecure and --picker-client-ca exclude each other",
+        ),
+        ((VLLM, "--picker-forward=/tokenize"), "'/tokenize' is not a method and a path"),
+        ((VLLM, "--picker-forward=POST /a/../b?c"), "is not a method and a path"),
         ((VLLM, "--picker-port=1", "--picker-cert=CERT"), "--picker-cert needs --picker-key"),
         ((VLLM, "--picker-cert=CERT", "--picker-key=OTHER"), "--picker-key: "),
         ((VLLM, "--picker-client-ca=CERT"), "--picker-client-ca needs --picker-cert"),
@@ -89,6 +99,6 @@ def test_servers_that_are_never_picked_are_named(caplog: pytest.LogCaptureFixtur
     with caplog.at_level(logging.WARNING):
         log_startup_warnings(settings(VLLM, *others))
         assert "no gateway is sent to" not in caplog.text
-        log_startup_warnings(settings(VLLM, *others, "--picker-port=1"))
+        log_startup_warnings(settings(VLLM, *others, "--picker-port=1", INSECURE))
     named = [record.getMessage() for record in caplog.records if "no gateway is sent to" in record.getMessage()]
     assert [message.split()[5].rstrip(":") for message in named] == ["10.0.0.8:9000", "vllm+http://server:8000"]
