@@ -23,7 +23,8 @@ _MAX_CONCURRENT_REQUESTS = 16  # requests at a time, each on a connection of its
 _CONNECTIONS = _MAX_CONCURRENT_REQUESTS + 1  # one for what has ended
 _FAILURES_IN_A_ROW = 3  # until all requests are counted locally: a slow one may be this loop's own lag, or one key's
 _LATE_TIMER = 0.005  # seconds by which a timer is late if the loop was blocked
-_EXCHANGE_TIMEOUT = 2.0  # seconds of one exchange; a request waits less
+_SILENCE = 2.0  # seconds without any answer of Redis after which a request does not wait for its own
+_EXCHANGE_TIMEOUT = 5.0  # seconds of one exchange, however many others are answered meanwhile
 _RETRY_AFTER_FAILURE = 1.0  # seconds in which Redis is not asked again after it failed
 _CLOSE_TIMEOUT = 1.0  # seconds for sending what is pending when closing
 _BATCH_SIZE = 1000
@@ -34,13 +35,14 @@ T = TypeVar("T")
 
 
 class RedisRateLimiter:
-    """Implements ``SharedRateLimiter`` in the Redis at ``access``. A request waits at most ``timeout`` seconds for its
-    answer. One in progress counts for ``lease`` seconds at a time, so that those of a router which died expire: what is
-    leased here are requests, not routers (see ``clients.membership``). One that ended while Redis was unavailable is
-    removed later; its unused tokens stay charged.
+    """Implements ``SharedRateLimiter`` in the Redis at ``access``. A request waits for its answer until Redis has
+    answered nobody here for ``timeout`` seconds: a burst makes answers late, and is when limits matter. One in progress
+    counts for ``lease`` seconds at a time, so that those of a router which died expire: what is leased here are
+    requests, not routers (see ``clients.membership``). One that ended while Redis was unavailable is removed later; its
+    unused tokens stay charged.
     """
 
-    def __init__(self, access: RedisAccess | str, *, timeout: float = 0.05, lease: float = 30.0) -> None:
+    def __init__(self, access: RedisAccess | str, *, timeout: float = _SILENCE, lease: float = 30.0) -> None:
         self._client = redis_client(access, timeout=_EXCHANGE_TIMEOUT, connections=_CONNECTIONS)
         self._timeout = timeout
         self._lease = lease
@@ -50,7 +52,7 @@ class RedisRateLimiter:
         self._releases: deque[tuple[str, str, int, int]] = deque(maxlen=_MAX_PENDING_RELEASES)
         self._pending = asyncio.Event()
         self._publisher: SupervisedTask | None = None
-        self._unavailable_until = 0.0
+        self._unavailable_until = self._answered_at = 0.0
         self._failures = 0  # one after the other
         self._request_slots = asyncio.Semaphore(_MAX_CONCURRENT_REQUESTS)
         metrics.LIMITS_SHARED.set(1)  # until Redis is unavailable
@@ -64,7 +66,7 @@ class RedisRateLimiter:
     async def _run_reserve(self, request: ReserveRequest) -> ReserveResult | None:
         try:
             call = self._reserve_script(keys=_keys(request.tenant), args=self._arguments(request))
-            reply = _read(await _with_timeout(call, self._timeout))
+            reply = _read(await self._wait_for(call))
         except _FAILURES as error:
             self._record_failure(error)
             self._queue_release(request.tenant, request.request_id)  # it may have been admitted, and the reply was lost
@@ -73,11 +75,33 @@ class RedisRateLimiter:
             self._queue_release(request.tenant, request.request_id)
             raise
         self._failures = 0
+        self._answered_at = asyncio.get_running_loop().time()
         metrics.LIMITS_SHARED.set(1)
         admitted, newly_running, request_debt, token_debt, running = reply
         if admitted and request.max_concurrent is not None:
             self._running[request.tenant][request.request_id] += 1
         return ReserveResult(bool(admitted), bool(newly_running), request_debt, token_debt, running)
+
+    async def _wait_for(self, call: Awaitable[T]) -> T:
+        """Returns the result of ``call``. Raises ``TimeoutError`` once Redis has answered nobody here for ``timeout``
+        seconds, not counting those in which this loop was blocked (a late timer says nothing of Redis, whose reply may
+        be in the socket), and what ``call`` raises.
+        """
+        loop, task = asyncio.get_running_loop(), asyncio.ensure_future(call)
+        due = loop.time() + self._timeout
+        last = due + _EXCHANGE_TIMEOUT
+        try:
+            while not (await asyncio.wait([task], timeout=max(0.0, due - loop.time())))[0]:
+                now = loop.time()
+                late, silent_at = now - due, self._answered_at + self._timeout
+                if now > last or (late < _LATE_TIMER and now >= silent_at):
+                    raise TimeoutError("Redis does not answer in time")
+                due = max(silent_at, now + min(late, self._timeout))
+            return task.result()
+        finally:
+            if not task.done():
+                task.cancel()
+                await asyncio.wait([task])
 
     def adopt(self, tenant: str, request_id: str) -> None:
         """See ``SharedRateLimiter``."""
@@ -215,26 +239,6 @@ def _read(reply: object) -> list[int]:
     if isinstance(reply, list) and len(reply) == _REPLY and all(isinstance(each, int) for each in reply):
         return reply
     raise RedisError("this is no answer to what was asked")
-
-
-async def _with_timeout(call: Awaitable[T], seconds: float) -> T:
-    """Returns the result of ``call`` within so many seconds, not counting those in which this loop was blocked: a late
-    timer says nothing of Redis, whose reply may be in the socket. Raises ``TimeoutError``, and what ``call`` raises.
-    """
-    loop, task = asyncio.get_running_loop(), asyncio.ensure_future(call)
-    due = loop.time() + seconds
-    last = due + _EXCHANGE_TIMEOUT
-    try:
-        while not (await asyncio.wait([task], timeout=max(0.0, due - loop.time())))[0]:
-            late = loop.time() - due
-            if late < _LATE_TIMER or loop.time() > last:
-                raise TimeoutError("Redis does not answer in time")
-            due = loop.time() + min(late, seconds)
-        return task.result()
-    finally:
-        if not task.done():
-            task.cancel()
-            await asyncio.wait([task])
 
 
 def _batches(entries: Sequence[str]) -> list[Sequence[str]]:

@@ -534,6 +534,33 @@ async def test_a_herd_of_requests_waits_for_each_other_and_is_counted_at_all_rou
         assert other.status("t").requests.remaining < 1600
 
 
+BUSY = "local t = redis.call('TIME'); local till = t[1] * 1000 + t[2] / 1000 + 60; " + (
+    "repeat t = redis.call('TIME') until t[1] * 1000 + t[2] / 1000 > till"
+)
+
+
+async def test_a_burst_that_makes_redis_slow_never_makes_limits_local(redis):
+    """Each answer takes longer than a request used to wait, and many more requests come than may be admitted."""
+    async with AsyncExitStack() as stack:
+        limiters = [RedisRateLimiter(redis.url) for _ in range(2)]
+        for limiter in limiters:
+            stack.push_async_callback(limiter.close)
+        await limiters[0]._client.flushall()
+        fleet = [limits_of(shared=limiter, requests_per_minute=5) for limiter in limiters]
+        hogs = [asyncio.create_task(keep_busy(limiters[0]._client)) for _ in range(2)]
+        await asyncio.sleep(0.05)
+        asking = [admitted(fleet[number % 2], str(number))() for number in range(40)]
+        let_in = sum(await asyncio.gather(*asking))
+        for hog in hogs:
+            hog.cancel()
+    assert (let_in, shared()) == (5, 1)
+
+
+async def keep_busy(client):
+    while True:
+        await client.eval(BUSY, 0)
+
+
 async def test_one_answer_that_is_late_makes_one_request_local_and_several_make_all_so():
     with redis_server() as server:
         async with routers(server, 1, patience=0.05, requests_per_minute=1000) as (one,):
