@@ -22,6 +22,7 @@ from starlette.types import ASGIApp
 
 from quire_router.admission.settings_file import SettingsFileError
 from quire_router.api.rest.http_server import ConnectionLimits, HttpServer, listen
+from quire_router.api.rest.local_callers import LocalCallers
 from quire_router.api.rest.page import Page
 from quire_router.api.rest.rest_app import allow_origins, build_admin, build_api
 from quire_router.api.rest.sse import KeepAlive
@@ -252,9 +253,19 @@ class Router:
         )
         if settings.allowed_origins:
             api = allow_origins(api, settings.allowed_origins)
+        if settings.is_for_this_machine and not service.keys.required:
+            api = LocalCallers(
+                api,
+                hosts=settings.allowed_hosts,
+                origins=settings.allowed_origins,
+                is_open=lambda: not service.keys.required,
+                client_timeout=write_timeout,
+            )
         if self._worker is not None:
             return [HttpServer(api, listen(settings.host, self._worker.http_port, shared=True), limits)]
-        admin = build_admin(service, client_timeout=write_timeout)
+        admin: ASGIApp = build_admin(service, client_timeout=write_timeout)
+        if settings.is_for_this_machine:
+            admin = LocalCallers(admin, hosts=settings.allowed_hosts, client_timeout=write_timeout)
         return [
             HttpServer(app, listen(settings.host, port), limits)
             for app, port in ((api, settings.http_port), (admin, settings.metrics_port))

@@ -19,8 +19,8 @@ from tests.bench.slow_clients import WATCHED, a_router, watch
 
 HEADERS = "".join("a:1\r\n" for _ in range(2_700))
 HEADS = [
-    f"CONNECT / HTTP/1.1\r\nhost: bench\r\n{HEADERS}\r\n".encode(),
-    f"GET / HTTP/1.1\r\nhost: bench\r\nconnection: upgrade\r\nupgrade: h2c\r\n{HEADERS}\r\n".encode(),
+    f"CONNECT / HTTP/1.1\r\nhost: localhost\r\n{HEADERS}\r\n".encode(),
+    f"GET / HTTP/1.1\r\nhost: localhost\r\nconnection: upgrade\r\nupgrade: h2c\r\n{HEADERS}\r\n".encode(),
 ]
 TEXT = "The quick brown fox jumps over the lazy dog. " * 23_000  # about a megabyte
 
@@ -43,7 +43,7 @@ async def send_heads(port: int, per_second: float) -> None:
 async def send_texts(port: int, _: float) -> None:
     """Has one long text after the other tokenised, until it is cancelled."""
     data = json.dumps({"model": "quire-demo", "prompt": TEXT}).encode()
-    head = "POST /tokenize HTTP/1.1\r\nhost: bench\r\ncontent-type: application/json\r\nconnection: close\r\n"
+    head = "POST /tokenize HTTP/1.1\r\nhost: localhost\r\ncontent-type: application/json\r\nconnection: close\r\n"
     while True:
         with suppress(ConnectionError):
             reader, writer = await asyncio.open_connection("127.0.0.1", port)

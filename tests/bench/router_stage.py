@@ -49,7 +49,7 @@ def body(tokens: int, *, stream: bool, model: str = MODEL, number: int = 0) -> b
     prompt = [100 + number, *PROMPT[1:]]
     request = {"model": model, "prompt": prompt, "max_tokens": tokens, "stream": stream, "ignore_eos": True}
     data = json.dumps(request).encode()
-    head = "POST /v1/completions HTTP/1.1\r\nhost: bench\r\ncontent-type: application/json\r\n"
+    head = "POST /v1/completions HTTP/1.1\r\nhost: localhost\r\ncontent-type: application/json\r\n"
     return f"{head}content-length: {len(data)}\r\n\r\n".encode() + data
 
 

@@ -31,7 +31,7 @@ def request(tokens: int, echo: int) -> bytes:
     """A stream whose prompt, where it is echoed, has so many tokens."""
     fields = {"model": MODEL, "prompt": [500] * max(echo, 32), "max_tokens": tokens, "stream": True, "echo": echo > 0}
     data = json.dumps(fields).encode()
-    head = "POST /v1/completions HTTP/1.1\r\nhost: bench\r\ncontent-type: application/json\r\n"
+    head = "POST /v1/completions HTTP/1.1\r\nhost: localhost\r\ncontent-type: application/json\r\n"
     return f"{head}content-length: {len(data)}\r\n\r\n".encode() + data
 
 

@@ -34,7 +34,7 @@ def generated(stack: Stack) -> float:
 def open_request(stack: Stack, body: dict[str, object]) -> socket.socket:
     payload = json.dumps(body).encode()
     client = socket.create_connection(("127.0.0.1", stack.router.http_port))
-    head = ["POST /v1/completions HTTP/1.1", "Host: x", "Content-Type: application/json"]
+    head = ["POST /v1/completions HTTP/1.1", "Host: localhost", "Content-Type: application/json"]
     head += [f"Content-Length: {len(payload)}", "", ""]
     client.sendall("\r\n".join(head).encode() + payload)
     return client

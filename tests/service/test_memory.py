@@ -124,7 +124,7 @@ def test_many_large_bodies_at_once_are_refused_with_errors_and_kept_out_of_memor
     """The largest bodies that are allowed, all of them held before any is complete."""
     start, end = f'{{"model":"{MODEL}","prompt":"'.encode(), b'"}'
     body = start + b"word " * ((BODY_BYTES - len(start) - len(end)) // 5) + end
-    head = "POST /v1/completions HTTP/1.1\r\nhost: x\r\ncontent-type: application/json\r\n"
+    head = "POST /v1/completions HTTP/1.1\r\nhost: localhost\r\ncontent-type: application/json\r\n"
     request = f"{head}content-length: {len(body)}\r\n\r\n".encode() + body
 
     async def offer_all(port: int) -> list[tuple[int, bytes]]:

@@ -14,6 +14,7 @@ from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, Metr
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
 from prometheus_client.registry import Collector
 from quire_proto.cli import join_host_port
+from quire_proto.local_hosts import CONTAINER_HOSTS, is_local_host, is_loopback
 from quire_proto.telemetry import DropReason, Metric
 
 from quire_engine.core.data_parallel import DPStats
@@ -238,6 +239,7 @@ _OK = HTTPStatus.OK, {"status": "ok"}
 _UNAVAILABLE = HTTPStatus.SERVICE_UNAVAILABLE, {"status": "unavailable"}
 _NO_PAGE = "There is no such page: an engine has metrics and probes here, and is reached by clients through a router."
 _NOT_FOUND = HTTPStatus.NOT_FOUND, {"error": _NO_PAGE}
+_OTHER_HOST = HTTPStatus.FORBIDDEN, {"error": "this port is asked by names of this machine alone, as localhost"}
 
 
 class _DroppedSpans(Collector):
@@ -372,19 +374,23 @@ class _Weights(Collector):
 
 
 class ProbeServer:
-    """Serves ``/metrics``, and each of ``probes`` at its path as 200 or 503, on its own threads. Raises ``OSError``
-    with the address if it cannot be listened on.
+    """Serves ``/metrics``, and each of ``probes`` at its path as 200 or 503, on its own threads; on a loopback address
+    only under names of this machine. Raises ``OSError`` with the address if it cannot be listened on.
     """
 
     def __init__(
         self, host: str, port: int, registry: CollectorRegistry, probes: Mapping[str, Callable[[], bool]]
     ) -> None:
+        is_local = is_loopback(host)
+
         class Handler(MetricsHandler):
             timeout = 10  # seconds, so that a silent client cannot occupy a thread for ever
 
             def do_GET(self) -> None:  # noqa: N802 - named by the library
                 path = self.path.partition("?")[0]
-                if path in probes:
+                if is_local and not is_local_host(self.headers.get("Host", "localhost"), CONTAINER_HOSTS):
+                    _respond(self, *_OTHER_HOST)
+                elif path in probes:
                     _respond(self, *(_OK if probes[path]() else _UNAVAILABLE))
                 elif path == "/metrics":
                     super().do_GET()

@@ -20,10 +20,11 @@ from prometheus_client import CONTENT_TYPE_LATEST, CollectorRegistry, generate_l
 from prometheus_client.multiprocess import MultiProcessCollector, mark_process_dead
 from quire_proto.cli import join_host_port
 from quire_proto.supervise import Backoff
-from starlette.types import Receive, Scope, Send
+from starlette.types import ASGIApp, Receive, Scope, Send
 
 from quire_router.api.rest.http import JSON_HEADERS, ClientDisconnectedError, Header, HttpResponse, not_on_this_port
 from quire_router.api.rest.http_server import HttpServer, listen
+from quire_router.api.rest.local_callers import LocalCallers
 from quire_router.api.rest.openai_format import error_response
 from quire_router.api.service import new_request_id
 from quire_router.autoscale.load_totals import RedisLoad
@@ -74,7 +75,9 @@ class Supervisor:
             if settings.picker_port is not None:
                 stack.enter_context(reserve(settings.host, settings.picker_port))
             write_timeout = settings.slow_client_timeout
-            admin = Admin(folder, settings.host, ports[0], lambda: bool(self._workers), write_timeout)
+            admin: ASGIApp = Admin(folder, settings.host, ports[0], lambda: bool(self._workers), write_timeout)
+            if settings.is_for_this_machine:
+                admin = LocalCallers(admin, hosts=settings.allowed_hosts, client_timeout=write_timeout)
             admin_server = HttpServer(admin, listen(settings.host, settings.metrics_port))
             await self._start_scaling_servers(stack)
             log.info(

@@ -180,6 +180,20 @@ def wrong_host() -> HttpError:
     return HttpError(HTTPStatus.BAD_REQUEST, "malformed_request", message)
 
 
+def other_host(host: str) -> HttpError:
+    """The Host is not a name of this machine, which alone is served here without a key."""
+    name = _UNPRINTABLE.sub("?", host[:_MAX_PATH])
+    message = f"Without keys this service is for its own machine, and {name} is another name: use localhost, "
+    return HttpError(HTTPStatus.FORBIDDEN, "host_not_allowed", f"{message}--allowed-hosts or --api-key.")
+
+
+def other_site(site: str) -> HttpError:
+    """A page of another site sent the request, and without a key no such page is served here."""
+    name = _UNPRINTABLE.sub("?", site[:_MAX_PATH])
+    message = f"Without keys this service is for its own machine, and not for pages of {name}: use --allowed-origins "
+    return HttpError(HTTPStatus.FORBIDDEN, "origin_not_allowed", f"{message}or --api-key.")
+
+
 def unknown_version() -> HttpError:
     """The request line names an HTTP version that this port does not speak."""
     message = "This port speaks HTTP/1.1 and HTTP/1.0."

@@ -478,11 +478,11 @@ class TestKeys:
             {name: ForwardedEngine(name) for name in ("m", "n")},
             [f"--tenants={file}", f"--model=n={DEMO}"],
         )
-        async with serving(engines["n"]):
-            async with fleet(engines["m"], flags=flags, more_engines=[engines["n"].address]) as each:
-                await until(lambda: each.components.fleet.ready("n") == 1)
-                asked = request_headers("/v1/models", end=True, authorization="Bearer ada-key-0123456789")
-                assert destination(await each.stream().ask(asked)) == [engines[models[0]].endpoint]
+        more = [engines["n"].address]
+        async with serving(engines["n"]), fleet(engines["m"], flags=flags, more_engines=more) as each:
+            await until(lambda: each.components.fleet.ready("n") == 1)
+            asked = request_headers("/v1/models", end=True, authorization="Bearer ada-key-0123456789")
+            assert destination(await each.stream().ask(asked)) == [engines[models[0]].endpoint]
 
     async def test_a_list_that_would_show_models_of_others_is_the_routers(
         self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
