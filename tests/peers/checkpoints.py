@@ -7,6 +7,7 @@ import subprocess
 import sys
 from pathlib import Path
 
+from tests.support.adapters import write_adapter
 from tests.support.sentence_folders import cross_encoder_folder, encoder_folder
 
 ROOT = Path(__file__).parents[2]
@@ -19,13 +20,15 @@ def flags_in(text: str) -> list[str]:
 
 
 def main(folder: Path) -> None:
-    """Makes what is missing in the folder: a chat model, an encoder and a cross-encoder, and the list of flags."""
+    """Makes what the folder lacks: a chat model with an adapter, an encoder, a cross-encoder, and the list of flags."""
     folder.mkdir(parents=True, exist_ok=True)
     if not (folder / "chat").exists():
         shutil.copytree(ROOT / "demo" / "model", folder / "chat")
         shutil.copy(ROOT / "demo" / "templates" / "hermes.jinja", folder / "chat" / "chat_template.jinja")  # has tools
         config = json.loads((folder / "chat" / "config.json").read_text())
         (folder / "chat" / "config.json").write_text(json.dumps({**config, "max_position_embeddings": _CONTEXT}))
+    if not (folder / "lora").exists():
+        write_adapter(folder / "lora", folder / "chat")
     for name, make in (("embed", encoder_folder), ("rerank", cross_encoder_folder)):
         if not (folder / name).exists():
             make(folder / name)

@@ -27,7 +27,10 @@ _CAUSES = {
     "There is nothing at /": Outcome.NOT_OFFERED,
     "LocalEntryNotFoundError": Outcome.REAL_MODEL,
     "OfflineModeIsEnabled": Outcome.REAL_MODEL,
+    "couldn't connect to 'https://huggingface.co'": Outcome.REAL_MODEL,
     "Max retries exceeded with url: /": Outcome.REAL_MODEL,  # pictures and the like
+    "fixture 'hf_runner' not found": Outcome.INTERNAL,  # which are of files that need what vLLM compiles
+    "fixture 'vllm_runner' not found": Outcome.INTERNAL,
 }
 """What an error says for itself."""
 _OURS = ("quire serve did not start", "Error code: 500", "500 Server Error", "Timeout (>")

@@ -1,5 +1,5 @@
 """A pytest plugin that writes which cases there are, and then what became of each, as lines of JSON, so that a run that
-was ended early says what it did not reach.
+was ended early says what it did not reach. Cases that the file has already are not run.
 """
 
 import json
@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 
 _PATH = Path(os.environ["QUIRE_CASES"])
+_KNOWN = {json.loads(line)["id"] for line in _PATH.read_text(encoding="utf-8").splitlines()}
 
 
 def _write(**line: Any) -> None:
@@ -20,6 +21,7 @@ def _write(**line: Any) -> None:
 @pytest.hookimpl(trylast=True)
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Writes the cases that will run."""
+    items[:] = [item for item in items if item.nodeid not in _KNOWN]
     for item in items:
         _write(id=item.nodeid, outcome="collected", error="")
 

@@ -5,7 +5,6 @@ the next test that wants the same.
 import os
 import re
 import sys
-from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -27,25 +26,27 @@ _LONG = 2048
 """A context that no test fills: tests that want it, or a longer one, share a server."""
 _LONG_OUTPUT = 128
 """The same of outputs."""
-_ASKED = re.compile(r"""\bmodel["']?\s*[:=]\s*["']([^"']+)["']""")
+_ASKED = re.compile(r"""\bmodel(?:_alias)?["']?\s*[:=]\s*["']([^"']+)["']""")
 
 
-def names_asked() -> list[str]:
-    """Returns the models that the tests ask for: llama.cpp's server answers to any name."""
-    texts = (path.read_text() for path in Path("unit").glob("*.py"))
-    return sorted({name for text in texts for name in _ASKED.findall(text)})
+def names_asked() -> str:
+    """Returns the models that the tests start or ask for, as llama.cpp's server answers to any name. All servers have
+    all of these names, so that more tests share one.
+    """
+    texts = (path.read_text() for path in (Path("utils.py"), *Path("unit").glob("*.py")))
+    names = [name for text in texts for found in _ASKED.findall(text) for name in found.split(",")]
+    return ",".join(dict.fromkeys(names))
 
 
-def arguments_of(server: Any, names: Sequence[str]) -> list[str]:
+def arguments_of(server: Any) -> list[str]:
     """Returns the flags that a test's settings are with vLLM's names."""
-    own = str(server.model_alias or server.model_hf_repo).split(",")
-    flags = ["--served-model-name", ",".join(dict.fromkeys([*own, *names]))]
+    flags = ["--served-model-name", names_asked()]
     length = (server.n_ctx or _LONG) // (1 if server.kv_unified else server.n_slots or 1)
     if length < _LONG:
         flags += ["--max-model-len", str(length)]
     if server.api_key:
         flags += ["--api-key", server.api_key]
-    if server.pooling:
+    if server.pooling and server.pooling != "none":
         flags += ["--pooling-type", server.pooling]
     return flags
 
@@ -56,14 +57,15 @@ def template_of(server: Any) -> str | None:
         return Path(server.chat_template_file).read_text(encoding="utf-8")
     if server.chat_template in _NAMED:
         return (_TEMPLATES / f"{_NAMED[server.chat_template]}.jinja").read_text(encoding="utf-8")
+    if "DeepSeek-R1" in str(server.model_hf_repo):
+        return (_TEMPLATES / "deepseek-ai-DeepSeek-R1-Distill-Qwen-32B.jinja").read_text(encoding="utf-8")
     return str(server.chat_template) if server.chat_template else None
 
 
 def _start(self: Any, timeout_seconds: int = 0) -> None:
     model = f"{self.model_hf_repo or ''}/{self.model_hf_file or ''}"
     limit = self.n_predict if 0 < (self.n_predict or 0) < _LONG_OUTPUT else None
-    flags = arguments_of(self, names_asked())
-    self.server_port = SERVERS.get(model, flags, template_of(self), max_new_tokens=limit).port
+    self.server_port = SERVERS.get(model, arguments_of(self), template_of(self), max_new_tokens=limit).port
     self.server_host = "127.0.0.1"
 
 

@@ -9,6 +9,7 @@ import json
 import os
 import shlex
 import shutil
+import signal
 import socket
 import subprocess
 import time
@@ -31,6 +32,12 @@ _DROPPED = {
     *("--enforce-eager", "--max-num-seqs", "--max-num-batched-tokens"),
 }
 """Flags about the hardware that the other project's tests run on, without which more of them share a server."""
+
+
+def thinking_template() -> str:
+    """Returns a template with which a model thinks before it answers, from llama.cpp's sources."""
+    templates = Path(os.environ["QUIRE_SOURCES"]) / "llama.cpp/vendor/llama.cpp/models/templates"
+    return (templates / "Qwen-QwQ-32B.jinja").read_text(encoding="utf-8")
 
 
 def checkpoint_kind(model: str) -> str:
@@ -91,6 +98,7 @@ class Servers:
         self._known = frozenset((self._checkpoints / "flags.txt").read_text().split())
         self._running: dict[tuple[str, ...], Server] = {}
         atexit.register(self.stop)
+        signal.signal(signal.SIGTERM, signal.default_int_handler)
 
     def get(
         self, model: str, arguments: Sequence[str], template: str | None = None, **sampling: float | None
@@ -125,6 +133,11 @@ class Servers:
             known = json.loads(defaults.read_text()) if defaults.exists() else {}
             defaults.write_text(json.dumps({**known, **given}))
         return variant
+
+    @property
+    def adapter(self) -> Path:
+        """The folder of a LoRA adapter of the chat model."""
+        return self._checkpoints / "lora"
 
     def folder(self, model: str) -> Path:
         """Returns the folder of the checkpoint that stands for a model."""

@@ -61,7 +61,8 @@ class _Served:
     def setUpClass(cls) -> None:
         """Starts the server."""
         os.environ.setdefault("OPENAI_API_KEY", "none")
-        cls.base_url = f"http://127.0.0.1:{SERVERS.get(MODEL, []).port}"
+        template = quire_servers.thinking_template() if "SeparateReasoning" in cls.__name__ else None
+        cls.base_url = f"http://127.0.0.1:{SERVERS.get(MODEL, [], template).port}"
         cls.client = openai.OpenAI(base_url=f"{cls.base_url}/v1", api_key="none")
         getattr(super(), "setUpClass", lambda: None)()
 

@@ -2,11 +2,13 @@
 whose own imports need vLLM's compiled parts.
 """
 
+import json
 import sys
 import types
 from typing import Any
 
 import anthropic
+import huggingface_hub
 import openai
 import pytest
 import quire_servers
@@ -20,9 +22,15 @@ class RemoteOpenAIServer:
 
     DUMMY_API_KEY = "token-abc123"
 
-    def __init__(self, model: str, vllm_serve_args: list[str], **_: object) -> None:
+    def __init__(
+        self, model: str, vllm_serve_args: list[str], *, env_dict: dict[str, str] | None = None, **_: object
+    ) -> None:
+        arguments = [_adapter(str(each)) for each in vllm_serve_args]
+        if "VLLM_ALLOW_RUNTIME_LORA_UPDATING" in (env_dict or {}):
+            arguments.append("--allow-lora-updates")
+        thinks = "--reasoning-parser" in arguments and "--tool-call-parser" not in arguments
         self.host = "127.0.0.1"
-        self.port = SERVERS.get(model, [str(each) for each in vllm_serve_args]).port
+        self.port = SERVERS.get(model, arguments, quire_servers.thinking_template() if thinks else None).port
 
     def __enter__(self) -> "RemoteOpenAIServer":
         return self
@@ -59,6 +67,15 @@ class RemoteOpenAIServer:
         return {"api_key": self.DUMMY_API_KEY, "max_retries": 0, "timeout": 100, **options}
 
 
+def _adapter(argument: str) -> str:
+    """Returns a value of ``--lora-modules`` as NAME=FOLDER, with the adapter that stands for those on the Hub."""
+    if argument.startswith('{"name"'):
+        module = json.loads(argument)
+        return f"{module['name']}={module['path']}"
+    name, equals, place = argument.partition("=")
+    return f"{name}={SERVERS.adapter}" if equals and place == name else argument
+
+
 def _unneeded(name: str) -> Any:
     """Returns what stands for other names of ``tests.utils``: marks and decorators, which do nothing here."""
     if name.startswith("__"):
@@ -73,6 +90,8 @@ utils.RemoteOpenAIServer = RemoteOpenAIServer  # type: ignore[attr-defined]
 utils.__getattr__ = _unneeded  # type: ignore[method-assign]
 sys.modules["tests.utils"] = utils
 
+# What tests fetch from the Hub are adapters, or models that they only want to have been fetched.
+huggingface_hub.HfApi.snapshot_download = lambda *_, **__: str(SERVERS.adapter)
 _from_pretrained = transformers.AutoTokenizer.from_pretrained
 
 
