@@ -4,6 +4,7 @@ The shims of this folder are loaded into environments of other projects, so this
 """
 
 import atexit
+import contextlib
 import hashlib
 import json
 import os
@@ -176,7 +177,10 @@ class Servers:
 
 
 def free_port() -> int:
-    """Returns a port that nothing listens on."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
+    """Returns a port that nothing listens on, nor on the two behind it, which are those of gRPC and of metrics."""
+    while True:
+        with contextlib.ExitStack() as probes, contextlib.suppress(OSError):
+            first = probes.enter_context(socket.create_server(("127.0.0.1", 0))).getsockname()[1]
+            for port in (first + 1, first + 2):
+                probes.enter_context(socket.create_server(("127.0.0.1", port)))
+            return int(first)

@@ -10,7 +10,7 @@ from scripts.peer_parameters import Classes as ParsedClasses
 from tests.peers import run
 from tests.peers.checkpoints import flags_in
 from tests.peers.classes import EXCUSES, Classes, Outcome, cases_of
-from tests.peers.run import table
+from tests.peers.run import settled, table
 from tests.peers.shims.quire_servers import checkpoint_kind, options, serve_arguments
 
 ROOT = Path(__file__).parents[3]
@@ -116,6 +116,12 @@ def test_a_class_that_no_failing_case_needs_is_said():
     outcomes(LINES, classes)
 
     assert classes.unused() == ["a.py::test_one", "a.py::test_six"]
+
+
+def test_what_was_a_fault_or_was_not_reached_runs_again():
+    kept = {json.loads(line)["id"] for line in settled(map(json.dumps, LINES), Classes(CLASSES))}
+
+    assert kept == {f"a.py::test_{name}" for name in ("one", "two", "three", "four", "five")}
 
 
 def test_every_class_has_a_reason_and_a_known_peer():
