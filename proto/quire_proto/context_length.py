@@ -9,7 +9,7 @@ from typing import Final
 from quire_proto.errors import ErrorCode, QuireError, invalid
 
 CONTEXT_LENGTH_EXCEEDED: Final = "context_length_exceeded"
-MESSAGES, PROMPT, INPUT = "messages", "prompt", "input"
+MESSAGES, PROMPT, INPUT = "messages", "prompt", "input prompt"
 """What an error calls the prompt: of a conversation, of a text that is continued, and of one that is pooled."""
 _NUMBER = re.compile(r"\d[\d,]*(?= ?tokens?\b)|(?<=context length is )\d[\d,]*|(?<=context size \()\d[\d,]*")
 _SERVERS_WORDS = re.compile(
@@ -41,7 +41,7 @@ def check_pooled_length(num_tokens: int, max_model_len: int) -> None:
     if num_tokens < 1:
         raise invalid(PROMPT, "The prompt is empty.")
     if num_tokens > max_model_len:
-        raise _error(max_model_len, f"your input resulted in {num_tokens} tokens", INPUT, PROMPT)
+        raise _error(max_model_len, f"your {INPUT} resulted in {num_tokens} tokens", INPUT, PROMPT)
 
 
 def far_too_long(limit: int, least: int, what: str) -> QuireError:

@@ -51,7 +51,7 @@ OF_OPENAI = {
         (
             r"^This model's maximum context length is \d+ tokens\. However, you requested (at least )?\d+ tokens "
             r"\(\d+ in the (messages|prompt), (at least )?\d+ in the completion\)\. Please reduce the length of the ",
-            r"^This model's maximum context length is \d+ tokens\. However, your (messages|prompt|input) resulted in "
+            r"^This model's maximum context length is \d+ tokens\. However, your (messages|(input )?prompt) resulted in "
             r"(at least )?\d+ tokens\. Please reduce the length of the ",
         ),
         in_body=False,
@@ -200,5 +200,6 @@ def test_other_errors_of_servers_are_not_taken_for_it(message):
 
 
 def test_a_pooled_prompt_has_no_completion():
-    with pytest.raises(QuireError, match=r"your input resulted in 9 tokens\. Please reduce the length of the input\."):
+    words = r"your input prompt resulted in 9 tokens\. Please reduce the length of the input prompt\."
+    with pytest.raises(QuireError, match=words):
         check_pooled_length(9, 8)
