@@ -236,6 +236,7 @@ MAX_PROMPTS = 128
 MAX_INPUTS = 2048  # of prompts that are pooled, as OpenAI has it
 _MAX_ABS = 2**64
 _TOKENS_REFUSAL = f"it must be a list of at most {MAX_PROMPT_TOKENS} token ids"
+_SHOWN, _SHOWN_NAMES = 32, 4  # characters of a wrong name that an error shows, and wrong names
 _TOKEN_ID = re.compile("0|-?[1-9][0-9]{0,9}")  # one way to write each, so that none comes twice
 
 
@@ -299,15 +300,19 @@ def _logit_bias(value: object) -> dict[int, float]:
         raise invalid("logit_bias", "logit_bias must be an object of token ids and numbers.")
     if len(value) > MAX_BIASES:
         raise invalid("logit_bias", f"logit_bias names {len(value)} tokens but at most {MAX_BIASES} are allowed.")
-    return {_token_id(key): _bias(bias) for key, bias in value.items()}
+    ids = {key: _token_id(key) for key in value}
+    if wrong := [repr(str(key)[:_SHOWN]) for key, token in ids.items() if token is None]:
+        more = f" and {len(wrong) - _SHOWN_NAMES} more" if len(wrong) > _SHOWN_NAMES else ""
+        names = ", ".join(wrong[:_SHOWN_NAMES]) + more
+        raise invalid("logit_bias", f"Each name in logit_bias must be a token id in decimal digits, not {names}.")
+    return {token: _bias(value[key]) for key, token in ids.items() if token is not None}
 
 
-def _token_id(key: object) -> int:
+def _token_id(key: object) -> int | None:
+    """Returns the token id that a name in ``logit_bias`` is; None for others."""
     if isinstance(key, int) and not isinstance(key, bool):
         return key
-    if isinstance(key, str) and _TOKEN_ID.fullmatch(key):
-        return int(key)
-    raise invalid("logit_bias", "Each name in logit_bias must be a token id in decimal digits.")
+    return int(key) if isinstance(key, str) and _TOKEN_ID.fullmatch(key) else None
 
 
 def _bias(value: object) -> float:

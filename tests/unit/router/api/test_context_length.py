@@ -51,8 +51,8 @@ OF_OPENAI = {
         (
             r"^This model's maximum context length is \d+ tokens\. However, you requested (at least )?\d+ tokens "
             r"\(\d+ in the (messages|prompt), (at least )?\d+ in the completion\)\. Please reduce the length of the ",
-            r"^This model's maximum context length is \d+ tokens\. However, your (messages|(input )?prompt) resulted in "
-            r"(at least )?\d+ tokens\. Please reduce the length of the ",
+            r"^This model's maximum context length is \d+ tokens\. However, your (messages|(input )?prompt) "
+            r"resulted in (at least )?\d+ tokens\. Please reduce the length of the ",
         ),
         in_body=False,
     ),

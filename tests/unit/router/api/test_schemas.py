@@ -387,6 +387,16 @@ def test_a_prompt_is_kept_at_four_bytes_a_token(fields):
     assert prompt.itemsize == 4
 
 
+def test_names_in_logit_bias_that_are_no_tokens_are_all_named_within_bounds():
+    for names, shown in (
+        (["bad1", "2", "bad2"], "not 'bad1', 'bad2'."),
+        (["x" * 99, *"abcdef"], f"not '{'x' * 32}', 'a', 'b', 'c' and 3 more."),
+    ):
+        with pytest.raises(QuireError, match=re.escape(shown)) as refused:
+            ChatRequest.from_json(json.dumps(chat(logit_bias=dict.fromkeys(names, 1))).encode())
+        assert refused.value.param == "logit_bias"
+
+
 @pytest.mark.parametrize("prompt", [[1] * (MAX_PROMPT_TOKENS + 1), [[1] * (MAX_PROMPT_TOKENS + 1)]])
 def test_a_prompt_of_too_many_tokens_for_any_model_is_refused_with_the_limit(prompt):
     refusal = refusal_of(CompletionRequest, completion(prompt))
