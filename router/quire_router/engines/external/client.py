@@ -304,10 +304,9 @@ class ExternalEngine:
         last, written = None, list(choice.token_ids)
         try:
             body, unnamed = self._kind.body(choice), self._kind.unnamed_status
-            async with aclosing(http.stream(self._kind.path, body, headers, unnamed)) as events:
-                async for event in events:
+            async with aclosing(http.stream(self._kind.path, body, headers, unnamed, reader.read)) as outputs:
+                async for output in outputs:
                     self._liveness.on_message()
-                    output = reader.read(event)
                     if output is None:
                         continue
                     self._fitness.on_output()
@@ -366,10 +365,9 @@ class ExternalEngine:
         headers = {"X-Request-Id": choice.request_id}
         try:
             async with asyncio.timeout(self.settings.stall_timeout):
-                events = http.stream(self._kind.path, self._kind.body(choice), headers, self._kind.unnamed_status)
-                async with aclosing(events):
-                    async for event in events:
-                        reader.read(event)
+                body, unnamed = self._kind.body(choice), self._kind.unnamed_status
+                async with aclosing(http.stream(self._kind.path, body, headers, unnamed, reader.read)) as outputs:
+                    async for _ in outputs:
                         if reader.ended:
                             return True
         except (ServerError, BadAnswer, EngineLost, *TRANSPORT_ERRORS) as error:

@@ -1,9 +1,14 @@
-"""``HttpClient``: requests to one server, with bounds on what it may answer, and streams of server-sent events."""
+"""``HttpClient``: requests to one server, with bounds on what it may answer, and streams of server-sent events.
 
+What a server sends is counted before it is parsed, and long answers are parsed on a thread: no server stalls the
+streams of others.
+"""
+
+import asyncio
 import json
 import ssl
-from collections.abc import AsyncGenerator, Mapping
-from typing import Any, Self
+from collections.abc import AsyncGenerator, Callable, Iterator, Mapping
+from typing import Any, Self, TypeVar
 
 import aiohttp
 from quire_proto.tls import ClientTls
@@ -12,9 +17,14 @@ MAX_ANSWER_BYTES = 8 * 2**20
 MAX_EVENT_BYTES = 16 * 2**20
 """The first event of vLLM's streams repeats the prompt: some 7 bytes for each of its tokens."""
 MAX_ERROR_BYTES = 16 * 2**10
+MAX_VALUES, MAX_FIELDS = 2**20, 2**18
+"""Of one answer or event: a prompt of a million tokens, and the log-probabilities of ten thousand."""
+_LINES_PER_TURN = 64
+_INLINE = 16 * 2**10  # bytes that are parsed on the event loop
 _MAX_MESSAGE = 300  # characters of an error that are passed on
 
 Json = Mapping[str, Any]
+T = TypeVar("T")
 
 
 class ServerError(Exception):
@@ -98,7 +108,7 @@ class HttpClient:
 
     async def get_json(self, path: str) -> Json:
         """The object in an answer. Raises as ``get``."""
-        return _parse(await self.get(path))
+        return await _parse(await self.get(path))
 
     async def post_json(self, path: str, body: Json) -> Json:
         """The object in the answer to ``body``. Raises as ``get``."""
@@ -107,35 +117,70 @@ class HttpClient:
         ) as response:
             if response.status != 200:
                 raise await _error(response)
-            return _parse(await _read(response, MAX_ANSWER_BYTES))
+            return await _parse(await _read(response, MAX_ANSWER_BYTES))
 
     async def stream(
-        self, path: str, body: Json, headers: Mapping[str, str], unnamed: int = 500
-    ) -> AsyncGenerator[Json]:
-        """Posts ``body`` and yields the objects in the events of the answer, until it ends or says ``[DONE]``. Closing
-        the generator closes the connection, which makes servers end the request. Raises as ``get``, also after some
-        events: an error among them without a code has the status ``unnamed``.
+        self,
+        path: str,
+        body: Json,
+        headers: Mapping[str, str],
+        unnamed: int = 500,
+        read: Callable[[Json], Any] = lambda event: event,
+    ) -> AsyncGenerator[Any]:
+        """Posts ``body`` and yields what ``read`` makes of the events of the answer, each an object, until it ends or
+        says ``[DONE]``. A long event is read on a thread. Closing the generator closes the connection, which makes
+        servers end the request. Raises as ``get`` and ``read`` do, also after some events: an error among them without
+        a code has the status ``unnamed``.
         """
         async with self._session.post(
             self._url + path, json=body, headers=headers, allow_redirects=False, server_hostname=self._host
         ) as response:
             if response.status != 200:
                 raise await _error(response)
-            rest = b""
+
+            def read_event(payload: bytes) -> Any:
+                event = _parsed(payload)
+                if event.get("error"):
+                    raise ServerError.of(response.status, event, unnamed)
+                return read(event)
+
+            lines = _Lines()
             async for data in response.content.iter_any():
-                *lines, rest = (rest + data).split(b"\n")
-                if len(rest) > MAX_EVENT_BYTES:
-                    raise BadAnswer("an event is too long")
-                for line in lines:
+                for number, line in enumerate(lines.feed(data), 1):
+                    if number % _LINES_PER_TURN == 0:
+                        await asyncio.sleep(0)
                     if not line.startswith(b"data:"):
                         continue  # a comment, or an empty line
                     payload = line[5:].strip()
                     if payload == b"[DONE]":
                         return
-                    event = _parse(payload)
-                    if event.get("error"):
-                        raise ServerError.of(response.status, event, unnamed)
-                    yield event
+                    yield await offload(payload, read_event)
+
+
+class _Lines:
+    """The lines of a stream that comes in pieces. Raises ``BadAnswer`` for one that is too long."""
+
+    def __init__(self) -> None:
+        self._rest = bytearray()
+
+    def feed(self, data: bytes) -> Iterator[bytes]:
+        """Yields the lines that end in the next piece. What came before it is not read again."""
+        *lines, rest = data.split(b"\n")
+        for line in lines:
+            self._add(line)
+            yield bytes(self._rest)
+            self._rest.clear()
+        self._add(rest)
+
+    def _add(self, data: bytes) -> None:
+        if len(self._rest) + len(data) > MAX_EVENT_BYTES:
+            raise BadAnswer("an event is too long")
+        self._rest += data
+
+
+async def offload(payload: bytes, parse: Callable[[bytes], T]) -> T:
+    """Returns what ``parse`` makes of what a server has sent, on a thread if it is long."""
+    return parse(payload) if len(payload) <= _INLINE else await asyncio.to_thread(parse, payload)
 
 
 def _ssl_context(url: str, tls: ClientTls | None) -> ssl.SSLContext | bool:
@@ -148,12 +193,12 @@ def _ssl_context(url: str, tls: ClientTls | None) -> ssl.SSLContext | bool:
 
 
 async def _read(response: aiohttp.ClientResponse, limit: int) -> bytes:
-    body = b""
+    body = bytearray()
     async for data in response.content.iter_any():
         body += data
         if len(body) > limit:
             raise BadAnswer("an answer is too long")
-    return body
+    return bytes(body)
 
 
 async def _error(response: aiohttp.ClientResponse) -> ServerError:
@@ -163,7 +208,16 @@ async def _error(response: aiohttp.ClientResponse) -> ServerError:
         return ServerError(response.status, "")
 
 
-def _parse(payload: bytes) -> Json:
+async def _parse(payload: bytes) -> Json:
+    return await offload(payload, _parsed)
+
+
+def _parsed(payload: bytes) -> Json:
+    """Parsing holds the interpreter, on any thread, so what there is to parse is counted first."""
+    if len(payload) > _INLINE and (
+        payload.count(b",") > MAX_VALUES or sum(map(payload.count, (b":", b"[", b"{"))) > MAX_FIELDS
+    ):
+        raise BadAnswer("an answer has too many values")
     try:
         parsed = json.loads(payload)
     except (ValueError, RecursionError):

@@ -26,6 +26,8 @@ MAX_SEED = 2**63 - 1
 
 MAX_TOKEN_ID = 2**31 - 1
 
+MAX_SAMPLES, MAX_SAMPLE = 4096, 4096
+"""Of metrics that are read, and characters of each: the parser takes some 20 µs for one."""
 _MIX = 0xBF58476D1CE4E5B9  # odd, so that no two positions have one multiple
 
 
@@ -114,6 +116,8 @@ class ChoiceReader(ABC):
 
     def _check(self, output: Output) -> None:
         """Raises ``BadAnswer`` for what no server may answer, so that another one goes on."""
+        if len(output.token_ids) > self.left:
+            raise BadAnswer("it answers with more tokens than it was asked for")
         stop = output.stop_token
         logprobs = [*output.logprobs, *([] if stop is None or stop.logprobs is None else [stop.logprobs])]
         token_ids = [*output.token_ids, *([] if stop is None else [stop.token_id])]
@@ -122,8 +126,6 @@ class ChoiceReader(ABC):
             raise BadAnswer("a token is none of the vocabulary")
         if not all(isfinite(value) for each in logprobs for value in (each.logprob, *(top for _, top in each.top))):
             raise BadAnswer("a log-probability is no number")
-        if len(output.token_ids) > self.left:
-            raise BadAnswer("it answers with more tokens than it was asked for")
 
     @abstractmethod
     def _read(self, event: Json) -> Output | None:
@@ -207,6 +209,8 @@ def iter_samples(text: bytes, names: Mapping[str, str]) -> Iterator[tuple[str, M
     prefixes = tuple(f"{name}{end}" for name in names for end in "{ ")
     try:
         lines = [line for line in text.decode().splitlines() if line.startswith(prefixes)]
+        if len(lines) > MAX_SAMPLES or any(len(line) > MAX_SAMPLE for line in lines):
+            raise BadAnswer(f"its metrics have more than {MAX_SAMPLES} samples of one kind, or longer ones than any")
         for family in text_string_to_metric_families("\n".join(lines) + "\n"):
             for sample in family.samples:
                 if sample.value == sample.value:  # a number

@@ -2,14 +2,17 @@
 
 import asyncio
 import ssl
+import threading
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from pathlib import Path
+from time import process_time
 from typing import Any
 
 import aiohttp
 import pytest
 from quire_proto.tls import ClientTls
+from quire_router.engines.external import http_client
 from quire_router.engines.external.http_client import (
     MAX_ANSWER_BYTES,
     MAX_EVENT_BYTES,
@@ -17,6 +20,7 @@ from quire_router.engines.external.http_client import (
     HttpClient,
     Json,
     ServerError,
+    _Lines,
     explain,
     is_refusal,
 )
@@ -55,6 +59,36 @@ async def test_events_may_come_in_any_pieces() -> None:
     stream = b': keep-alive\n\ndata: {"a": 1}\r\n\r\ndata:{"a": 2}\n\ndata: [DONE]\n\n'
     async with answering(OK, *(bytes([byte]) for byte in stream)) as client:
         assert await events(client) == [{"a": 1}, {"a": 2}]
+
+
+@pytest.mark.parametrize(
+    "excess", [b"[1" + b",1" * (2**20 + 1) + b"]", b"[" + b"{}," * 2**18 + b"1]"], ids=["values", "objects"]
+)
+async def test_an_event_with_too_many_values_is_not_parsed(excess: bytes, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(http_client.json, "loads", lambda _: pytest.fail("it was parsed"))
+    async with answering(OK, b'data: {"a": ' + excess + b"}\n\n") as client:
+        with pytest.raises(BadAnswer, match="too many values"):
+            await events(client)
+
+
+async def test_long_events_are_read_on_a_thread_and_short_ones_at_once() -> None:
+    found: list[bool] = []
+    short, long = b'data: {"a": 1}\n\n', b'data: {"a": "' + b"x" * 20_000 + b'"}\n\n'
+    async with answering(OK, short + long) as client:
+        stream = client.stream(
+            "/", {}, {}, read=lambda _: found.append(threading.current_thread() is threading.main_thread())
+        )
+        assert [event async for event in stream] == [None, None]
+    assert found == [True, False]
+
+
+def test_a_line_in_many_pieces_is_read_once() -> None:
+    lines, begun = _Lines(), process_time()
+    for _ in range(15_000):
+        assert not list(lines.feed(b"x" * 1024))
+    (line,) = lines.feed(b"\n")
+    assert len(line) == 15_000 * 1024
+    assert process_time() - begun < 3
 
 
 async def test_a_stream_may_end_without_saying_so() -> None:

@@ -1,6 +1,7 @@
 """What is sent to vLLM, and how its answers are read: both as a real server has answered them, and the stand-in too."""
 
 from dataclasses import replace
+from time import process_time
 
 import pytest
 from aiohttp import web
@@ -10,6 +11,7 @@ from quire_proto.sampling import FinishReason, SamplingParams, StopToken, TokenL
 from quire_proto.structured_output import Structured, StructuredKind, choice
 from quire_router.engines.attempt import EngineLost, Output
 from quire_router.engines.external.http_client import BadAnswer, HttpClient, ServerError
+from quire_router.engines.external.server_kind import read_load
 from quire_router.engines.external.vllm_server import VllmServer
 from quire_router.engines.settings import KnownModel
 
@@ -288,3 +290,12 @@ async def test_metrics_that_cannot_be_parsed_are_no_load(text: str) -> None:
 
 def test_the_end_of_sequence_of_the_demo_model_is_what_the_recording_has() -> None:
     assert RECORDED["answers"]["end of sequence"]["events"][0]["choices"][0]["token_ids"] == [EOS]
+
+
+def test_metrics_with_more_samples_than_any_server_has_are_not_parsed() -> None:
+    """The parser takes some 20 µs for a sample, and a server is asked every second."""
+    samples = b"".join(b'vllm:num_requests_running{engine="%d"} 1\n' % number for number in range(100_000))
+    begun = process_time()
+    with pytest.raises(BadAnswer, match="more than 4096 samples"):
+        read_load(samples, {"vllm:num_requests_running": "running", "usage": "usage", "waiting": "waiting"}, 1)
+    assert process_time() - begun < 2
