@@ -138,7 +138,8 @@ class LineRunner(Protocol):
 
     async def run(self, batch: Batch, line: Line) -> LineAnswer:
         """Returns the answer to a line, which is run once however often this is called. Waits until there is room.
-        Raises ``QuireError`` only for what passes. May be cancelled; the request goes on then.
+        Raises ``QuireError`` only for what passes, and DEADLINE if the batch's window has ended. May be cancelled; the
+        request goes on then.
         """
         ...
 

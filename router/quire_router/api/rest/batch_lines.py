@@ -38,7 +38,8 @@ from quire_router.core.errors import batch_waits
 _INPUTS_AT_ONCE = 8  # of one line that is embedded
 _SPARE_RETENTION: Final = 3_600.0  # seconds after the window for which the records of lines are kept
 _SPARE_SECONDS: Final = 60.0  # after the window until a line ends by itself, where its batch has not ended it
-_TEMPORARY = (ErrorCode.UNAVAILABLE, ErrorCode.OVERLOADED)
+_NOT_THE_LINES = (ErrorCode.UNAVAILABLE, ErrorCode.OVERLOADED, ErrorCode.DEADLINE)
+"""Errors that are no answer to a line: they pass, or the window of its batch has ended."""
 PrepareLine = Callable[[Line, str, Identity, RequestOptions], Awaitable[PreparedRequest]]
 """Returns the request in a line, with this id. Raises ``QuireError``."""
 T = TypeVar("T")
@@ -109,7 +110,7 @@ class BatchLines:
                 # Its record is not there: the journal has lost it, and it is begun again.
                 raise batch_waits() if error.code is ErrorCode.NOT_FOUND else error from None
         except QuireError as error:
-            if error.code in _TEMPORARY:
+            if error.code in _NOT_THE_LINES:
                 raise
             status, body, _ = answer_format.error_response(error, request_id)
             return LineAnswer(status, request_id, body)
@@ -132,7 +133,7 @@ class BatchLines:
                 some = PreparedPooling(tuple(generations[start : start + _INPUTS_AT_ONCE]))
                 answers.append(await self._service.pool(some))
         except QuireError as error:
-            if error.code in _TEMPORARY:
+            if error.code in _NOT_THE_LINES:
                 raise
             status, body, _ = CHAT.error_response(error, request_id)
             return LineAnswer(status, request_id, body)
