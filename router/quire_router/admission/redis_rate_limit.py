@@ -15,6 +15,7 @@ from redis.exceptions import RedisError
 from quire_router.admission.limits import ReserveRequest, ReserveResult
 from quire_router.admission.tenants import MICROSECONDS, WINDOW
 from quire_router.clients.redis_client import RedisAccess, lua_source, redis_client
+from quire_router.clients.redis_failure import describe_failure
 from quire_router.core import metrics
 from quire_router.core.retry import supervise, wait_at_most
 
@@ -229,7 +230,7 @@ class RedisRateLimiter:
         if not disconnected and self._failures < _FAILURES_IN_A_ROW:
             return
         if not self._is_unavailable:
-            log.warning("limits are counted by this router alone: %s", type(error).__name__)
+            log.warning("limits are counted by this router alone: %s", describe_failure(error))
         self._unavailable_until = asyncio.get_running_loop().time() + _RETRY_AFTER_FAILURE
         metrics.LIMITS_SHARED.set(0)
 
