@@ -16,6 +16,7 @@ from quire_proto.cli import read_settings, reject_unknown_env
 from quire_proto.convert import TASK_TO_PROTO
 from quire_proto.engine_token import TokenError
 from quire_proto.errors import QuireError
+from quire_proto.logs import set_up_logging
 from quire_proto.telemetry import DropReason
 from quire_proto.text.model_folder import folder_config_digest, folder_vocabulary_digest
 from quire_proto.tls import TlsError
@@ -53,6 +54,7 @@ def main() -> None:
     Torch is imported only after the settings were checked.
     """
     arguments = sys.argv[1:]
+    os.environ.setdefault("GRPC_VERBOSITY", "NONE")  # else gRPC writes a line for what any client sends wrong
     if arguments[:1] == ["simulate"]:
         from quire_engine.simulation.command import simulate
 
@@ -64,7 +66,7 @@ def main() -> None:
     else:
         reject_unknown_env(EngineConfig, OTHER_VARIABLES)
         config = read_settings(EngineConfig, arguments)
-        logging.basicConfig(level=config.log_level.upper(), format="%(asctime)s %(levelname)s %(name)s: %(message)s")
+        set_up_logging(config.log_level.upper())
         (_run_engine if config.node_rank == 0 else _run_node)(config)
 
 

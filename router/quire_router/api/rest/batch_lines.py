@@ -48,7 +48,8 @@ tracer = trace.get_tracer("quire.router")
 
 class BatchLines:
     """See ``LineRunner``. Lines are prepared and answered as at the routes that they name; a response waits until there
-    is room for it in its tenant's ``quota``.
+    is room for it in its tenant's ``quota``. Lines of a tenant that was removed from the tenants' file wait until it is
+    there again, or their window ends.
     """
 
     def __init__(self, service: ApiService, tenants: Tenants, quota: ResponseQuota | None = None) -> None:
@@ -67,6 +68,8 @@ class BatchLines:
         idempotency key that no client can send.
         """
         caller, options = self._caller(batch), _options(batch, line.number)
+        if batch.listed and not caller.policy.listed:
+            raise batch_waits()  # its tenant was removed from the file, and with it its limits
         request_id = options.request_id(caller)
         most = caller.policy.max_concurrent
         if most is not None and self._under_way[caller.tenant] >= max(1, most // 2):
@@ -79,6 +82,8 @@ class BatchLines:
                 return await self._generate(batch, line, request_id, caller)
         finally:
             self._under_way[caller.tenant] -= 1
+            if not self._under_way[caller.tenant]:
+                del self._under_way[caller.tenant]
 
     async def cancel(self, batch: Batch, number: int) -> None:
         """See ``LineRunner``. What is embedded ends with the task that waits for it."""
