@@ -17,6 +17,7 @@ from quire_proto.convert import TASK_TO_PROTO
 from quire_proto.engine_token import TokenError
 from quire_proto.errors import QuireError
 from quire_proto.logs import set_up_logging
+from quire_proto.folders import no_such_path
 from quire_proto.telemetry import DropReason
 from quire_proto.text.model_folder import folder_config_digest, folder_vocabulary_digest
 from quire_proto.tls import TlsError
@@ -36,7 +37,7 @@ from quire_engine.factory import (
     supported_tasks,
 )
 from quire_engine.server.loras import LoRARegistry
-from quire_engine.server.metrics import ProbeServer, describe_listen_error
+from quire_engine.server.probes import ProbeServer, describe_listen_error
 from quire_engine.server.server import EngineServer
 
 if TYPE_CHECKING:
@@ -135,7 +136,9 @@ def _make_server(
 ) -> EngineServer:
     disable_created_metrics()  # type: ignore[no-untyped-call]  # drops the unused _created sample of each counter
     scheduler = make_scheduler(config, executor)
-    loras = LoRARegistry(executor.check_lora, config.names)
+    if config.lora_root is not None and not config.lora_root.is_dir():
+        quit_with(1, f"--lora-root: {no_such_path(str(config.lora_root))}.")
+    loras = LoRARegistry(executor.check_lora, config.names, config.lora_root)
     try:
         for name, folder in config.lora_folders.items():
             loras.load_now(name, folder)

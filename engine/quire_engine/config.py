@@ -574,6 +574,7 @@ class EngineConfig(CliSettings, NodeArgs, EngineArgs):
         "--model": "FOLDER",
         "--served-model-name": "NAME",
         "--lora-modules": "NAME=FOLDER",
+        "--lora-root": "FOLDER",
         "--shared-device": "NAME",
         "--host": "ADDRESS",
         "--port": "PORT",
@@ -647,6 +648,10 @@ class EngineConfig(CliSettings, NodeArgs, EngineArgs):
         description="Let anyone who reaches the gRPC port use the engine, at an address that is not loopback and "
         "without --engine-token-file and --tls-client-ca.",
     )
+    lora_root: Annotated[Path | None, BeforeValidator(_not_empty)] = Field(
+        default=None,
+        description="Folder below which adapters lie that are loaded while the engine serves; none: anywhere.",
+    )
     session_grace: Seconds = Field(
         default=10.0, ge=0, description="Seconds that the requests of a router go on after its stream broke."
     )
@@ -688,6 +693,12 @@ class EngineConfig(CliSettings, NodeArgs, EngineArgs):
                 "routers an --engine-token-file, or certificates (--tls-cert, --tls-key and --tls-client-ca); "
                 "--insecure does without."
             )
+        return self
+
+    @model_validator(mode="after")
+    def _root_of_adapters_has_adapters(self) -> Self:
+        if self.lora_root is not None and not self.enable_lora:
+            raise ValueError("--lora-root would have no effect: add --enable-lora.")
         return self
 
     @model_validator(mode="after")

@@ -30,7 +30,8 @@ from quire_engine.core.scheduler import Scheduler
 from quire_engine.core.startup import StartupPhase, StartupTimer
 from quire_engine.server.grpc_options import server_options
 from quire_engine.server.loras import LoRARegistry
-from quire_engine.server.metrics import EngineMetrics, ProbeServer
+from quire_engine.server.metrics import EngineMetrics
+from quire_engine.server.probes import ProbeServer
 from quire_engine.server.servicer import EngineServicer
 from quire_engine.server.session_manager import SessionManager
 from quire_engine.server.token_interceptor import TokenInterceptor
