@@ -652,6 +652,10 @@ class EngineConfig(CliSettings, NodeArgs, EngineArgs):
         default=None,
         description="Folder below which adapters lie that are loaded while the engine serves; none: anywhere.",
     )
+    tls_optional: bool = Field(
+        default=False,
+        description="Take plain text beside TLS, while routers change from one to the other; see docs/tls.md.",
+    )
     session_grace: Seconds = Field(
         default=10.0, ge=0, description="Seconds that the requests of a router go on after its stream broke."
     )
@@ -683,7 +687,10 @@ class EngineConfig(CliSettings, NodeArgs, EngineArgs):
 
     @model_validator(mode="after")
     def _strangers_are_kept_out(self) -> Self:
-        is_authenticated = self.engine_token_file is not None or self.tls_client_ca is not None
+        if self.tls_optional and self.tls_cert is None:
+            raise ValueError("--tls-optional needs --tls-cert and --tls-key.")
+        asks_certificate = self.tls_client_ca is not None and not self.tls_optional
+        is_authenticated = self.engine_token_file is not None or asks_certificate
         if self.insecure and is_authenticated:
             raise ValueError("--insecure excludes --engine-token-file and --tls-client-ca: they ask who a caller is.")
         is_served = self.node_rank == 0  # the other nodes have no such port

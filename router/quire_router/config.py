@@ -292,6 +292,11 @@ class Settings(CliSettings):
     engine_tls_name: ServerName | None = Field(
         default=None, description="The name that engines' certificates are checked for; none: the host of the address."
     )
+    engine_tls_optional: bool = Field(
+        default=False,
+        description="Speak plain text to engines without TLS, while they change from one to the other; see "
+        "docs/tls.md.",
+    )
     host: ListenAddress = Field(default="127.0.0.1", description="Address to listen on.")
     http_port: Port = Field(default=8000, description="Port of the REST API.")
     grpc_port: Port = Field(default=8001, description="Port of the gRPC API.")
@@ -661,8 +666,8 @@ class Settings(CliSettings):
         """TLS of connections to engines; None for plain text. Raises ``ValueError`` if a part of it is missing."""
         identity = cert_key_files(self.engine_tls_cert, self.engine_tls_key, "--engine-tls")
         if self.engine_tls_ca is not None:
-            return ClientTls(self.engine_tls_ca, identity, self.engine_tls_name)
-        if identity is not None or self.engine_tls_name is not None:
+            return ClientTls(self.engine_tls_ca, identity, self.engine_tls_name, self.engine_tls_optional)
+        if identity is not None or self.engine_tls_name is not None or self.engine_tls_optional:
             raise ValueError("TLS to engines needs --engine-tls-ca: without it everything would be sent in plain text.")
         return None
 
