@@ -525,6 +525,12 @@ class NodeArgs(_Frozen):
         "connect.",
     )
 
+    engine_token_file: TokenFile | None = Field(
+        default=None,
+        description="File with the token that the gRPC port asks routers for, one a line, and number 0 the other nodes "
+        "and engines of a group; read again when it changes; see docs/tls.md.",
+    )
+
     @property
     def tls(self) -> ServerTls | None:
         """What the gRPC port does with TLS; None for plain text. Raises ``ValueError`` where half of it is missing."""
@@ -638,11 +644,6 @@ class EngineConfig(CliSettings, NodeArgs, EngineArgs):
     host: ListenAddress = Field(default="127.0.0.1", description="Address to listen on.")
     port: int = Field(default=9000, ge=0, le=65535, description="gRPC port.")
     metrics_port: int = Field(default=9002, ge=0, le=65535, description="HTTP port of metrics and probes.")
-    engine_token_file: TokenFile | None = Field(
-        default=None,
-        description="File with the token that the gRPC port asks routers for, one a line; read again when it changes; "
-        "see docs/tls.md.",
-    )
     insecure: bool = Field(
         default=False,
         description="Let anyone who reaches the gRPC port use the engine, at an address that is not loopback and "

@@ -54,8 +54,9 @@ class ConnectionMux:
         answers, requests = await asyncio.open_unix_connection(path, limit=_CHUNK)
         try:
             requests.write(first)
-            copies = [asyncio.create_task(_copy(reader, requests)), asyncio.create_task(_copy(answers, writer))]
-            await asyncio.wait(copies)
+            async with asyncio.TaskGroup() as directions:
+                directions.create_task(_copy(reader, requests))
+                directions.create_task(_copy(answers, writer))
         finally:
             requests.transport.abort()
 
