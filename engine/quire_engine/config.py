@@ -9,7 +9,6 @@ are needed, a part or the whole is passed on as it is, and a rank's process gets
 """
 
 from collections.abc import Mapping
-from ipaddress import ip_address
 from pathlib import Path
 from typing import Annotated, ClassVar, Literal, Self
 
@@ -17,6 +16,7 @@ from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, model_valida
 from pydantic_settings import NoDecode, SettingsConfigDict
 from quire_proto.cli import CliSettings, ListenAddress
 from quire_proto.engine_token import TokenFile
+from quire_proto.local_hosts import is_loopback
 from quire_proto.tls import CaFile, CertificateFile, KeyFile, ServerTls, check_cert_key, server_tls
 from quire_proto.units import Bytes, Gib, Seconds
 
@@ -553,19 +553,12 @@ class NodeArgs(_Frozen):
             raise ValueError("--node-rank is not below --nnodes.")
         if self.headless and self.node_rank == 0:
             raise ValueError("--headless needs a --node-rank above 0: node 0 has the server.")
-        on_one_machine = all(map(_is_loopback, filter(None, (self.master_addr, self.node_addr))))
+        on_one_machine = all(map(is_loopback, filter(None, (self.master_addr, self.node_addr))))
         if self.nnodes > 1 and not on_one_machine and self.tls_client_ca is None:
             raise ValueError(
                 "--nnodes needs --tls-cert, --tls-key and --tls-client-ca where an address is not loopback."
             )
         return self
-
-
-def _is_loopback(host: str) -> bool:
-    try:
-        return ip_address(host).is_loopback
-    except ValueError:
-        return host == "localhost"
 
 
 class EngineConfig(CliSettings, NodeArgs, EngineArgs):
@@ -695,7 +688,7 @@ class EngineConfig(CliSettings, NodeArgs, EngineArgs):
         if self.insecure and is_authenticated:
             raise ValueError("--insecure excludes --engine-token-file and --tls-client-ca: they ask who a caller is.")
         is_served = self.node_rank == 0  # the other nodes have no such port
-        if is_served and not (is_authenticated or self.insecure or _is_loopback(self.host)):
+        if is_served and not (is_authenticated or self.insecure or is_loopback(self.host)):
             raise ValueError(
                 f"--host {self.host} would let anyone use the engine who reaches port {self.port}: give it and its "
                 "routers an --engine-token-file, or certificates (--tls-cert, --tls-key and --tls-client-ca); "
@@ -725,7 +718,7 @@ class EngineConfig(CliSettings, NodeArgs, EngineArgs):
             raise ValueError(
                 "--data-parallel-size and --nnodes exclude each other: each engine of a group is on one machine."
             )
-        on_one_machine = all(map(_is_loopback, filter(None, (self.data_parallel_address, self.node_addr))))
+        on_one_machine = all(map(is_loopback, filter(None, (self.data_parallel_address, self.node_addr))))
         if not on_one_machine and self.tls_client_ca is None:
             raise ValueError(
                 "--data-parallel-size needs --tls-cert, --tls-key and --tls-client-ca where an address is not loopback."

@@ -54,9 +54,9 @@ class ConnectionMux:
         answers, requests = await asyncio.open_unix_connection(path, limit=_CHUNK)
         try:
             requests.write(first)
-            async with asyncio.TaskGroup() as directions:
-                directions.create_task(_copy(reader, requests))
-                directions.create_task(_copy(answers, writer))
+            async with asyncio.TaskGroup() as tasks:
+                tasks.create_task(_copy(reader, requests))
+                tasks.create_task(_copy(answers, writer))
         finally:
             requests.transport.abort()
 
