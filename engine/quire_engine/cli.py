@@ -16,8 +16,8 @@ from quire_proto.cli import read_settings, reject_unknown_env
 from quire_proto.convert import TASK_TO_PROTO
 from quire_proto.engine_token import TokenError
 from quire_proto.errors import QuireError
-from quire_proto.logs import set_up_logging
 from quire_proto.folders import no_such_path
+from quire_proto.logs import set_up_logging
 from quire_proto.telemetry import DropReason
 from quire_proto.text.model_folder import folder_config_digest, folder_vocabulary_digest
 from quire_proto.tls import TlsError
