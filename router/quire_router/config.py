@@ -343,6 +343,11 @@ class Settings(CliSettings):
         default=None,
         description="PEM file of the authorities that sign KEDA's certificate; none: no certificate is required.",
     )
+    keda_insecure: bool = Field(
+        default=False,
+        description="Tell whoever reaches that port how busy models are, at an address that is not loopback: where a "
+        "network policy lets KEDA alone reach it.",
+    )
     picker_port: Port | None = Field(
         default=None,
         description="Port of the endpoint picker, which gateways of the Gateway API Inference Extension ask over gRPC; "
@@ -548,6 +553,14 @@ class Settings(CliSettings):
         check_cert_key(self.scaling_identity, "--scaling")
         if self.keda_tls is not None:
             check_cert_key(self.keda_tls.identity, "--keda")
+        if self.keda_insecure and self.keda_client_ca is not None:
+            raise ValueError("--keda-insecure and --keda-client-ca exclude each other: a certificate is needed or not.")
+        is_closed = self.keda_client_ca is not None or is_loopback(self.host)
+        if self.keda_port is not None and not (is_closed or self.keda_insecure):
+            raise ValueError(
+                "--keda-port needs --keda-client-ca, whose authorities sign KEDA's certificate, or --keda-insecure "
+                "where KEDA alone reaches the port: others would learn how busy models are."
+            )
         if self.is_asked_for_load:
             labels_of(self.models)
         return self
