@@ -11,6 +11,7 @@ from typing import Any
 from tests.chaos.faults import FAULTS, Fault, missed, one
 from tests.chaos.network_faults import NETWORK_FAULTS
 from tests.chaos.redis_faults import REDIS_FAULTS, forget_scripts
+from tests.chaos.serving_faults import SERVING_FAULTS
 from tests.chaos.stack import EnginePart, Form, Part, Stack
 from tests.support.processes import Process, Router
 
@@ -69,7 +70,7 @@ async def upgrade(stack: Stack, _chance: random.Random, _pause: float) -> None:
 
 
 CHANGES: tuple[Fault, ...] = (replace_engine, rename_engine, kill_api_server, rotate_certificates, upgrade)
-_ALL = (*FAULTS, *REDIS_FAULTS, *NETWORK_FAULTS, *CHANGES)
+_ALL = (*FAULTS, *REDIS_FAULTS, *NETWORK_FAULTS, *SERVING_FAULTS, *CHANGES)
 _NEEDS_CLUSTER = (replace_engine, rename_engine, kill_api_server, upgrade)
 _NEEDS_REDIS = (forget_scripts, *(fault for fault in _ALL if "redis" in fault.__name__))
 

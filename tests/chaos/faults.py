@@ -133,7 +133,7 @@ async def freeze_idle_engines(stack: Stack, _chance: random.Random, _pause: floa
         try:
             for engine in stack.engines:
                 engine.signal(signal.SIGSTOP)
-            await _until(lambda: all(_misses_engines(router.process) for router in stack.routers), _MISSED)
+            await until(lambda: all(_misses_engines(router.process) for router in stack.routers), _MISSED)
         finally:
             for engine in stack.engines:
                 engine.signal(signal.SIGCONT)
@@ -205,7 +205,7 @@ async def _idle(stack: Stack) -> AsyncIterator[None]:
         try:
             for part in stack.parts:
                 await locks.enter_async_context(part.lock)
-            await _until(lambda: not any(_runs_requests(router.process) for router in stack.routers), _ENDED)
+            await until(lambda: not any(_runs_requests(router.process) for router in stack.routers), _ENDED)
             yield
         finally:
             stack.admits.set()
@@ -229,15 +229,15 @@ async def _ask_for_much(stack: Stack) -> None:
 def _wait_for_engines(stack: Stack, deadline: float) -> None:
     """Waits until every router sees all of them, at most until ``deadline``: another fault may keep one away."""
     count = len(stack.engines)
-    while monotonic() < deadline and any(_ready_engines(router.process) != count for router in stack.routers):
+    while monotonic() < deadline and any(ready_engines(router.process) != count for router in stack.routers):
         sleep(0.1)
 
 
-def _ready_engines(router: Router) -> float:
+def ready_engines(router: Router) -> float:
     return metric(router.metrics_port, Metric.ENGINES_READY)
 
 
-async def _until(holds: Callable[[], bool], seconds: float) -> None:
+async def until(holds: Callable[[], bool], seconds: float) -> None:
     """Raises ``AssertionError`` when that takes longer."""
     deadline = monotonic() + seconds
     while not await asyncio.to_thread(holds):
@@ -250,7 +250,7 @@ def _runs_requests(router: Router) -> bool:
 
 
 def _misses_engines(router: Router) -> bool:
-    return fetch(router.metrics_port, "/health")[0] == 503 and _ready_engines(router) == 0
+    return fetch(router.metrics_port, "/health")[0] == 503 and ready_engines(router) == 0
 
 
 async def known_to_routers(stack: Stack) -> None:
