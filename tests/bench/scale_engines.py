@@ -36,7 +36,7 @@ from quire_engine.core.step import StepTimings
 from quire_engine.core.step_time_model import Pace
 from quire_engine.server.grpc_options import server_options
 from quire_engine.server.servicer import EngineServicer
-from quire_engine.server.session_manager import SessionManager
+from quire_engine.server.session_manager import HEARTBEAT_INTERVAL, SessionManager
 from quire_engine.server.tracing import TraceExporter
 from quire_engine.structured_output.compiler import GrammarCompiler
 from quire_proto.sampling import FinishReason
@@ -185,6 +185,11 @@ class StandIn:
         off = sum(session.updates_off for session in each)
         return len(each) - off, off
 
+    def send_heartbeat(self) -> None:
+        """As an engine does while it runs requests."""
+        if self._manager is not None and self._manager.in_progress:
+            self._manager.send_heartbeat()
+
     async def stop(self) -> None:
         """Breaks off what runs, as a process that was killed."""
         if self._server is not None:
@@ -209,11 +214,11 @@ class Host:
         loop = asyncio.get_running_loop()
         commands: asyncio.Queue[tuple[str, Any]] = asyncio.Queue()
         loop.add_reader(self._control.fileno(), lambda: commands.put_nowait(self._control.recv()))
-        working = asyncio.create_task(self._work())
+        working = [asyncio.create_task(work) for work in (self._work(), self._beat())]
         while True:
             name, argument = await commands.get()
             self._control.send(await getattr(self, f"_{name}")(argument))
-            assert not working.done(), working
+            assert not any(task.done() for task in working), working
 
     async def _start(self, _: None = None) -> None:
         for engine in self._engines:
@@ -241,6 +246,12 @@ class Host:
 
     async def _take_live(self, _: None) -> int:
         return sum(engine.core is not None and engine.core.num_live > 0 for engine in self._engines)
+
+    async def _beat(self) -> None:
+        while True:
+            await asyncio.sleep(HEARTBEAT_INTERVAL)
+            for engine in self._engines:
+                engine.send_heartbeat()
 
     async def _work(self) -> None:
         """Steps of all engines, one after the other, spread over the time between two of one engine."""
@@ -296,6 +307,11 @@ class Engines:
     def addresses(self) -> list[str]:
         """Their hosts."""
         return [address_of(number) for number in range(self.count)]
+
+    @property
+    def pids(self) -> list[int]:
+        """Of their processes."""
+        return [process.pid for process, _ in self._hosts]
 
     def set_pace(self, steps: float) -> None:
         """Steps a second, of each; none is an idle fleet."""

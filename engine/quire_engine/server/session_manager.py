@@ -170,10 +170,14 @@ class SessionManager:
         """
         while True:
             await asyncio.sleep(HEARTBEAT_INTERVAL)
-            for session in list(self._sessions.values()):
-                if session.requests and session.sequence == self._last_sequences.get(session.session_id):
-                    self._send(session, 0, [], [])
-            self._last_sequences = {name: session.sequence for name, session in self._sessions.items()}
+            self.send_heartbeat()
+
+    def send_heartbeat(self) -> None:
+        """Sends a batch to each session with requests that got none since the last call."""
+        for session in list(self._sessions.values()):
+            if session.requests and session.sequence == self._last_sequences.get(session.session_id):
+                self._send(session, 0, [], [])
+        self._last_sequences = {name: session.sequence for name, session in self._sessions.items()}
 
     async def open(self, message: pb.Open) -> tuple[Session, int, pb.SessionResponse]:
         """Opens or resumes a session. Returns the session, the number of its new stream, and the snapshot to send
@@ -334,7 +338,7 @@ class SessionManager:
         lora = self.loras.find(message.lora_name, message.lora_digest) if message.lora_name else None
         request = replace(request_from_proto(message, str(next(self._keys))), lora=lora)
         structured = request.sampling.structured
-        grammar = None if structured is None else self._grammars.submit(structured, request.cache_salt)
+        grammar = None if structured is None else self._grammars.submit(structured)
         if lora is not None:
             self.loras.acquire(lora)
         self._live[request.request_id] = LiveRequest(session, message.request_id, message.handle, lora)

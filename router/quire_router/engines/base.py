@@ -53,8 +53,8 @@ class EngineClient(Protocol):
         ...
 
     @property
-    def late(self) -> bool:
-        """Whether a message of it is overdue, so that it may not be alive."""
+    def alive(self) -> bool:
+        """Whether it has given a sign of life just now. One that is not expected to gives none before a ``probe``."""
         ...
 
     @property

@@ -7,20 +7,21 @@ import logging
 from collections.abc import Awaitable, Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import suppress
 from math import ceil, inf
+from time import monotonic
 from typing import TYPE_CHECKING, TypeVar
 
 import grpc
 from quire.v1 import engine_pb2
 from quire.v1.engine_pb2_grpc import EngineStub
 from quire_proto.supervise import Backoff, SupervisedTask, forget_cancellations
-from quire_proto.tls import ClientTls, TlsError
+from quire_proto.tls import TlsError
 
 from quire_router.core.fleet_view import EngineCondition
 from quire_router.core.generation import LoRA
 from quire_router.core.retry import FAIR_TICKS, fair_timeout, supervise, was_held_up
 from quire_router.engines.attempt import EngineLost, EngineSilent
 from quire_router.engines.base import KvListener, LoadListener
-from quire_router.engines.channel import ConnectFailure, ConnectFailureLog, authorized, open_channel, speaks_no_tls
+from quire_router.engines.channel import ConnectFailure, ConnectFailureLog, authorized, open_channel
 from quire_router.engines.output_stream import OutputStream
 from quire_router.engines.rates import MIN_UPDATE_INTERVAL, JoinRank, ReconnectLimiter, UpdateRate
 from quire_router.engines.session import SequenceGap, Session
@@ -54,6 +55,7 @@ class LivenessMonitor:
         self._stall = stall
         self._ticks = 0
         self.asked = False  # for a sign of life, and has given none since
+        self.heard_at = -inf  # by ``time.monotonic``
 
     @property
     def seconds(self) -> float:
@@ -77,7 +79,7 @@ class LivenessMonitor:
 
     def on_message(self) -> None:
         """Resets the count."""
-        self._ticks, self.asked = 0, False
+        self._ticks, self.asked, self.heard_at = 0, False, monotonic()
 
     def on_asked(self) -> None:
         """The engine is asked for a sign of life. One tick counts already, so that it is late before another one is
@@ -126,7 +128,7 @@ class EngineConnection:
 
     An engine that falls silent, or is away for a moment, keeps its requests unless ``has_substitute``, which is whether
     others can take them: then they leave it (``EngineSilent``, ``EngineLost``), and are cancelled there once it hears
-    again. What was known of it stays. ``on_late`` is called when it may be falling silent.
+    again. What was known of it stays. ``on_late`` is called when it may be falling silent, or is away.
     """
 
     def __init__(
@@ -213,9 +215,9 @@ class EngineConnection:
         return self._connected and not self.session.draining and not self._liveness.suspect
 
     @property
-    def late(self) -> bool:
-        """Whether a message of the engine is overdue."""
-        return self._liveness.late
+    def alive(self) -> bool:
+        """Whether it was heard within the time after which an engine that runs requests is silent."""
+        return not self._liveness.late and monotonic() - self._liveness.heard_at <= self.settings.silence
 
     def start(self) -> None:
         """Starts to connect; never waits, never fails."""
@@ -383,24 +385,15 @@ class EngineConnection:
         return ConnectFailureLog(self.address, self.settings.start_patience, known_to_leave=True)
 
     async def _run_stream(self) -> None:
-        tls = self.settings.tls
-        try:
-            await self._run_stream_over(tls)
-        except grpc.aio.AioRpcError as error:
-            if tls is None or not tls.optional or not speaks_no_tls(error.details() or ""):
-                raise
-            log.warning("engine %s speaks no TLS, and gets plain text (--engine-tls-optional)", self.address)
-            await self._run_stream_over(None)
-
-    async def _run_stream_over(self, tls: ClientTls | None) -> None:
+        settings, ping_interval = self.settings, self._update_rate.ping_interval
         async with (
             self._reconnect_limiter.turn(self._rank) as turn,
-            await open_channel(self.address, tls, self._update_rate.ping_interval) as channel,
+            await open_channel(self.address, settings.tls, ping_interval) as channel,
         ):
-            stub = EngineStub(authorized(channel, self.settings.tokens))
+            stub = EngineStub(authorized(channel, settings.tokens))
             description = await self._describe(stub)
             turn.answered()
-            async with fair_timeout(self.settings.open_timeout):
+            async with fair_timeout(settings.open_timeout):
                 call = stub.Session()
                 snapshot = await self._open(call)
             self._on_stream_opened(description, snapshot)
@@ -523,6 +516,8 @@ class EngineConnection:
         self._ack_timer, self._unacknowledged, self._unacknowledged_bytes = None, 0, 0
         loop = asyncio.get_running_loop()
         self._broken_at = None if self.session.draining else loop.time()
+        if self.session.in_flight:
+            self._on_late()
         self._grace_timer = loop.call_later(self.settings.grace, self._declare_lost)
         self._move_timer = loop.call_later(self.settings.move_after, self._move_requests)
         self._on_change()

@@ -31,6 +31,9 @@ PROBES_PER_SECOND = 100
 
 MIN_PROBE_SECONDS = 2.0
 PROBES_AT_ONCE = 20
+PROBES_FOR_A_SIGN = 4
+"""Engines that are asked where one that is alive is enough."""
+
 PROBE_SECONDS = 0.1
 """After which the next ones are asked though not all have answered."""
 
@@ -143,7 +146,7 @@ class EngineRegistry:
             EngineConnection,
             update_rate=self._update_rate,
             hears_updates=hears,
-            on_late=self._probe_idle,
+            on_late=partial(self._on_late, address),
         )
         if kind:
             from quire_router.engines.external.client import ExternalEngine  # an HTTP client takes 12 MiB
@@ -246,25 +249,32 @@ class EngineRegistry:
 
     # Whether they are alive
 
-    def _probe_idle(self) -> None:
-        """An engine is late. Asks those that owe nothing whether they are alive: they may be on the same node, and what
-        leaves the one is not to go there.
+    def _on_late(self, engine_id: str) -> None:
+        """Looks for a substitute before one is needed, and asks those that owe nothing whether they are alive: they may
+        be on the same node, and what leaves the one is not to go there.
         """
+        self._has_substitute(engine_id)
         now = asyncio.get_running_loop().time()
-        if now < self._next_probes:
-            return
-        self._next_probes = now + max(MIN_PROBE_SECONDS, len(self.engines) / PROBES_PER_SECOND)
-        task = asyncio.create_task(self._probe_all(), name="probes")
+        if now >= self._next_probes:
+            self._next_probes = now + max(MIN_PROBE_SECONDS, len(self.engines) / PROBES_PER_SECOND)
+            self._begin_probes(list(self.engines.values()))
+
+    def probe_some(self, engines: Sequence[Engine]) -> None:
+        """Asks a few of ``engines`` for a sign of life, as one is enough."""
+        self._begin_probes(random.sample(engines, min(PROBES_FOR_A_SIGN, len(engines))))
+
+    def _begin_probes(self, engines: Sequence[Engine]) -> None:
+        task = asyncio.create_task(_probe(engines), name="probes")
         self._closing.add(task)
         task.add_done_callback(self._closing.discard)
 
-    async def _probe_all(self) -> None:
-        async with asyncio.TaskGroup() as tasks:
-            engines = list(self.engines.values())
-            for first in range(0, len(engines), PROBES_AT_ONCE):
-                some = engines[first : first + PROBES_AT_ONCE]
-                probes = [tasks.create_task(engine.connection.probe()) for engine in some]
-                await asyncio.wait(probes, timeout=PROBE_SECONDS)
+
+async def _probe(engines: Sequence[Engine]) -> None:
+    async with asyncio.TaskGroup() as tasks:
+        for first in range(0, len(engines), PROBES_AT_ONCE):
+            some = engines[first : first + PROBES_AT_ONCE]
+            probes = [tasks.create_task(engine.connection.probe()) for engine in some]
+            await asyncio.wait(probes, timeout=PROBE_SECONDS)
 
 
 def _nothing() -> None:

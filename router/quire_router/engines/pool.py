@@ -434,8 +434,8 @@ class EnginePool:
     # Where an engine is late
 
     def _has_substitute(self, engine_id: str) -> bool:
-        """Whether another engine can take what one runs that is silent, away or set aside. Where the others are late as
-        well, it may be this router that hears nothing.
+        """Whether another engine can take what one runs that is silent, away or set aside: one that has given a sign of
+        life since. Where none does, all may be short of processors, or it may be this router that hears nothing.
         """
         engine = self._engines.get(engine_id)
         if engine is None:
@@ -444,14 +444,16 @@ class EnginePool:
         return any(each is not engine for model in models for each in self._find_live(model, engine.version))
 
     def _find_live(self, model: str, version: ModelVersion) -> list[Engine]:
-        """Returns two engines of a model's version that are ready and not late, if there are. Looked up for all that
-        ask within ``LOOK_SECONDS``, as long as these are ready.
+        """Returns two engines of a model's version that are ready and alive, if there are, and asks some where they are
+        not known. Looked up for all that ask within ``LOOK_SECONDS``, as long as these are ready.
         """
         now = asyncio.get_running_loop().time()
         until, found = self._live.get((model, version), (0.0, list[Engine]()))
         if now >= until or not all(each.can_run(model) for each in found):
-            live = (each for each in self._candidates(model).engines if not each.connection.late)
-            found = list(islice((each for each in live if each.version.continues(version)), 2))
+            able = [each for each in self._candidates(model).engines if each.version.continues(version)]
+            found = list(islice((each for each in able if each.connection.alive), 2))
+            if len(found) < 2:
+                self._registry.probe_some(able)
             self._live[model, version] = now + LOOK_SECONDS, found
         return found
 

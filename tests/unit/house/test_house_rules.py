@@ -258,7 +258,7 @@ SHORT_TASKS = {
     "router/quire_router/engines/connection.py": {"EngineConnection._ask"},  # a question, which ends with its channel
     "router/quire_router/engines/engine_registry.py": {
         "EngineRegistry.remove_if_idle",  # closes a link
-        "EngineRegistry._probe_idle",  # one question to each engine, within its time
+        "EngineRegistry._begin_probes",  # one question to each engine, within its time
     },
     "router/quire_router/engines/external/client.py": {"ExternalEngine.submit"},  # a request's, which it ends with
     "router/quire_router/engines/lora_updates.py": {"LoRAUpdater._watch"},  # an engine's, each call within its time

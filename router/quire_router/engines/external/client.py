@@ -175,9 +175,9 @@ class ExternalEngine:
         return self._connected and not self._broken and not self._liveness.suspect and self._fitness.is_fit
 
     @property
-    def late(self) -> bool:
-        """Whether an answer or a token of the server is overdue."""
-        return self._liveness.late
+    def alive(self) -> bool:
+        """Whether no answer and no token of the server is overdue: it is asked all the time."""
+        return not self._liveness.late
 
     def start(self) -> None:
         """Starts to connect; never waits, never fails."""

@@ -18,7 +18,6 @@ from redis.asyncio import Redis
 from redis.asyncio.client import PubSub
 from redis.exceptions import RedisError
 
-from quire_router.clients.redis_failure import describe_failure
 from quire_router.core.retry import supervise
 
 log = logging.getLogger(__name__)
@@ -123,8 +122,8 @@ class OwnerChannel:
 
     def _log_outage(self, error: Exception) -> None:
         if not self._failing:
-            why = describe_failure(error)
-            log.warning("other routers cannot ask for the ends of requests (%s); they read the journal alone", why)
+            name = type(error).__name__  # a message might repeat a part of what was sent
+            log.warning("other routers cannot ask for the ends of requests (%s); they read the journal alone", name)
         self._failing = True
         self._tried.set()
 

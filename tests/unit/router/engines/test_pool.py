@@ -3,6 +3,7 @@
 import asyncio
 from collections.abc import AsyncIterator, Awaitable, Sequence
 from contextlib import asynccontextmanager
+from math import inf
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +12,7 @@ from quire.v1 import engine_pb2, types_pb2
 from quire_router.discovery.base import Endpoint
 from quire_router.discovery.combined import StaticDiscovery
 from quire_router.engines import pool
-from quire_router.engines.attempt import EngineLost
+from quire_router.engines.attempt import EngineLost, EngineSilent
 from quire_router.engines.engine import Engine
 from quire_router.engines.model_matcher import ModelIdentity
 from quire_router.engines.pool import EnginePool
@@ -264,6 +265,32 @@ async def test_the_load_of_a_lost_engine_is_cleared() -> None:
 async def fail_after(moment: Awaitable[object]) -> None:
     await moment
     raise ZeroDivisionError
+
+
+async def test_requests_leave_a_silent_engine_only_for_one_that_gives_a_sign_of_life() -> None:
+    """Where none does, all are short of processors: each move would cost them a prompt more."""
+    silent, other = ScriptedEngine(), ScriptedEngine()
+    addresses = [await engine.start() for engine in (silent, other)]
+    settings = ConnectionSettings(silence=0.3, stall=3600)
+    fleet = EnginePool(StaticDiscovery(addresses), ["m"], settings)
+    fleet._registry._next_probes = inf  # all were asked a moment ago, when they were alive
+    await fleet.start()
+    try:
+        await all_ready(fleet, 2)
+        with fleet.dispatch(silent.address, submit("a"), pending_tokens=1) as outputs:
+            await silent.submit()
+            silent.freeze()
+            other.freeze()
+            await until(lambda: fleet.ready("m") == 0)  # neither gets anything new
+            await asyncio.sleep(0.5)
+            assert fleet._engines[silent.address].connection.session.in_flight == 1
+            other.thaw()
+            with pytest.raises(EngineSilent):
+                await asyncio.wait_for(anext(outputs), 20)
+    finally:
+        await fleet.close()
+        for engine in (silent, other):
+            await engine.stop()
 
 
 async def test_an_engine_that_leaves_the_list_gets_nothing_new_and_finishes_what_it_has() -> None:
