@@ -91,7 +91,10 @@ def _run_node(config: EngineConfig) -> None:
 
 def _run_engine(config: EngineConfig) -> None:
     dropped = Counter[DropReason]()
-    tracing = setup_tracing("quire-engine", max_links=config.max_num_seqs, dropped=dropped)
+    try:
+        tracing = setup_tracing("quire-engine", max_links=config.max_num_seqs, dropped=dropped)
+    except ValueError as error:
+        quit_with(2, f"{error}.")
     try:
         _serve(config, dropped if tracing else None)
     except KeyboardInterrupt:

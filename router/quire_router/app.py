@@ -53,8 +53,8 @@ def run(arguments: Sequence[str]) -> None:
     logging.basicConfig(level=settings.log_level.upper(), format=form)
     logging.getLogger("uvicorn.error").setLevel(logging.ERROR)  # below ERROR are clients' mistakes
     raise_descriptor_limit()
-    setup_tracing("quire-router")
     try:
+        setup_tracing("quire-router")
         uvloop.run(_serve(settings, arguments, worker))
     except (TokenizerLoadError, SettingsFileError, ValueError, OSError) as error:
         raise SystemExit(f"quire-router: {error}") from error

@@ -42,8 +42,9 @@ class Request:
     and the next token is drawn for the position after them. ``resumed_outputs`` says the same of each choice, and takes
     precedence. With the priority policy, smaller numbers go first; ``BEST_EFFORT`` is behind all others with every one.
     ``grammar`` is ``sampling.structured``, compiled.
-    ``traceparent`` is carried for the service's traces and means nothing here. ``lora`` is the adapter to run it with.
-    With ``pooling`` the prompt is pooled, and nothing is sampled: ``sampling`` and what was delivered are not read.
+    ``traceparent`` and ``tracestate`` are carried for the service's traces and mean nothing here. ``lora`` is the
+    adapter to run it with. With ``pooling`` the prompt is pooled, and nothing is sampled: ``sampling`` and what was
+    delivered are not read.
     """
 
     request_id: str
@@ -52,6 +53,7 @@ class Request:
     output_token_ids: abc.Sequence[int] = ()
     cache_salt: bytes = b""
     traceparent: str = ""
+    tracestate: str = ""
     resumed_outputs: abc.Sequence[ResumedOutput] = ()
     priority: int = 0
     grammar: Grammar | None = None

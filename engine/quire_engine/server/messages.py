@@ -40,6 +40,7 @@ def request_from_proto(message: pb.Submit, key: str) -> Request:
         output_token_ids=tuple(message.output_token_ids),
         cache_salt=message.cache_salt,
         traceparent=message.traceparent,
+        tracestate=message.tracestate,
         resumed_outputs=tuple(
             ResumedOutput(each.index, tuple(each.token_ids), each.finished) for each in message.delivered
         ),

@@ -16,7 +16,7 @@ from opentelemetry import trace
 from opentelemetry.context import Context
 from opentelemetry.trace import Link, SpanKind, Tracer
 from quire_proto.telemetry import Attribute, DropReason, Event, Span
-from quire_proto.tracing import extract
+from quire_proto.tracing import extract_w3c
 
 from quire_engine.core.engine_core import EngineCoreOutputs, StepTrace
 from quire_engine.core.outputs import EngineCoreOutput, EngineLoad
@@ -31,7 +31,7 @@ _NANOSECONDS = 1_000_000_000
 @dataclass(slots=True)
 class _TracedRequest:
     context: Context
-    link: Link
+    link: Link | None  # to a span that is exported
     prompt_tokens: int
     prompt_exported: bool = False
 
@@ -77,10 +77,11 @@ class TraceExporter:
         """Keeps the trace context of a request, if it has one."""
         if not (self._enabled and request.traceparent):
             return
-        context = extract({"traceparent": request.traceparent})
+        context = extract_w3c(request.traceparent, request.tracestate)
         parent = trace.get_current_span(context).get_span_context()
         if parent.is_valid:
-            self._traced[request.request_id] = _TracedRequest(context, Link(parent), len(request.prompt_token_ids))
+            link = Link(parent) if parent.trace_flags.sampled else None
+            self._traced[request.request_id] = _TracedRequest(context, link, len(request.prompt_token_ids))
 
     def on_abandoned(self, key: str) -> None:
         """Drops a request that no output will end."""
@@ -118,7 +119,8 @@ class TraceExporter:
 
     def _export_step(self, step: StepTrace, load: EngineLoad) -> None:
         linked = self._linked if self._every_step else ()
-        links = [self._traced[key].link for key in step.request_ids if key in self._traced and key not in linked]
+        found = (self._traced.get(key) for key in step.request_ids if key not in linked)
+        links = [traced.link for traced in found if traced is not None and traced.link is not None]
         attributes: dict[str, int | float] = {
             Attribute.STEP_ID: step.step,
             Attribute.STEP_PREFILL: step.num_prefill,

@@ -186,12 +186,13 @@ class Submit(_message.Message):
     LORA_DIGEST_FIELD_NUMBER: _builtins.int
     POOLING_FIELD_NUMBER: _builtins.int
     SHADOW_FIELD_NUMBER: _builtins.int
+    TRACESTATE_FIELD_NUMBER: _builtins.int
     request_id: _builtins.str
     """Opaque, `[A-Za-z0-9_-]{1,64}`, unique among the session's live requests."""
     cache_salt: _builtins.bytes
     """Salt of the prefix cache, 0 to 32 bytes: requests share blocks only within one salt."""
     traceparent: _builtins.str
-    """W3C trace context of the attempt's span; empty when it is not traced."""
+    """W3C trace context of the attempt's span, sampled or not; empty when it belongs to no trace. `tracestate` is its other half."""
     priority: _builtins.int
     """With `--scheduling-policy priority`, requests with a smaller number go first; ignored by the other policies, but for the largest
     number, 2147483647: such a request is best effort under each of them, and gets only what all others leave.
@@ -208,6 +209,8 @@ class Submit(_message.Message):
     """
     shadow: _builtins.bool
     """Of a best effort request: it goes behind those that are not so, as its answer is compared and thrown away."""
+    tracestate: _builtins.str
+    """W3C's `tracestate`, beside `traceparent`."""
     @_builtins.property
     def prompt_token_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
         """The prompt. At least one token."""
@@ -249,10 +252,11 @@ class Submit(_message.Message):
         lora_digest: _builtins.bytes = ...,
         pooling: _types_pb2.PoolingParams | None = ...,
         shadow: _builtins.bool = ...,
+        tracestate: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["pooling", b"pooling", "sampling", b"sampling"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["cache_salt", b"cache_salt", "delivered", b"delivered", "handle", b"handle", "lora_digest", b"lora_digest", "lora_name", b"lora_name", "output_token_ids", b"output_token_ids", "pooling", b"pooling", "priority", b"priority", "prompt_token_ids", b"prompt_token_ids", "request_id", b"request_id", "sampling", b"sampling", "shadow", b"shadow", "traceparent", b"traceparent"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["cache_salt", b"cache_salt", "delivered", b"delivered", "handle", b"handle", "lora_digest", b"lora_digest", "lora_name", b"lora_name", "output_token_ids", b"output_token_ids", "pooling", b"pooling", "priority", b"priority", "prompt_token_ids", b"prompt_token_ids", "request_id", b"request_id", "sampling", b"sampling", "shadow", b"shadow", "traceparent", b"traceparent", "tracestate", b"tracestate"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -19,7 +19,6 @@ from time import time
 from typing import Any, Protocol, Self, TypeVar
 
 from opentelemetry import trace
-from opentelemetry.context import Context
 from opentelemetry.trace import SpanKind, StatusCode
 from quire_proto.errors import ErrorCode, QuireError
 from quire_proto.pooling import Task
@@ -532,15 +531,16 @@ def _internal_span(name: str) -> AbstractContextManager[trace.Span]:
 
 
 def _server_span(name: str, request_id: str, headers: Mapping[str, str]) -> AbstractContextManager[trace.Span]:
+    caller = extract(headers)
     if not is_recording(_TRACER):
-        return nullcontext(trace.INVALID_SPAN)
+        return trace.use_span(trace.get_current_span(caller)) if caller else nullcontext(trace.INVALID_SPAN)
     attributes = {Attribute.REQUEST_ID: request_id}
     label = headers.get("x-request-id", "")
     if _REQUEST_LABEL.fullmatch(label):
         attributes[Attribute.CLIENT_REQUEST_ID] = label
     return _TRACER.start_as_current_span(
         name,
-        context=extract(headers) if "traceparent" in headers else Context(),
+        context=caller,
         kind=SpanKind.SERVER,
         attributes=attributes,
         record_exception=False,

@@ -17,7 +17,7 @@ import numpy as np
 from opentelemetry import context, trace
 from opentelemetry.trace import SpanKind
 from quire_proto.telemetry import PROVIDER_NAME, Attribute
-from quire_proto.tracing import is_recording, traceparent
+from quire_proto.tracing import is_recording, w3c_headers
 
 from quire_router.admission.limits import RateLimiter, Reservation
 from quire_router.admission.queue import AdmissionQueue
@@ -255,8 +255,7 @@ class Pick:
     @property
     def request_headers(self) -> dict[str, str]:
         """What the server gets besides what the client sent: the trace that the request belongs to."""
-        parent = traceparent(self._span)
-        return {"traceparent": parent} if parent else {}
+        return w3c_headers(self._span)
 
     def __enter__(self) -> "Pick":
         first, engine_id = self._forwarded.first, self._decision.engine_id

@@ -50,9 +50,11 @@ def route_span(caller: Context) -> Span:
 
 @contextmanager
 def attempt_span(state: RequestState, engine_id: str, zone: str | None = None) -> Iterator[Span]:
-    """The span of one attempt, with how it ended. ``zone`` is the engine's, None if unknown."""
+    """The span of one attempt, with how it ended, or that of the caller if nothing is recorded here. ``zone`` is the
+    engine's, None if unknown.
+    """
     if not is_recording(tracer):
-        yield trace.INVALID_SPAN
+        yield trace.get_current_span(state.trace_context)
         return
     request = state.generation
     name = f"{request.operation} {request.model_name}"

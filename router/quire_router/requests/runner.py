@@ -15,7 +15,7 @@ from opentelemetry import context
 from quire_proto.errors import ErrorCode, QuireError, internal
 from quire_proto.sampling import FinishReason
 from quire_proto.text.tokenizer import ModelTokenizer
-from quire_proto.tracing import traceparent
+from quire_proto.tracing import w3c_headers
 
 from quire_router.admission.limits import RateLimiter, Reservation
 from quire_router.admission.tenants import Tenants
@@ -284,7 +284,7 @@ class RequestRunner:
         state.engine_id = decision.engine_id
         state.begin_on(self._pool.version(decision.engine_id))
         with attempt_span(state, decision.engine_id, self._pool.zone(decision.engine_id)) as span:
-            submission = state.build_submit(traceparent(span) if span.is_recording() else "")
+            submission = state.build_submit(w3c_headers(span))
             pending = max(1, len(state.generation.prompt_token_ids) - decision.cached_tokens)
             with self._pool.dispatch(decision.engine_id, submission, pending_tokens=pending) as outputs:
                 self._placer.record_dispatch(decision, state.generation)

@@ -4,7 +4,7 @@ switch, from ``try_direct_write`` on. Does no I/O.
 """
 
 import asyncio
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from time import monotonic
 from typing import TYPE_CHECKING
@@ -211,8 +211,10 @@ class RequestState:
         self._refusals += 1
         self.refused_by[engine_id] = refusal
 
-    def build_submit(self, traceparent: str) -> engine_pb2.Submit:
-        """Returns the request as an engine gets it: its prompt, and the tokens that each choice has so far."""
+    def build_submit(self, trace_headers: Mapping[str, str]) -> engine_pb2.Submit:
+        """Returns the request as an engine gets it: its prompt, and the tokens that each choice has so far; and the
+        trace context of the attempt.
+        """
         request, params = self.generation, self.generation.params
         if self._prompt_logprobs is not None:
             params = replace(params, prompt_logprobs=None)  # they have come
@@ -223,7 +225,8 @@ class RequestState:
             output_token_ids=self._choices[0].token_ids if alone else (),
             sampling=sampling_to_proto(params),
             cache_salt=request.cache_salt,
-            traceparent=traceparent,
+            traceparent=trace_headers.get("traceparent", ""),
+            tracestate=trace_headers.get("tracestate", ""),
             delivered=() if alone else [_delivered(choice) for choice in self._choices if choice.has_output],
             priority=request.priority,
             lora_name="" if request.lora is None else request.lora.name,

@@ -22,6 +22,7 @@ from quire_proto.hashing import TOKEN_BYTES, extra_key, hash_chain, pack
 from quire_proto.sampling import FinishReason, SamplingParams
 from quire_proto.supervise import Backoff, SupervisedTask
 from quire_proto.tls import TlsError
+from quire_proto.tracing import headers_for_servers
 
 from quire_router.core.errors import engine_refused
 from quire_router.core.fleet_view import EngineCondition
@@ -299,8 +300,7 @@ class ExternalEngine:
         """Passes a choice's outputs on until it has ended. Raises ``EngineLost`` if the server ends before it."""
         stream, reader = running.stream, self._kind.reader(choice)
         headers = {"X-Request-Id": choice.request_id}
-        if running.message.traceparent:
-            headers["traceparent"] = running.message.traceparent
+        headers |= headers_for_servers(running.message.traceparent, running.message.tracestate)
         last, written = None, list(choice.token_ids)
         try:
             body, unnamed = self._kind.body(choice), self._kind.unnamed_status

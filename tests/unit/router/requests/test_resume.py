@@ -653,7 +653,7 @@ def test_a_record_reread_in_parts_equals_one_read_at_once(texts: list[str], stop
     progress, before = asyncio.run(reread())
     (choice,) = create_choices(progress.generation, TOKENIZER, 1)
     choice.process(Output(tokens("".join(texts)), 0))
-    submission = progress.build_submit("")
+    submission = progress.build_submit({})
     assert before == len(tokens("".join(texts)))
     assert list(submission.output_token_ids) == choice.token_ids
     assert progress.ended == (choice.finish_reason is not None)
