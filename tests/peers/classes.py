@@ -33,7 +33,7 @@ _CAUSES = {
     "fixture 'vllm_runner' not found": Outcome.INTERNAL,
 }
 """What an error says for itself."""
-_OURS = ("quire serve did not start", "Error code: 500", "500 Server Error", "Timeout (>")
+_OURS = ("quire serve did not start", "Error code: 500", "500 Server Error")
 """What is a fault in any case."""
 
 
@@ -82,7 +82,7 @@ class Classes:
         if any(words in case.error for words in _OURS):
             return Outcome.FAULT
         prefix = max((each for each in self._by_prefix if case.id.startswith(each)), key=len, default=None)
-        if prefix is not None and any(words in case.error for words in self._by_prefix[prefix].get("errors", [""])):
+        if prefix is not None and any(words in case.error for words in self._by_prefix[prefix]["errors"]):
             self._used.add(prefix)
             return Outcome(self._by_prefix[prefix]["class"])
         return next((cause for words, cause in _CAUSES.items() if words in case.error), Outcome.FAULT)

@@ -22,6 +22,8 @@ KEPT = 3
 """Servers that run at a time. Most modules of a suite want one of their own."""
 
 _START_SECONDS = 240
+_CONTEXT = 2048
+"""The context where a test wants none in particular: a small model may not end its answer before."""
 _KINDS = {
     "rerank": ("reranker", "cross-encoder", "rerank"),
     "embed": ("e5-", "bge-", "minilm", "embed", "gte-", "jina", "arctic", "bert"),
@@ -109,8 +111,10 @@ class Servers:
         """
         folder = self._variant(self.folder(model), template, sampling)
         config = json.loads((folder / "config.json").read_text())
-        own = serve_arguments(model, arguments, self._known, config.get("max_position_embeddings", 512))
-        key = (str(folder), *own)
+        longest = config.get("max_position_embeddings", 512)
+        own = serve_arguments(model, arguments, self._known, longest)
+        length = [] if "--max-model-len" in own else ["--max-model-len", str(min(longest, _CONTEXT))]
+        key = (str(folder), *own, *length)
         server = self._running.pop(key, None)
         if server is None or server.process.poll() is not None:
             while len(self._running) >= KEPT:

@@ -29,10 +29,16 @@ LINES = [
     ]
 ]
 """What ``case_log`` writes: all cases, then what became of them."""
+INTERNAL = {"class": "internal to the peer", "reason": "why", "errors": ["Error"]}
 CLASSES = [
     {"class": "needs a real model", "reason": "why", "cases": ["a.py::test_f"], "errors": ["assert"]},
-    {"class": "internal to the peer", "reason": "why", "cases": ["a.py::test_four", "a.py::test_one"]},
-    {"class": "internal to the peer", "reason": "why", "cases": ["a.py::test_six"]},
+    {
+        "class": "internal to the peer",
+        "reason": "why",
+        "cases": ["a.py::test_four", "a.py::test_one"],
+        "errors": ["Error"],
+    },
+    {"class": "internal to the peer", "reason": "why", "cases": ["a.py::test_six"], "errors": ["Error"]},
 ]
 PROTOCOL = """
 class Base(BaseModel):
@@ -130,7 +136,7 @@ def test_every_class_has_a_reason_and_a_known_peer():
     assert set(known) <= set(run.SUITES)
     for classes in known.values():
         assert {Outcome(each["class"]) for each in classes} <= {*EXCUSES}
-        assert all(each["reason"] and each["cases"] and each.get("errors", ["any"]) for each in classes)
+        assert all(each["reason"] and each["cases"] and each["errors"] for each in classes)
         prefixes = [prefix for each in classes for prefix in each["cases"]]
         assert len(prefixes) == len(set(prefixes))
 
