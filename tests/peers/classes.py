@@ -22,6 +22,12 @@ class Outcome(StrEnum):
 
 EXCUSES = (Outcome.REAL_MODEL, Outcome.INTERNAL, Outcome.REFUSED, Outcome.NOT_OFFERED)
 """Why a case that fails is no fault."""
+_OUTCOMES = {
+    "passed": Outcome.PASS,
+    "unserved": Outcome.INTERNAL,  # it passed without a server, so it is about the peer's own code
+    "skipped": Outcome.SKIPPED,
+    "collected": Outcome.NOT_REACHED,
+}
 _CAUSES = {
     "is not supported here:": Outcome.REFUSED,
     "There is nothing at /": Outcome.NOT_OFFERED,
@@ -56,7 +62,7 @@ def cases_of(lines: Iterable[str]) -> list[Case]:
     cases: dict[str, Case] = {}
     for line in lines:
         case = Case(**json.loads(line))
-        if case.id not in cases or cases[case.id].outcome in ("collected", "passed"):
+        if case.id not in cases or cases[case.id].outcome in ("collected", "passed", "unserved"):
             cases[case.id] = case
     return list(cases.values())
 
@@ -72,13 +78,8 @@ class Classes:
 
     def outcome(self, case: Case) -> Outcome:
         """Returns what became of a case. The longest beginning of its id decides, then what the error says."""
-        match case.outcome:
-            case "passed":
-                return Outcome.PASS
-            case "skipped":
-                return Outcome.SKIPPED
-            case "collected":
-                return Outcome.NOT_REACHED
+        if case.outcome != "failed":
+            return _OUTCOMES[case.outcome]
         if any(words in case.error for words in _OURS):
             return Outcome.FAULT
         prefix = max((each for each in self._by_prefix if case.id.startswith(each)), key=len, default=None)

@@ -38,9 +38,15 @@ class Suite:
         """Returns the files with tests of a server that do not need images, sound or several GPUs."""
         if "*" not in self.tests:
             return [self.tests]
-        found = [path for path in sorted((sources / self.folder).glob(self.tests)) if "Remote" in path.read_text()]
+        found = [path for path in sorted((sources / self.folder).glob(self.tests)) if "Remote" in _with_conftest(path)]
         names = [path.relative_to(sources / self.folder).as_posix() for path in found]
         return [name for name in names if not any(part in name for part in self.without)]
+
+
+def _with_conftest(path: Path) -> str:
+    """Returns the text of a module, with that of the fixtures beside it if it takes a client from there."""
+    text, fixtures = path.read_text(encoding="utf-8"), path.with_name("conftest.py")
+    return text + (fixtures.read_text(encoding="utf-8") if "client" in text and fixtures.exists() else "")
 
 
 _VLLM_WITHOUT = (

@@ -35,7 +35,9 @@ def pytest_collectreport(report: pytest.CollectReport) -> None:
 def pytest_runtest_logreport(report: pytest.TestReport) -> None:
     """Writes what became of a part of a case: setting up, the call, tearing down."""
     if report.when == "call" or report.outcome != "passed":
-        _write(id=report.nodeid, outcome=report.outcome, error=_error(report))
+        passed = dict(report.user_properties).get("outcome", report.outcome)
+        outcome = passed if report.outcome == "passed" else report.outcome
+        _write(id=report.nodeid, outcome=outcome, error=_error(report))
 
 
 def _error(report: pytest.TestReport) -> str:

@@ -38,9 +38,10 @@ _DROPPED = {
 
 
 def thinking_template() -> str:
-    """Returns a template with which a model thinks before it answers, from llama.cpp's sources."""
+    """Returns a template with which a model thinks before it answers, unless a request says otherwise."""
     templates = Path(os.environ["QUIRE_SOURCES"]) / "llama.cpp/vendor/llama.cpp/models/templates"
-    return (templates / "Qwen-QwQ-32B.jinja").read_text(encoding="utf-8")
+    thinks = "{%- set enable_thinking = enable_thinking is not defined or enable_thinking %}"
+    return thinks + (templates / "Qwen-QwQ-32B.jinja").read_text(encoding="utf-8")
 
 
 def checkpoint_kind(model: str) -> str:
@@ -100,6 +101,7 @@ class Servers:
         self._checkpoints = Path(os.environ["QUIRE_CHECKPOINTS"])
         self._known = frozenset((self._checkpoints / "flags.txt").read_text().split())
         self._running: dict[tuple[str, ...], Server] = {}
+        self.asked = 0
         atexit.register(self.stop)
         signal.signal(signal.SIGTERM, signal.default_int_handler)
 
@@ -109,6 +111,7 @@ class Servers:
         """Returns a server of the checkpoint that stands for ``model``, with the template and defaults of sampling
         that are given. Raises ``RuntimeError`` if none starts.
         """
+        self.asked += 1
         folder = self._variant(self.folder(model), template, sampling)
         config = json.loads((folder / "config.json").read_text())
         longest = config.get("max_position_embeddings", 512)

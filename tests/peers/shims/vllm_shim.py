@@ -5,6 +5,7 @@ whose own imports need vLLM's compiled parts.
 import json
 import sys
 import types
+from collections.abc import Generator
 from typing import Any
 
 import anthropic
@@ -90,8 +91,14 @@ utils.RemoteOpenAIServer = RemoteOpenAIServer  # type: ignore[attr-defined]
 utils.__getattr__ = _unneeded  # type: ignore[method-assign]
 sys.modules["tests.utils"] = utils
 
-# What tests fetch from the Hub are adapters, or models that they only want to have been fetched.
-huggingface_hub.HfApi.snapshot_download = lambda *_, **__: str(SERVERS.adapter)
+
+def _fetched(_: object, repo_id: str, **__: object) -> str:
+    """Returns the folder that stands for one of the Hub: what tests fetch are adapters, or a model by its name."""
+    is_adapter = any(word in repo_id.lower() for word in ("lora", "alice"))
+    return str(SERVERS.adapter) if is_adapter else repo_id
+
+
+huggingface_hub.HfApi.snapshot_download = _fetched
 _from_pretrained = transformers.AutoTokenizer.from_pretrained
 
 
@@ -105,3 +112,14 @@ transformers.AutoTokenizer.from_pretrained = _tokenizer
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Keeps the tests of one model together, which may share a server."""
     items.sort(key=lambda item: (str(getattr(item.module, "MODEL_NAME", "")), item.nodeid.partition("::")[0]))
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_call(item: pytest.Item) -> Generator[None, object, object]:
+    """Marks a case that has no server, which says nothing of Quire: it is about vLLM's own code."""
+    before = SERVERS.asked
+    result = yield
+    given = getattr(item, "funcargs", {}).values()
+    if SERVERS.asked == before and not any(isinstance(each, RemoteOpenAIServer) for each in given):
+        item.user_properties.append(("outcome", "unserved"))
+    return result

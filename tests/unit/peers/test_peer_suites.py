@@ -105,6 +105,12 @@ def test_each_case_has_one_outcome():
     assert table({"x": Counter(found.values())}).splitlines()[2] == "| x | 7 | 1 | 1 | 1 | 1 | 1 | 0 | 1 | 1 |"
 
 
+def test_a_case_that_passes_without_a_server_is_none_of_ours():
+    assert outcomes([{"id": "a.py::test_five", "outcome": "unserved", "error": ""}], Classes([])) == {
+        "five": Outcome.INTERNAL
+    }
+
+
 def test_a_class_explains_only_the_errors_that_it_names():
     failed = [{"id": "a.py::test_five", "outcome": "failed", "error": "KeyError"}]
 
