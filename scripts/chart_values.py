@@ -29,7 +29,7 @@ NOT_FLAGS = frozenset(
         *("data_parallel_size", "data_parallel_rank", "data_parallel_address", "data_parallel_rpc_port"),
         *("nnodes", "node_rank", "headless", "master_addr", "master_port", "node_addr", "dist_timeout"),
         *("host", "port", "metrics_port", "tls_cert", "tls_key", "tls_client_ca", "shutdown_delay", "shutdown_timeout"),
-        *("engine_token_file", "insecure"),
+        *("engine_token_file", "insecure", "tls_optional"),
     }
 )
 # What is taken over from the settings' schema; a type beside an enumeration says nothing.

@@ -16,6 +16,8 @@ from quire_proto.cli import read_settings, reject_unknown_env
 from quire_proto.convert import TASK_TO_PROTO
 from quire_proto.engine_token import TokenError
 from quire_proto.errors import QuireError
+from quire_proto.folders import no_such_path
+from quire_proto.logs import set_up_logging
 from quire_proto.telemetry import DropReason
 from quire_proto.text.model_folder import folder_config_digest, folder_vocabulary_digest
 from quire_proto.tls import TlsError
@@ -35,7 +37,7 @@ from quire_engine.factory import (
     supported_tasks,
 )
 from quire_engine.server.loras import LoRARegistry
-from quire_engine.server.metrics import ProbeServer, describe_listen_error
+from quire_engine.server.probes import ProbeServer, describe_listen_error
 from quire_engine.server.server import EngineServer
 
 if TYPE_CHECKING:
@@ -53,6 +55,7 @@ def main() -> None:
     Torch is imported only after the settings were checked.
     """
     arguments = sys.argv[1:]
+    os.environ.setdefault("GRPC_VERBOSITY", "NONE")  # else gRPC writes a line for what any client sends wrong
     if arguments[:1] == ["simulate"]:
         from quire_engine.simulation.command import simulate
 
@@ -64,7 +67,7 @@ def main() -> None:
     else:
         reject_unknown_env(EngineConfig, OTHER_VARIABLES)
         config = read_settings(EngineConfig, arguments)
-        logging.basicConfig(level=config.log_level.upper(), format="%(asctime)s %(levelname)s %(name)s: %(message)s")
+        set_up_logging(config.log_level.upper())
         (_run_engine if config.node_rank == 0 else _run_node)(config)
 
 
@@ -136,7 +139,9 @@ def _make_server(
 ) -> EngineServer:
     disable_created_metrics()  # type: ignore[no-untyped-call]  # drops the unused _created sample of each counter
     scheduler = make_scheduler(config, executor)
-    loras = LoRARegistry(executor.check_lora, config.names)
+    if config.lora_root is not None and not config.lora_root.is_dir():
+        quit_with(1, f"--lora-root: {no_such_path(str(config.lora_root))}.")
+    loras = LoRARegistry(executor.check_lora, config.names, config.lora_root)
     try:
         for name, folder in config.lora_folders.items():
             loras.load_now(name, folder)

@@ -9,7 +9,6 @@ are needed, a part or the whole is passed on as it is, and a rank's process gets
 """
 
 from collections.abc import Mapping
-from ipaddress import ip_address
 from pathlib import Path
 from typing import Annotated, ClassVar, Literal, Self
 
@@ -17,6 +16,7 @@ from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, model_valida
 from pydantic_settings import NoDecode, SettingsConfigDict
 from quire_proto.cli import CliSettings, ListenAddress
 from quire_proto.engine_token import TokenFile
+from quire_proto.local_hosts import is_loopback
 from quire_proto.tls import CaFile, CertificateFile, KeyFile, ServerTls, check_cert_key, server_tls
 from quire_proto.units import Bytes, Gib, Seconds
 
@@ -525,6 +525,12 @@ class NodeArgs(_Frozen):
         "connect.",
     )
 
+    engine_token_file: TokenFile | None = Field(
+        default=None,
+        description="File with the token that the gRPC port asks routers for, one a line, and number 0 the other nodes "
+        "and engines of a group; read again when it changes; see docs/tls.md.",
+    )
+
     @property
     def tls(self) -> ServerTls | None:
         """What the gRPC port does with TLS; None for plain text. Raises ``ValueError`` where half of it is missing."""
@@ -547,19 +553,12 @@ class NodeArgs(_Frozen):
             raise ValueError("--node-rank is not below --nnodes.")
         if self.headless and self.node_rank == 0:
             raise ValueError("--headless needs a --node-rank above 0: node 0 has the server.")
-        on_one_machine = all(map(_is_loopback, filter(None, (self.master_addr, self.node_addr))))
+        on_one_machine = all(map(is_loopback, filter(None, (self.master_addr, self.node_addr))))
         if self.nnodes > 1 and not on_one_machine and self.tls_client_ca is None:
             raise ValueError(
                 "--nnodes needs --tls-cert, --tls-key and --tls-client-ca where an address is not loopback."
             )
         return self
-
-
-def _is_loopback(host: str) -> bool:
-    try:
-        return ip_address(host).is_loopback
-    except ValueError:
-        return host == "localhost"
 
 
 class EngineConfig(CliSettings, NodeArgs, EngineArgs):
@@ -574,6 +573,7 @@ class EngineConfig(CliSettings, NodeArgs, EngineArgs):
         "--model": "FOLDER",
         "--served-model-name": "NAME",
         "--lora-modules": "NAME=FOLDER",
+        "--lora-root": "FOLDER",
         "--shared-device": "NAME",
         "--host": "ADDRESS",
         "--port": "PORT",
@@ -637,15 +637,18 @@ class EngineConfig(CliSettings, NodeArgs, EngineArgs):
     host: ListenAddress = Field(default="127.0.0.1", description="Address to listen on.")
     port: int = Field(default=9000, ge=0, le=65535, description="gRPC port.")
     metrics_port: int = Field(default=9002, ge=0, le=65535, description="HTTP port of metrics and probes.")
-    engine_token_file: TokenFile | None = Field(
-        default=None,
-        description="File with the token that the gRPC port asks routers for, one a line; read again when it changes; "
-        "see docs/tls.md.",
-    )
     insecure: bool = Field(
         default=False,
         description="Let anyone who reaches the gRPC port use the engine, at an address that is not loopback and "
         "without --engine-token-file and --tls-client-ca.",
+    )
+    lora_root: Annotated[Path | None, BeforeValidator(_not_empty)] = Field(
+        default=None,
+        description="Folder below which adapters lie that are loaded while the engine serves; none: anywhere.",
+    )
+    tls_optional: bool = Field(
+        default=False,
+        description="Take plain text beside TLS, while routers change from one to the other; see docs/tls.md.",
     )
     session_grace: Seconds = Field(
         default=10.0, ge=0, description="Seconds that the requests of a router go on after its stream broke."
@@ -678,16 +681,25 @@ class EngineConfig(CliSettings, NodeArgs, EngineArgs):
 
     @model_validator(mode="after")
     def _strangers_are_kept_out(self) -> Self:
-        is_authenticated = self.engine_token_file is not None or self.tls_client_ca is not None
+        if self.tls_optional and self.tls_cert is None:
+            raise ValueError("--tls-optional needs --tls-cert and --tls-key.")
+        asks_certificate = self.tls_client_ca is not None and not self.tls_optional
+        is_authenticated = self.engine_token_file is not None or asks_certificate
         if self.insecure and is_authenticated:
             raise ValueError("--insecure excludes --engine-token-file and --tls-client-ca: they ask who a caller is.")
         is_served = self.node_rank == 0  # the other nodes have no such port
-        if is_served and not (is_authenticated or self.insecure or _is_loopback(self.host)):
+        if is_served and not (is_authenticated or self.insecure or is_loopback(self.host)):
             raise ValueError(
                 f"--host {self.host} would let anyone use the engine who reaches port {self.port}: give it and its "
                 "routers an --engine-token-file, or certificates (--tls-cert, --tls-key and --tls-client-ca); "
                 "--insecure does without."
             )
+        return self
+
+    @model_validator(mode="after")
+    def _root_of_adapters_has_adapters(self) -> Self:
+        if self.lora_root is not None and not self.enable_lora:
+            raise ValueError("--lora-root would have no effect: add --enable-lora.")
         return self
 
     @model_validator(mode="after")
@@ -706,7 +718,7 @@ class EngineConfig(CliSettings, NodeArgs, EngineArgs):
             raise ValueError(
                 "--data-parallel-size and --nnodes exclude each other: each engine of a group is on one machine."
             )
-        on_one_machine = all(map(_is_loopback, filter(None, (self.data_parallel_address, self.node_addr))))
+        on_one_machine = all(map(is_loopback, filter(None, (self.data_parallel_address, self.node_addr))))
         if not on_one_machine and self.tls_client_ca is None:
             raise ValueError(
                 "--data-parallel-size needs --tls-cert, --tls-key and --tls-client-ca where an address is not loopback."

@@ -14,6 +14,12 @@ class LoRAError(ModelError):
     """
 
 
+class LoRANotFoundError(LoRAError):
+    """A folder is not there, or has no ``adapter_config.json`` that can be read. Which of these is for the operator
+    alone: others could ask which folders there are.
+    """
+
+
 def first_line(error: BaseException) -> str:
     """The first line of the message of ``error``, or its type if it has none, without a stop: torch's messages continue
     with advice to programmers.

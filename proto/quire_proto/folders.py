@@ -1,6 +1,10 @@
-"""Folders: those of the user, as the XDG Base Directory Specification has them, and those whose path was mistyped."""
+"""Folders: those of the user, as the XDG Base Directory Specification has them, those whose contents are trusted, and
+those whose path was mistyped.
+"""
 
+import errno
 import os
+import stat
 from difflib import get_close_matches
 from itertools import islice
 from pathlib import Path
@@ -22,6 +26,41 @@ def user_state_folder() -> Path:
 def _base(variable: str, default: str) -> Path:
     named = Path(os.environ.get(variable, ""))
     return named if named.is_absolute() else Path.home() / default  # the specification: relative ones are ignored
+
+
+def trusted_folder(path: Path, within: Path | None = None) -> Path:
+    """Makes a folder for this user alone, if it is not there, and returns it. What it has is executed or believed, so
+    its owner is this user or root, and nobody else may write there but a group that root gave it to, as Kubernetes does
+    with a pod's ``fsGroup``. No link leads out of ``within``. Raises ``OSError`` with what is wrong.
+    """
+    path.mkdir(mode=0o700, parents=True, exist_ok=True)
+    found = path.stat()
+    if not {path.lstat().st_uid, found.st_uid} <= {0, os.geteuid()}:
+        raise _untrusted(path, f"it belongs to user {found.st_uid}")
+    is_given = found.st_uid == 0 and found.st_mode & stat.S_ISGID and found.st_gid in os.getgroups()
+    if found.st_mode & stat.S_IWOTH or (found.st_mode & stat.S_IWGRP and not is_given):
+        raise _untrusted(path, f"others may write there (mode {stat.S_IMODE(found.st_mode):o})")
+    if within is not None and not path.resolve().is_relative_to(within.resolve()):
+        raise _untrusted(path, f"it is a link that leads out of {within}")
+    return path
+
+
+def open_trusted(path: Path) -> int:
+    """Opens a file of a trusted folder, or makes it, for reading and writing; returns its descriptor. Raises
+    ``OSError``, also for a link and for what is no file of this user or root.
+    """
+    descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK, 0o600)
+    found = os.fstat(descriptor)
+    if stat.S_ISREG(found.st_mode) and found.st_nlink == 1 and found.st_uid in (0, os.geteuid()):
+        return descriptor
+    os.close(descriptor)
+    raise _untrusted(path, "it is no file of this user")
+
+
+def _untrusted(path: Path, why: str) -> PermissionError:
+    return PermissionError(
+        errno.EPERM, f"it is not trusted, because {why}: remove it, or name another folder", str(path)
+    )
 
 
 def no_such_path(text: str) -> str:

@@ -5,6 +5,8 @@ any other text. They match before they touch a path or a log.
 import re
 from typing import Final
 
+from quire_proto.logs import one_line
+
 _PART = r"(?!\.{1,2}(?:/|$))[A-Za-z0-9._-]{1,255}"
 _NAME = re.compile(rf"{_PART}(?:/{_PART}){{0,15}}", re.ASCII)
 MAX_NAME: Final = 256  # characters
@@ -21,5 +23,4 @@ def is_name(text: object) -> bool:
 def shown(text: object, most: int = 200) -> str:
     """Returns a text from outside as one line of printable characters, ``most`` of them."""
     line = str(text)
-    line = line if len(line) <= most else f"{line[:most]}…"
-    return "".join(each if each.isprintable() else each.encode("unicode_escape").decode() for each in line)
+    return one_line(line if len(line) <= most else f"{line[:most]}…")

@@ -54,12 +54,14 @@ class ServerTls:
 @dataclass(frozen=True, slots=True)
 class ClientTls:
     """TLS of a client: the authority of engines, the client's own certificate for mTLS, and the name that engines'
-    certificates are checked for; None for the host of their address.
+    certificates are checked for; None for the host of their address. If it is ``optional``, an engine that speaks no
+    TLS gets plain text.
     """
 
     ca: Path
     identity: CertKeyFiles | None = None
     name: str | None = None
+    optional: bool = False
 
     @property
     def contents(self) -> Contents:

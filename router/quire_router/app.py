@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING
 import uvloop
 from quire_proto.cli import join_host_port, read_settings, reject_unknown_env
 from quire_proto.errors import TokenizerLoadError
+from quire_proto.logs import set_up_logging
 from quire_proto.text.tokenizer import ModelTokenizer
 from quire_proto.tracing import setup_tracing, shutdown_tracing
 from starlette.types import ASGIApp
@@ -50,7 +51,7 @@ def run(arguments: Sequence[str]) -> None:
     settings = read_settings(Settings, arguments)
     prefix = "" if worker is None else f"[worker {worker.number}] "
     form = f"%(asctime)s {prefix}%(levelname)s %(name)s: %(message)s"
-    logging.basicConfig(level=settings.log_level.upper(), format=form)
+    set_up_logging(settings.log_level.upper(), form)
     logging.getLogger("uvicorn.error").setLevel(logging.ERROR)  # below ERROR are clients' mistakes
     raise_descriptor_limit()
     try:

@@ -292,6 +292,11 @@ class Settings(CliSettings):
     engine_tls_name: ServerName | None = Field(
         default=None, description="The name that engines' certificates are checked for; none: the host of the address."
     )
+    engine_tls_optional: bool = Field(
+        default=False,
+        description="Speak plain text to engines without TLS, while they change from one to the other; see "
+        "docs/tls.md.",
+    )
     host: ListenAddress = Field(default="127.0.0.1", description="Address to listen on.")
     http_port: Port = Field(default=8000, description="Port of the REST API.")
     grpc_port: Port = Field(default=8001, description="Port of the gRPC API.")
@@ -337,6 +342,11 @@ class Settings(CliSettings):
     keda_client_ca: CaFile | None = Field(
         default=None,
         description="PEM file of the authorities that sign KEDA's certificate; none: no certificate is required.",
+    )
+    keda_insecure: bool = Field(
+        default=False,
+        description="Tell whoever reaches that port how busy models are, at an address that is not loopback: where a "
+        "network policy lets KEDA alone reach it.",
     )
     picker_port: Port | None = Field(
         default=None,
@@ -543,6 +553,14 @@ class Settings(CliSettings):
         check_cert_key(self.scaling_identity, "--scaling")
         if self.keda_tls is not None:
             check_cert_key(self.keda_tls.identity, "--keda")
+        if self.keda_insecure and self.keda_client_ca is not None:
+            raise ValueError("--keda-insecure and --keda-client-ca exclude each other: a certificate is needed or not.")
+        is_closed = self.keda_client_ca is not None or is_loopback(self.host)
+        if self.keda_port is not None and not (is_closed or self.keda_insecure):
+            raise ValueError(
+                "--keda-port needs --keda-client-ca, whose authorities sign KEDA's certificate, or --keda-insecure "
+                "where KEDA alone reaches the port: others would learn how busy models are."
+            )
         if self.is_asked_for_load:
             labels_of(self.models)
         return self
@@ -661,8 +679,8 @@ class Settings(CliSettings):
         """TLS of connections to engines; None for plain text. Raises ``ValueError`` if a part of it is missing."""
         identity = cert_key_files(self.engine_tls_cert, self.engine_tls_key, "--engine-tls")
         if self.engine_tls_ca is not None:
-            return ClientTls(self.engine_tls_ca, identity, self.engine_tls_name)
-        if identity is not None or self.engine_tls_name is not None:
+            return ClientTls(self.engine_tls_ca, identity, self.engine_tls_name, self.engine_tls_optional)
+        if identity is not None or self.engine_tls_name is not None or self.engine_tls_optional:
             raise ValueError("TLS to engines needs --engine-tls-ca: without it everything would be sent in plain text.")
         return None
 

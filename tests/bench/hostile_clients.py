@@ -1,9 +1,12 @@
 """What one hostile or merely heavy client does to the streams of others: the time between two tokens of a few streams,
-alone and beside clients that send the heads that are worst to parse, or long texts to tokenise, or both.
+alone and beside clients that send what is worst to parse.
 
-    python -m tests.bench.hostile_clients [--rounds 3] [--heads-per-second 50]
+    python -m tests.bench.hostile_clients [--rounds 3] [--heads-per-second 50] [--kinds heads,texts]
 
-The heads are CONNECT and offers to upgrade, each with as many headers as fit. Rounds of each kind come in turns.
+Heads are CONNECT and offers to upgrade, each with as many headers as fit. Texts are a megabyte to tokenise. Pairs are a
+query of 4 kB with 2,048 documents. Conversations have 28,000 items, of which one is read at a time. Batches have files
+of blank lines, and of lines with more numbers than a request may have. Rounds of each kind come in turns. The 99th
+percentile should stay within 1.5 times that of the streams alone.
 """
 
 import argparse
@@ -14,7 +17,9 @@ import time
 from collections.abc import Awaitable, Callable
 from contextlib import suppress
 from multiprocessing import get_context
+from typing import Any
 
+from tests.bench.router_stage import MODEL
 from tests.bench.slow_clients import WATCHED, a_router, watch
 
 HEADERS = "".join("a:1\r\n" for _ in range(2_700))
@@ -40,16 +45,58 @@ async def send_heads(port: int, per_second: float) -> None:
         await asyncio.sleep(1 / per_second)
 
 
+async def ask(port: int, path: str, body: object = None, kind: str = "application/json") -> Any:
+    """The JSON of an answer, over a connection of its own; None where there is none."""
+    data = body if isinstance(body, bytes) else b"" if body is None else json.dumps(body).encode()
+    head = f"{'GET' if body is None else 'POST'} {path} HTTP/1.1\r\nhost: localhost\r\nconnection: close\r\n"
+    with suppress(ConnectionError):
+        reader, writer = await asyncio.open_connection("127.0.0.1", port)
+        writer.write(f"{head}content-type: {kind}\r\ncontent-length: {len(data)}\r\n\r\n".encode() + data)
+        answer = await reader.read()
+        writer.close()
+        return json.loads(answer.partition(b"\r\n\r\n")[2] or b"null")
+    return None
+
+
 async def send_texts(port: int, _: float) -> None:
     """Has one long text after the other tokenised, until it is cancelled."""
-    data = json.dumps({"model": "quire-demo", "prompt": TEXT}).encode()
-    head = "POST /tokenize HTTP/1.1\r\nhost: localhost\r\ncontent-type: application/json\r\nconnection: close\r\n"
     while True:
-        with suppress(ConnectionError):
-            reader, writer = await asyncio.open_connection("127.0.0.1", port)
-            writer.write(f"{head}content-length: {len(data)}\r\n\r\n".encode() + data)
-            await reader.read()
-            writer.close()
+        await ask(port, "/tokenize", {"model": MODEL, "prompt": TEXT})
+
+
+async def send_pairs(port: int, _: float) -> None:
+    """Compares a long query with as many documents as are allowed, until it is cancelled."""
+    while True:
+        await ask(port, "/rerank", {"model": MODEL, "query": "a " * 2_048, "documents": ["b"] * 2_048})
+
+
+async def read_conversations(port: int, _: float) -> None:
+    """Reads single items of a long conversation over four connections, until it is cancelled."""
+    items = [{"role": "user", "content": "x"}] * 4_000
+    made = await ask(port, "/v1/conversations", {})
+    for _ in range(7):
+        await ask(port, f"/v1/conversations/{made['id']}/items", {"items": items})
+
+    async def read() -> None:
+        while True:
+            await ask(port, f"/v1/conversations/{made['id']}/items?limit=1")
+
+    await asyncio.gather(*(read() for _ in range(4)))
+
+
+async def send_batches(port: int, _: float) -> None:
+    """Begins batches of files that hold no requests but much to read, until it is cancelled."""
+    numbers = (
+        b'{"custom_id":"%d","method":"POST","url":"/v1/completions","body":{"prompt":[1' + b",1" * 1_500_000 + b"]}}\n"
+    )
+    while True:
+        for content in (b"\n" * 95_000_000, b"".join(numbers % number for number in range(24))):
+            parts = [b'--x\r\ncontent-disposition: form-data; name="purpose"\r\n\r\nbatch\r\n--x\r\n']
+            parts += [b'content-disposition: form-data; name="file"; filename="a"\r\n\r\n', content, b"\r\n--x--\r\n"]
+            file = await ask(port, "/v1/files", b"".join(parts), "multipart/form-data; boundary=x")
+            fields = {"endpoint": "/v1/completions", "completion_window": "24h"}
+            await ask(port, "/v1/batches", {"input_file_id": (file or {}).get("id", ""), **fields})
+            await asyncio.sleep(2)
 
 
 Client = Callable[[int, float], Awaitable[None]]
@@ -58,6 +105,9 @@ KINDS: dict[str, list[Client]] = {
     "heads": [send_heads],
     "texts": [send_texts],
     "heads and texts": [send_heads, send_texts],
+    "pairs": [send_pairs],
+    "conversations": [read_conversations],
+    "batches": [send_batches],
 }
 
 
@@ -90,11 +140,13 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--heads-per-second", type=float, default=50)
+    parser.add_argument("--kinds", default=",".join(KINDS), help="those of: %(default)s")
     options = parser.parse_args()
-    found: dict[str, list[tuple[float, float, float]]] = {kind: [] for kind in KINDS}
+    kinds = {kind: KINDS[kind] for kind in ("nothing", *options.kinds.split(","))}
+    found: dict[str, list[tuple[float, float, float]]] = {kind: [] for kind in kinds}
     with a_router() as port:
         for _ in range(options.rounds):
-            for kind, clients in KINDS.items():
+            for kind, clients in kinds.items():
                 gaps = gaps_beside(port, clients, options.heads_per_second)
                 found[kind].append((statistics.median(gaps), gaps[int(0.99 * len(gaps))], gaps[-1]))
     alone = statistics.median(p99 for _, p99, _ in found["nothing"])

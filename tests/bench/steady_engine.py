@@ -57,6 +57,8 @@ class SteadyEngine(EngineServicer):  # type: ignore[misc]
             max_num_batched_tokens=1 << 16,
             generation=self._generation,
             prefix_caching=True,
+            supported_tasks=[types_pb2.TASK_GENERATE, types_pb2.TASK_CLASSIFY],
+            pooled_size=1,
         )
 
     async def Session(  # noqa: N802

@@ -66,7 +66,8 @@ class Answer:
     request is ``known_after_all`` if it was found again after the failure, which was at ``failed_at``. ``repeated`` and
     ``malformed`` are sentences on what no answer may be, whatever died. ``away`` are the times between which no router
     was at work for this client as far as it knows, and ``sent`` those at which it sent the whole request (by
-    ``time.monotonic``). Of its connections it ``resumed`` so many, and ``broke`` not one of its own accord. ``pause``
+    ``time.monotonic``). ``unended`` says where it was still running when it was read again, from its end to then.
+    Of its connections it ``resumed`` so many, and ``broke`` not one of its own accord. ``pause``
     are the most seconds between two of its events, resumed ones included.
     """
 
@@ -77,6 +78,7 @@ class Answer:
     known_after_all: bool = False
     untyped: str | None = None
     hung: bool = False
+    unended: list[tuple[float, float, str]] = field(default_factory=list)
     resumed: int = 0
     broke: int = 0
     repeated: list[str] = field(default_factory=list)

@@ -19,6 +19,7 @@ from tests.chaos.stack import Stack
 from tests.chaos.workload import Request
 
 PAUSE = 0.2
+RUNNING = "running", "queued", "in_progress"
 STREAMED = {"stream": True, "stream_options": {"include_usage": True, "include_event_ids": True}}
 
 
@@ -108,6 +109,16 @@ class Client(ABC):
                     return True
         return False
 
+    async def _read_back(self, request: Request, path: str) -> None:
+        """Reads what has just ended at every router: none may say that it runs."""
+        ended = monotonic()
+        for url in self._stack.urls:
+            with suppress(httpx.TransportError, ValueError):
+                found = await self._http.get(url + path, headers=request.credentials)
+                status = found.json()["status"] if found.status_code == 200 else "unknown"
+                if status in RUNNING:
+                    self.answer.unended.append((ended, monotonic(), f"{path} is {status} at {url}"))
+
     def _hear(self) -> None:
         """A router is at work for this client."""
         self._heard = monotonic()
@@ -184,12 +195,15 @@ class StreamClient(Client):
         if request.keyed or self._id:
             self._id = response.headers["x-request-id"]
             self.answer.name(id=self._id)
-        events = events_of(response.aiter_lines(), self._hear)
+        events, is_pending = events_of(response.aiter_lines(), self._hear), False
         async for event in events:
             if event.data == DONE:
                 await self._expect_end(events, DONE)
+                if request.keyed and not is_pending:
+                    await self._read_back(request, f"/v1/requests/{self._id}")
                 return True
             data = json.loads(event.data)
+            is_pending = data.get("quire_journal") == "pending"
             if "error" in data:
                 await self._expect_end(events, "its error")
                 return self._broken_off(data["error"])

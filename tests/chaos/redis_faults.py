@@ -12,8 +12,8 @@ import httpx
 from redis.asyncio import Redis
 from redis.exceptions import RedisError
 
-from tests.chaos.faults import REDIS, WRITTEN_AGAIN, Fault, known_to_routers, one, revive
-from tests.chaos.stack import KEYS, MODEL, Part, Stack
+from tests.chaos.faults import NOTICED, REDIS, WRITTEN_AGAIN, Fault, known_to_routers, one, revive
+from tests.chaos.stack import FEW, KEYS, MODEL, Part, Stack
 from tests.support.processes import Router
 
 _SLOW = 2000  # milliseconds
@@ -95,14 +95,85 @@ async def forget_scripts(stack: Stack, chance: random.Random, pause: float) -> N
 
 
 async def set_back_redis(stack: Stack, chance: random.Random, _pause: float) -> None:
-    """The clock of Redis goes back, by up to ten minutes, and stays so. A router dies."""
+    """The clock of Redis goes back, by up to ten minutes, and stays so: whoever has limits has them as before. A router
+    dies.
+    """
     assert stack.redis.clock is not None, NO_CLOCK
     async with stack.redis_lock:
-        stack.redis.clock.move(-chance.randint(*_BACK))
         router = one(stack.routers, chance)
+        await _serve_few(router)
+        stack.redis.clock.move(-chance.randint(*_BACK))
+        await _serve_few(router)
         started = await _begin(router)
         await revive(stack, router)
         await _expect_ends(stack, started)
+
+
+async def failover_redis(stack: Stack, _chance: random.Random, _pause: float) -> None:
+    """Another server becomes the primary, and its address that of Redis. The former one lives on as its replica, and
+    closes no connection.
+    """
+    assert stack.redis_proxy is not None
+    former, latter = stack.redis, stack.standby
+    async with stack.redis_lock:
+        if not latter.is_running:
+            await asyncio.to_thread(latter.start)
+        async with Redis.from_url(former.url) as old, Redis.from_url(latter.url) as new:
+            await new.replicaof("127.0.0.1", former.port)
+            await _until(lambda: _follows(new), "the standby does not follow its primary")
+            with stack.absent(REDIS, WRITTEN_AGAIN):
+                await old.execute_command("FAILOVER", "TO", "127.0.0.1", latter.port, "TIMEOUT", 5000)
+                await _until(lambda: _follows(old), "the former primary does not follow the new one")
+                stack.redis_proxy.target = latter.port
+                stack.redis, stack.standby = latter, former
+                await known_to_routers(stack)
+            await _until(lambda: _is_left(old), "routers still listen at the former primary")
+
+
+async def cut_idle_redis(stack: Stack, chance: random.Random, pause: float) -> None:
+    """Redis closes connections that were idle for a second. Requests after that are written as if it did not."""
+    router = one(stack.routers, chance)
+    async with stack.redis_lock, router.lock, Redis.from_url(stack.redis.url) as redis:
+        await redis.config_set("timeout", 1)
+        started = dict[str, bool]()
+        try:
+            for _ in range(2):
+                await asyncio.sleep(max(2.5, pause / 2))
+                started |= await _begin(router)
+        finally:
+            await redis.config_set("timeout", 0)
+        unwritten = [request_id for request_id, is_written in started.items() if not is_written]
+        assert not unwritten, f"requests that were not written: {unwritten}"
+        await _expect_ends(stack, started)
+
+
+async def _follows(redis: Redis) -> bool:
+    """Whether it is a replica that has all that its primary had."""
+    state = await redis.info("replication")
+    return state["role"] == "slave" and state["master_link_status"] == "up"
+
+
+async def _is_left(redis: Redis) -> bool:
+    """Whether nobody listens there any more."""
+    return not await redis.client_list(_type="pubsub")
+
+
+async def _until(holds: Callable[[], Awaitable[bool]], problem: str) -> None:
+    """Raises ``AssertionError`` when that takes longer than it may."""
+    deadline = monotonic() + NOTICED
+    while not await holds():
+        assert monotonic() < deadline, problem
+        await asyncio.sleep(0.1)
+
+
+async def _serve_few(router: Part[Router]) -> None:
+    """A tenant who asks seldom is served, where the router is there."""
+    body, headers = {"model": MODEL, "prompt": "Once", "max_tokens": 1}, {"Authorization": f"Bearer {FEW}"}
+    async with httpx.AsyncClient(timeout=30) as http:
+        for _ in range(3):
+            with suppress(httpx.TransportError):
+                answer = await http.post(f"{router.process.url}/v1/completions", json=body, headers=headers)
+                assert answer.status_code != 429, f"a tenant within its limits is refused: {answer.text}"
 
 
 async def _begin(router: Part[Router]) -> dict[str, bool]:
@@ -183,5 +254,5 @@ async def _loop(redis: Redis) -> None:
 
 _REFUSALS: tuple[Refusal, ...] = (_without_memory, _as_replica, _busy)
 REDIS_FAULTS: tuple[Fault, ...] = (
-    refuse_redis, slow_redis, rewind_redis, full_redis, forget_scripts, set_back_redis,
+    refuse_redis, slow_redis, rewind_redis, full_redis, forget_scripts, set_back_redis, failover_redis, cut_idle_redis,
 )  # fmt: skip

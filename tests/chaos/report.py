@@ -10,7 +10,7 @@ from tests.chaos.faults import REDIS, ROUTER
 from tests.chaos.stack import Absence
 from tests.chaos.workload import BATCH, CONVERSATION, UNWATCHED, Request
 
-FOUND = ("lost", "repeated", "changed", "errors", "untyped", "hung", "malformed", "disturbed", "cut", "left")
+FOUND = ("lost", "repeated", "changed", "errors", "untyped", "hung", "malformed", "unended", "disturbed", "cut", "left")
 COUNTS = ("streams", "resumed", "connections", "forgotten", "unwritten", *FOUND)
 WRITTEN = 5.0  # seconds, many times as long as routers take to write a record in the background
 
@@ -18,7 +18,8 @@ WRITTEN = 5.0  # seconds, many times as long as routers take to write a record i
 @dataclass
 class Report:
     """``lost``, ``repeated``, ``changed`` are streams with tokens that were so; ``errors`` are typed ones, ``untyped``
-    whatever else ended a stream, ``hung`` those that did not end, ``malformed`` those with invalid ids, cursors or
+    whatever else ended a stream, ``unended`` those that some router took for running after their end though it reached
+    Redis, ``hung`` those that did not end, ``malformed`` those with invalid ids, cursors or
     finish reasons. ``disturbed`` are answers that were not whole though nothing had died yet, ``cut`` those with a
     connection that broke although nothing ``abrupt`` happened, and ``left`` what was there when all was over. All of
     these zero is the promise. ``forgotten`` are typed errors of requests whose record Redis lost, or never had, while
@@ -58,6 +59,8 @@ class Report:
         verdict = _verdict(request, wanted, got)
         if verdict is None and self._is_named_again(got):
             verdict = "malformed"
+        if verdict is None and _is_unended(got, absences):
+            verdict = "unended"
         if verdict is None and got.broke and not self.abrupt:
             verdict = "cut"
         if verdict == "errors":
@@ -92,6 +95,12 @@ def _quantiles(seconds: Sequence[float]) -> str:
     ordered = sorted(seconds)
     parts = {"p50": 0.5, "p99": 0.99, "most": 1.0}
     return ", ".join(f"{name} {ordered[ceil(part * len(ordered)) - 1]:.1f} s" for name, part in parts.items())
+
+
+def _is_unended(got: Answer, absences: Sequence[Absence]) -> bool:
+    """Whether a router took the answer for running after its end, without a Redis that may have lost the end."""
+    losses = [absence for absence in absences if absence.name == REDIS]
+    return any(not any(loss.meets(ended, read) for loss in losses) for ended, read, _ in got.unended)
 
 
 def _verdict(request: Request, wanted: Answer, got: Answer) -> str | None:
@@ -167,7 +176,7 @@ def _was_unwritten(request: Request, got: Answer, routers: Sequence[Absence]) ->
 
 def _shown(answer: Answer) -> str:
     known = " (but it is known)" if answer.known_after_all else ""
-    what = answer.failure or answer.untyped or answer.malformed or answer.repeated or ""
+    what = answer.failure or answer.untyped or answer.malformed or answer.repeated or answer.unended or ""
     return f"{str(what)[:1000]}{known} {str(answer.content())[:2000]}"
 
 

@@ -56,6 +56,8 @@ class ConversationClient(Client):
                 self.answer.malformed.append(f"the event {data['sequence_number']} after {self._number}")
             self._number = data["sequence_number"]
             if self._take(data, request):
+                if request.keyed and data.get("quire_journal") != "pending":
+                    await self._read_back(request, f"{PATH}/{self._previous}")
                 return self._turn == len(request.turns)
             if self._hangs_up():
                 raise Pause

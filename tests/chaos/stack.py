@@ -24,6 +24,8 @@ from tests.support.redis_server import Clock, RedisServer, redis_server
 MODEL = "quire-demo"
 KEYS = {"house": "the-key-of-the-house", "guests": "the-key-of-all-guests"}
 """Of each tenant. That of guests has limits that these clients do not meet, and that are counted all the same."""
+FEW = "the-key-of-those-who-ask-seldom"
+"""Of a tenant with a limit that counts, which only a fault asks for."""
 _TENANTS = f"""
 [[tenants]]
 name = "house"
@@ -35,6 +37,11 @@ keys = ["{KEYS["guests"]}"]
 requests_per_minute = 100_000
 tokens_per_minute = 100_000_000
 max_concurrent = 1_000
+
+[[tenants]]
+name = "few"
+keys = ["{FEW}"]
+requests_per_minute = 60
 """
 # fp32: the tokens of an answer do not depend on what else is in its batches.
 SMALL_POOLS = ("--kv-cache-memory", str(48 << 20), "--swap-space", "0.05")
@@ -161,13 +168,15 @@ class Absence:
 
 @dataclass
 class Stack:
-    """Routers reach each engine through a proxy, whose connections can be cut, and Redis by ``redis_proxy``. Faults
+    """Routers reach each engine through a proxy, whose connections can be cut, and Redis by ``redis_proxy``, which
+    ``standby`` takes over after a failover: it does not run before. Faults
     note in ``absences`` what was away because of them, and for how long it may have been missed. Routers that are
     ``leaving`` still get requests. ``beside`` are processes that parts are about to have, or had. While ``admits`` is
     cleared clients begin nothing.
     """
 
     redis: RedisServer
+    standby: RedisServer
     engines: list[EnginePart]
     routers: list[Part[Router]]
     form: Form = PLAIN
@@ -230,12 +239,16 @@ async def running_stack(folder: Path, form: Form = PLAIN, *, engines: int = 3) -
     tenants.write_text(_TENANTS)
     certificates = Certificates(folder / "certificates") if form.tls else None
     async with AsyncExitStack() as ending:
-        redis = ending.enter_context(redis_server(persistent=True, clock=_clock(folder)))
+        clock = _clock(folder)
+        redis = ending.enter_context(redis_server(persistent=True, clock=clock))
+        standby = ending.enter_context(redis_server(persistent=True, clock=clock, started=False))
         cluster = Cluster() if form.cluster else None
         if cluster is not None:
             await cluster.api.start()
             ending.push_async_callback(cluster.api.stop)
-        stack = Stack(redis, [], [], form, cluster, certificates, Proxy(redis.port, ("127.0.0.1", free_port())))
+        stack = Stack(
+            redis, standby, [], [], form, cluster, certificates, Proxy(redis.port, ("127.0.0.1", free_port()))
+        )
         assert stack.redis_proxy is not None
         await stack.redis_proxy.start()
         ending.push_async_callback(_end, stack)

@@ -77,11 +77,22 @@ def refusal(status: int = 503, headers: dict[str, str] | None = None, **fields: 
     return httpx.Response(status, json=failure(status, **fields), headers=after)
 
 
-async def received(replies: list[httpx.Response], request: Request, manners: Manners = MANNERS) -> Answer:
-    """What a client receives from a service that gives these replies, and then answers 404."""
+async def received(
+    replies: list[httpx.Response], request: Request, manners: Manners = MANNERS, *, status: str = "completed"
+) -> Answer:
+    """What a client receives from a service that gives these replies, and then answers 404. Who reads what has just
+    ended learns that it is in this ``status``.
+    """
     left = iter(replies)
     stack: Any = SimpleNamespace(urls=["http://router"])
-    transport = httpx.MockTransport(lambda _: next(left, None) or refusal(404, param="request_id"))
+
+    def reply(sent: httpx.Request) -> httpx.Response:
+        _, _, _, *rest = sent.url.path.split("/")
+        if sent.method == "GET" and len(rest) == 1 and not sent.url.query and request.way in (STREAM, CONVERSATION):
+            return httpx.Response(200, json={"id": rest[0], "status": status})
+        return next(left, None) or refusal(404, param="request_id")
+
+    transport = httpx.MockTransport(reply)
     async with httpx.AsyncClient(transport=transport) as http:
         client = CLIENTS[request.way](stack, http, "key", random.Random(1), manners)
         return await client.run(request)
@@ -111,6 +122,19 @@ UNKEYED = replace(STREAMED, keyed=False)
 async def test_a_stream_that_is_right_is_right_however_often_it_breaks(replies: list[httpx.Response]) -> None:
     answer = await received(replies, STREAMED)
     assert judged(STREAMED, await received([events(*RIGHT)], STREAMED), answer) == ""
+
+
+@pytest.mark.parametrize(
+    ("pending", "status", "verdict"),
+    [({}, "running", "unended"), ({}, "completed", ""), ({"quire_journal": "pending"}, "running", "")],
+    ids=["it runs", "it has ended", "nobody knows"],
+)
+async def test_an_end_that_a_reader_does_not_find_is_none_unless_it_is_pending(
+    pending: dict[str, str], status: str, verdict: str
+) -> None:
+    replies = [events(ONE, TWO, event("2eu", usage=USAGE, **pending), DONE)]
+    answer = await received(replies, STREAMED, status=status)
+    assert judged(STREAMED, await received([events(*RIGHT)], STREAMED), answer) == verdict
 
 
 AGAIN, OTHER_END = event("2", choice("one")), event("2e", choice(" two", finish_reason="length"))

@@ -18,7 +18,7 @@ RECORD, TOKENS, RUNNING = "quire:{a}:record", "quire:{a}:tokens", "quire:limits:
 @pytest_asyncio.fixture
 async def stack() -> AsyncIterator[Stack]:
     with redis_server() as server:
-        yield Stack(server, [], [])
+        yield Stack(server, server, [], [])
 
 
 async def put(server: RedisServer, left: dict[str, Any]) -> None:

@@ -101,6 +101,14 @@ def test_every_deviation_has_a_verdict(got: Answer, verdict: str) -> None:
     assert counted(got) == {verdict: 1}
 
 
+def test_an_answer_that_runs_on_after_its_end_is_one_unless_redis_was_away_meanwhile() -> None:
+    got = answer()
+    got.unended.append((20.5, 20.6, "/v1/requests/a is running at router 1"))
+    assert counted(got) == {"unended": 1}
+    assert counted(got, [REDIS_KEPT]) == {"unended": 1}
+    assert counted(got, [Absence(REDIS, 10.0, 20.55)]) == {}
+
+
 @pytest.mark.parametrize(
     ("got", "verdict"),
     [

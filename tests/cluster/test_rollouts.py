@@ -41,8 +41,9 @@ def test_rolled_out(row: Row, release: Release, components: tuple[str, ...]) -> 
 def test_tls_on(row: Row, release: Release) -> None:
     release.settled()
     with row.client(release):
-        release.set(CHART, with_values(copy.deepcopy(release.values), tls__mode="helm"))
-        release.settled()
+        for optional in (True, False):
+            release.set(CHART, with_values(copy.deepcopy(release.values), tls__mode="helm", tls__optional=optional))
+            release.settled()
 
 
 @pytest.mark.row("certificates and their authority are made anew (Secrets deleted, `helm upgrade`)")
@@ -60,13 +61,16 @@ def test_certificates_rotated(row: Row, release: Release) -> None:
 
 @pytest.mark.row("TLS is turned off by `helm rollback`")
 def test_tls_off(row: Row, release: Release) -> None:
-    without = with_values(copy.deepcopy(release.values), tls__mode="off")
-    release.set(CHART, without)
-    revision = json.loads(release.helm("history", release.name, "--output", "json"))[-1]["revision"]
+    without = with_values(copy.deepcopy(release.values), tls__mode="off", tls__optional=False)
+    revisions = []
+    for values in (without, with_values(copy.deepcopy(without), tls__mode="helm", tls__optional=True)):
+        release.set(CHART, values)
+        revisions.append(json.loads(release.helm("history", release.name, "--output", "json"))[-1]["revision"])
     with_tls(release)
     with row.client(release):
-        release.helm("rollback", release.name, str(revision), "--wait", "--timeout", "300s")
-        release.settled()
+        for revision in reversed(revisions):
+            release.helm("rollback", release.name, str(revision), "--wait", "--timeout", "300s")
+            release.settled()
     release.values = without
 
 
@@ -96,9 +100,10 @@ def test_password_rotated(row: Row, release: Release) -> None:
 
 
 def with_tls(release: Release) -> None:
-    """Turns TLS on where it is not."""
-    if release.values.get("tls", {}).get("mode") != "helm":
-        release.set(CHART, with_values(copy.deepcopy(release.values), tls__mode="helm"))
+    """Turns TLS on, and plain text off, where they are not."""
+    tls = release.values.get("tls", {})
+    if tls.get("mode") != "helm" or tls.get("optional"):
+        release.set(CHART, with_values(copy.deepcopy(release.values), tls__mode="helm", tls__optional=False))
     release.settled()
 
 

@@ -337,3 +337,39 @@ def test_a_cache_that_cannot_be_written_makes_it_for_this_process(
     path = write(folder / "apart.gguf", pieces_metadata())
     assert ModelTokenizer.load(make_tokenizer(path)).vocab_size == len(PIECES)
     assert make_tokenizer(path) == make_tokenizer(path)
+
+
+def test_strings_of_all_arrays_together_are_bounded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = tmp_path / "many.gguf"
+    path.write_bytes(with_metadata(LLAMA, {f"skipped.{number}": ["x"] * 50 for number in range(5)}))
+    GgufFile.read(path)
+    monkeypatch.setattr("quire_engine.checkpoint.gguf.MAX_STRINGS", 249)
+    with pytest.raises(ModelError, match="more than 249 strings in arrays"):
+        GgufFile.read(path)
+    with pytest.raises(ModelError, match="more than 249 strings in arrays"):
+        GgufFile.read(path, ["skipped.1"])
+
+
+def test_the_digest_is_of_all_metadata_and_read_with_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    digests = set()
+    for number, extra in enumerate([{}, {"a": 1}, {"skipped": ["x"]}, {"skipped": ["y"]}, {"floats": [1.0]}]):
+        path = tmp_path / f"{number}.gguf"
+        path.write_bytes(with_metadata(LLAMA, extra))
+        found = GgufFile.read(path, [], b"salt")
+        assert found.digest == GgufFile.read(path, ["skipped"], b"salt").digest
+        assert found.tensors == GgufFile.read(path).tensors
+        digests |= {found.digest, GgufFile.read(path, [], b"other").digest}
+    assert len(digests) == 10
+
+
+def test_a_tokenizer_that_somebody_else_left_in_the_cache_is_not_read(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    path = folder / "alone.gguf"
+    path.write_bytes(with_metadata(LLAMA, pieces_metadata()))
+    made = make_tokenizer(path)
+    assert made.is_relative_to(tmp_path)
+    made.chmod(0o777)
+    with pytest.raises(ModelError, match="others may write there"):
+        make_tokenizer(path)

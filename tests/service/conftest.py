@@ -57,11 +57,13 @@ def stack(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Stack]:
     folder = tmp_path_factory.mktemp("stack")
     with redis_server() as redis:
         engines = [ForkedEngine(DEMO, folder, *SMALL_POOLS) for _ in range(2)]
-        router = ForkedRouter(DEMO, [engine.address for engine in engines], folder, "--redis-url", redis.url)
+        router = ForkedRouter(DEMO, [engine.address for engine in engines], folder, "--redis-url", redis.router_url)
         try:
             for process in (*engines, router):
                 process.wait_ready()
             yield Stack(redis, engines, router)
         finally:
             codes = [process.stop() for process in (router, *engines)]
+            refusals = redis.refusals()
     assert codes == [0, 0, 0], [process.text for process in (router, *engines)]
+    assert refusals == [], "the rights in docs/durability.md are too few"

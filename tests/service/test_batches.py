@@ -40,7 +40,11 @@ class Machine:
         self.router = self.start_router()
 
     def start_router(self) -> Router:
-        journal = ["--redis-url", self.redis.url] if self.redis else ["--journal-file", str(self.folder / "journal.db")]
+        journal = (
+            ["--redis-url", self.redis.router_url]
+            if self.redis
+            else ["--journal-file", str(self.folder / "journal.db")]
+        )
         return ForkedRouter(DEMO, [self.engine.address], self.folder, *journal, ports=self.ports)
 
     def restart_router(self) -> None:

@@ -4,10 +4,13 @@ replaced while streams go on.
 
 import socket
 import ssl
+import time
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
+from threading import Event
 
 import pytest
 from openai import OpenAI
@@ -16,6 +19,7 @@ from quire_proto.tls import CertKeyFiles, ClientTls
 from tests.service.conftest import DEMO, MODEL, SMALL_POOLS
 from tests.support.certificates import ENGINE_NAME, ROUTER_NAME, Authority
 from tests.support.forked_engines import ForkedEngine, ForkedRouter
+from tests.support.ports import free_port
 from tests.support.processes import Engine, Router, eventually, fetch
 
 
@@ -137,3 +141,65 @@ def test_an_engine_whose_certificate_expires_is_refused_by_new_connections(secur
             assert answer.choices[0].finish_reason == "length"
             secured.authority.issue(ENGINE_NAME)
             late.wait_ready()
+
+
+@pytest.mark.soak
+@pytest.mark.parametrize("first", ["router", "engine"])
+def test_tls_is_turned_on_and_off_with_one_engine_and_no_answer_is_lost(tmp_path: Path, first: str) -> None:
+    """Each step replaces the router and the only engine, one after the other, while answers are asked for."""
+    authority = Authority(tmp_path)
+    engine_files, router_files = authority.issue(ENGINE_NAME), authority.issue(ROUTER_NAME)
+    token = tmp_path / "token"
+    token.write_text("a-token-of-enough-letters")
+    asked = ["--engine-token-file", str(token)]
+    engine_tls = ["--tls-cert", str(engine_files.certificate), "--tls-key", str(engine_files.key)]
+    engine_tls += ["--tls-client-ca", str(authority.ca)]
+    router_tls = flags_of(ClientTls(authority.ca, router_files, ENGINE_NAME))
+    states = {
+        "plain": ([], []),
+        "optional": ([*engine_tls, "--tls-optional"], [*router_tls, "--engine-tls-optional"]),
+        "tls": (engine_tls, router_tls),
+    }
+    ports = [free_port(), free_port()]
+    addresses = [f"127.0.0.1:{port}" for port in ports]
+
+    def start_engine(state: str, number: int) -> Engine:
+        flags = (*SMALL_POOLS, *asked, *states[state][0])
+        return ForkedEngine(DEMO, tmp_path, *flags, port=ports[number % 2]).wait_ready()
+
+    def start_router(state: str) -> Router:
+        router = ForkedRouter(DEMO, addresses, tmp_path, *asked, *states[state][1])
+        return router.wait_ready()
+
+    engine, router = start_engine("plain", 0), start_router("plain")
+    answers: list[str] = []
+    stopped = Event()
+
+    def ask() -> None:
+        while not stopped.is_set():
+            answer = openai_of(router).completions.create(model=MODEL, prompt="Once", max_tokens=40, seed=1)
+            answers.append(answer.choices[0].text)
+
+    with ThreadPoolExecutor(3) as clients:
+        asking = [clients.submit(ask) for _ in range(3)]
+        try:
+            for number, state in enumerate(("optional", "tls", "optional", "plain"), 1):
+                for part in ("router", "engine") if first == "router" else ("engine", "router"):
+                    if part == "router":
+                        former, router = router, start_router(state)
+                        time.sleep(0.5)  # what was asked for at the former one has begun
+                        assert former.stop() == 0
+                    else:
+                        old, engine = engine, start_engine(state, number)
+                        connected = f"engine {addresses[number % 2]} is connected"
+                        eventually(lambda: connected in router.text)  # noqa: B023 - called at once
+                        assert old.stop() == 0
+                    seen = len(answers)
+                    eventually(lambda: len(answers) > seen + 3 or any(each.done() for each in asking))  # noqa: B023
+        finally:
+            stopped.set()
+    for each in asking:
+        each.result()
+    assert len({*answers}) == 1, "an answer has changed"
+    assert router.stop() == 0
+    assert engine.stop() == 0

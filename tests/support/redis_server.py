@@ -9,11 +9,12 @@ import struct
 import subprocess
 import tempfile
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
+import redis
 
 from tests.support.ports import free_port
 
@@ -90,15 +91,29 @@ class Clock:
             mapped[:] = struct.pack("=q", self._offset)
 
 
+def documented_rights(password: str) -> list[str]:
+    """Name and rules of the user for routers, of the command in docs/durability.md that makes it."""
+    text = (Path(__file__).parents[2] / "docs/durability.md").read_text()
+    [command] = [line.strip() for line in text.splitlines() if line.strip().startswith("ACL SETUSER quire ")]
+    return command.replace(">PASSWORD", f">{password}").split()[2:]
+
+
 class RedisServer:
     """``persistent`` keeps what was written over a restart; without it a restart begins empty. With a ``clock`` it goes
-    by that one.
+    by that one. ``settings`` are more of its flags.
     """
 
     def __init__(
-        self, folder: Path, *, persistent: bool = False, password: str | None = None, clock: Clock | None = None
+        self,
+        folder: Path,
+        *,
+        persistent: bool = False,
+        password: str | None = None,
+        clock: Clock | None = None,
+        settings: Sequence[str] = (),
     ) -> None:
         self.clock = clock
+        self._settings = settings
         self._folder = folder
         self._persistent = persistent
         self._password = password
@@ -109,6 +124,16 @@ class RedisServer:
     def url(self) -> str:
         credentials = f":{self._password}@" if self._password else ""
         return f"redis://{credentials}127.0.0.1:{self.port}/0"
+
+    @property
+    def router_url(self) -> str:
+        """With a user who has just the rights that the documentation says routers need."""
+        return f"redis://quire:secret@127.0.0.1:{self.port}/0"
+
+    def refusals(self) -> list[str]:
+        """What users have asked for without the right to it."""
+        with redis.Redis(port=self.port, password=self._password, decode_responses=True) as root:
+            return [f"{each['username']}: {each['object']} ({each['context']})" for each in root.acl_log()]
 
     def start(self) -> None:
         """Returns when it answers. It listens on the same port after every start."""
@@ -126,6 +151,10 @@ class RedisServer:
         if self._process is None:
             raise RuntimeError("redis-server does not run")
         return self._process.pid
+
+    @property
+    def is_running(self) -> bool:
+        return self._process is not None and self._process.poll() is None
 
     def kill(self) -> None:
         """As by SIGKILL: at once, in the middle of whatever it did."""
@@ -155,10 +184,12 @@ class RedisServer:
 
     def _command(self) -> list[str]:
         command = ["redis-server", "--port", str(self.port), "--bind", "127.0.0.1", "--save", ""]
+        command += ["--user", *documented_rights("secret")]
         if self._persistent:
             command += ["--appendonly", "yes", "--appendfsync", "always"]
         if self.clock is not None:  # a thread of jemalloc's waits by the kernel's clock, and would spin
             command += ["--jemalloc-bg-thread", "no"]
+        command += self._settings
         return [*command, "--requirepass", self._password] if self._password else command
 
     def _answers(self) -> bool:
@@ -181,13 +212,18 @@ def settable_clock(folder: Path) -> Clock:
 
 @contextmanager
 def redis_server(
-    *, persistent: bool = False, password: str | None = None, started: bool = True, clock: Clock | None = None
+    *,
+    persistent: bool = False,
+    password: str | None = None,
+    started: bool = True,
+    clock: Clock | None = None,
+    settings: Sequence[str] = (),
 ) -> Iterator[RedisServer]:
     """A server for the length of a block. The test is skipped where Redis is not installed."""
     if shutil.which("redis-server") is None:
         pytest.skip("redis-server is not installed")
     with tempfile.TemporaryDirectory(prefix="quire-redis-", dir=_MEMORY) as folder:
-        server = RedisServer(Path(folder), persistent=persistent, password=password, clock=clock)
+        server = RedisServer(Path(folder), persistent=persistent, password=password, clock=clock, settings=settings)
         try:
             if started:
                 server.start()

@@ -92,6 +92,10 @@ spec:
   value: /etc/quire/tls/tls.key
 - name: QUIRE_ENGINE_TLS_CLIENT_CA
   value: /etc/quire/tls/ca.crt
+{{- if .root.Values.tls.optional }}
+- name: QUIRE_ENGINE_TLS_OPTIONAL
+  value: "true"
+{{- end }}
 {{- else }}
 - name: QUIRE_ROUTER_ENGINE_TLS_CERT
   value: /etc/quire/tls/tls.crt
@@ -101,6 +105,10 @@ spec:
   value: /etc/quire/tls/ca.crt
 - name: QUIRE_ROUTER_ENGINE_TLS_NAME
   value: {{ include "quire.tlsName" .root }}
+{{- if .root.Values.tls.optional }}
+- name: QUIRE_ROUTER_ENGINE_TLS_OPTIONAL
+  value: "true"
+{{- end }}
 {{- end }}
 {{- end -}}
 {{- end -}}

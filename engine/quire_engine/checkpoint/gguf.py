@@ -6,9 +6,11 @@ tokenizer.
 """
 
 import math
+import os
 import struct
 from collections.abc import Callable, Collection
 from dataclasses import dataclass
+from hashlib import blake2b
 from pathlib import Path
 from typing import Any, BinaryIO
 
@@ -21,6 +23,8 @@ MAX_NAME_BYTES = 1 << 16
 MAX_ARRAY = 1 << 24
 MAX_READ_ARRAY = 1 << 21
 """Elements of an array that is read: vocabularies have some hundred thousand tokens."""
+MAX_STRINGS = 1 << 21
+"""Strings of all arrays together: a vocabulary and its merges are less than a million."""
 MAX_DIMENSIONS = 4
 DEFAULT_ALIGNMENT, MAX_ALIGNMENT = 32, 1 << 16
 # Of the types of values, the format of struct.
@@ -87,15 +91,17 @@ class GgufFile:
     path: Path
     metadata: dict[str, Any]
     tensors: dict[str, GgufTensor]
+    digest: str = ""
 
     @classmethod
-    def read(cls, path: Path, arrays: Collection[str] = ()) -> "GgufFile":
-        """Reads all but the tensors' bytes, and of the metadata's arrays those with these names. Raises
-        ``ModelError``.
+    def read(cls, path: Path, arrays: Collection[str] = (), salt: bytes | None = None) -> "GgufFile":
+        """Reads all but the tensors' bytes, and of the metadata's arrays those with these names. With a ``salt``,
+        ``digest`` is that of all that was read, behind the salt. Raises ``ModelError``.
         """
         try:
             with path.open("rb") as file:
-                return _Reader(path, file, path.stat().st_size, arrays).read()
+                digest = None if salt is None else blake2b(salt, digest_size=16)
+                return _Reader(path, file, os.fstat(file.fileno()).st_size, arrays, digest).read()
         except OSError as error:
             raise ModelError(f"{path} cannot be read: {error.strerror}.") from None
 
@@ -213,8 +219,10 @@ def _end_tokens(file: GgufFile) -> list[int]:
 class _Reader:
     """Reads a file from its begin. ``size`` is that of the file."""
 
-    def __init__(self, path: Path, file: BinaryIO, size: int, arrays: Collection[str]) -> None:
+    def __init__(self, path: Path, file: BinaryIO, size: int, arrays: Collection[str], digest: blake2b | None) -> None:
         self._path, self._file, self._left, self._size, self._arrays = path, file, size, size, arrays
+        self._digest = digest
+        self._strings = MAX_STRINGS
 
     def read(self) -> GgufFile:
         """See ``GgufFile.read``."""
@@ -228,7 +236,7 @@ class _Reader:
         infos: dict[str, tuple[str, tuple[int, ...], int]] = self._entries(num_tensors, lambda _: self._tensor_info())
         data = -(-(self._size - self._left) // self._alignment(metadata)) * self._alignment(metadata)
         tensors = {name: self._place(name, data, *info) for name, info in infos.items()}
-        return GgufFile(self._path, metadata, tensors)
+        return GgufFile(self._path, metadata, tensors, "" if self._digest is None else self._digest.hexdigest())
 
     def _entries(self, count: int, read: Callable[[str], Any]) -> dict[str, Any]:
         entries: dict[str, Any] = {}
@@ -250,7 +258,7 @@ class _Reader:
     def _array(self) -> list[Any]:
         kind, count = self._number("<I"), self._count(MAX_READ_ARRAY)
         if kind == _STRING:
-            return [self._text() for _ in range(count)]
+            return [self._text() for _ in range(self._count_strings(count))]
         layout = f"<{count}{self._format(kind)[1]}"
         return list(struct.unpack(layout, self._take(struct.calcsize(layout))))
 
@@ -258,8 +266,14 @@ class _Reader:
         kind, count = self._number("<I"), self._count(MAX_ARRAY)
         if kind != _STRING:
             return self._skip(count * struct.calcsize(self._format(kind)))
-        for _ in range(count):
+        for _ in range(self._count_strings(count)):
             self._skip(self._count(self._left))
+
+    def _count_strings(self, count: int) -> int:
+        self._strings -= count
+        if self._strings < 0:
+            raise self._broken(f"has more than {MAX_STRINGS} strings in arrays")
+        return count
 
     def _tensor_info(self) -> tuple[str, tuple[int, ...], int]:
         dimensions = self._number("<I")
@@ -309,11 +323,16 @@ class _Reader:
         taken = self._file.read(count)
         if len(taken) != count:
             raise self._broken("ends too early")
+        if self._digest is not None:
+            self._digest.update(taken)
         return taken
 
     def _skip(self, count: int) -> None:
-        self._use(count)
-        self._file.seek(count, 1)
+        if self._digest is None:
+            self._use(count)
+            self._file.seek(count, 1)
+        while self._digest is not None and count:
+            count -= len(self._take(min(count, 1 << 20)))
 
     def _use(self, count: int) -> None:
         if count > self._left:

@@ -18,11 +18,10 @@ import tempfile
 from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cache
-from hashlib import blake2b
 from pathlib import Path
 from typing import Any
 
-from quire_proto.folders import user_cache_folder
+from quire_proto.folders import trusted_folder, user_cache_folder
 from quire_proto.text.file_names import TEMPLATE, TEMPLATE_FOLDER
 from tokenizers import Tokenizer
 
@@ -108,11 +107,11 @@ def make_tokenizer(path: Path) -> Path:
     """The folder in the cache with ``tokenizer.json``, ``tokenizer_config.json``, ``config.json`` and the chat template
     of a GGUF file. It is named by the file's metadata, so that copies share it. Raises ``ModelError``.
     """
-    parent = _cache_folder()
-    folder = parent / f"tokenizer-{_metadata_digest(path)}"
+    parent, file = _cache_folder(), GgufFile.read(path, _ARRAYS, _FORMAT)
+    folder = parent / f"tokenizer-{file.digest}"
     if folder.is_dir():
-        return folder
-    texts = _texts(GgufFile.read(path, _ARRAYS))
+        return _trusted(folder, parent)
+    texts = _texts(file)
     made = Path(tempfile.mkdtemp(prefix=f"{folder.name}.", dir=parent))
     try:
         for name, text in texts.items():
@@ -124,29 +123,24 @@ def make_tokenizer(path: Path) -> Path:
             raise ModelError(f"The tokenizer of {path} cannot be written to {parent}: {error.strerror}.") from None
     finally:
         shutil.rmtree(made, ignore_errors=True)
-    return folder
+    return _trusted(folder, parent)
+
+
+def _trusted(folder: Path, parent: Path) -> Path:
+    try:
+        return trusted_folder(folder, parent)
+    except OSError as error:
+        raise ModelError(f"The tokenizer in {folder} is not read: {error.strerror}.") from None
 
 
 def _own_folder(model: Path) -> Path:
     return model if model.is_dir() or model.suffix != GGUF_SUFFIX else model.parent
 
 
-def _metadata_digest(path: Path) -> str:
-    """Of all that stands before the first tensor."""
-    left = min((tensor.start for tensor in GgufFile.read(path).tensors.values()), default=path.stat().st_size)
-    digest = blake2b(_FORMAT, digest_size=16)
-    with path.open("rb") as file:
-        while part := file.read(min(left, 1 << 20)):
-            digest.update(part)
-            left -= len(part)
-    return digest.hexdigest()
-
-
 def _cache_folder() -> Path:
-    """The user's, or one that ends with this process where that cannot be written."""
+    """The user's, or one that ends with this process where that cannot be written or is not trusted."""
     try:
-        folder = user_cache_folder()
-        folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+        folder = trusted_folder(user_cache_folder())
     except (OSError, RuntimeError):
         folder = Path("/nonexistent")
     return folder if os.access(folder, os.W_OK) else _private_folder()

@@ -39,7 +39,8 @@ def engine_rendezvous(config: EngineArgs, nodes: NodeArgs) -> Rendezvous:
     address, port = nodes.data_parallel_address, nodes.data_parallel_rpc_port
     own_address = nodes.node_addr or (address if rank == 0 else None)
     return Rendezvous(
-        "engine", "--data-parallel-size", size, rank, address, port, own_address, nodes.dist_timeout, nodes.tls
+        *("engine", "--data-parallel-size", size, rank, address, port, own_address, nodes.dist_timeout),
+        *(nodes.tls, nodes.engine_token_file),
     )
 
 

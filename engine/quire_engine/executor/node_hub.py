@@ -24,7 +24,10 @@ def node_rendezvous(nodes: NodeArgs) -> Rendezvous:
     """Where the machines of an engine meet."""
     rank, address, port = nodes.node_rank, nodes.master_addr, nodes.master_port
     timeout, own_address = nodes.dist_timeout, nodes.own_addr
-    return Rendezvous("node", "--nnodes", nodes.nnodes, rank, address, port, own_address, timeout, nodes.tls)
+    return Rendezvous(
+        *("node", "--nnodes", nodes.nnodes, rank, address, port, own_address, timeout),
+        *(nodes.tls, nodes.engine_token_file),
+    )
 
 
 class NodeHub:

@@ -11,6 +11,7 @@ from threading import Lock
 from typing import Any
 
 import torch
+from quire_proto.logs import set_up_logging
 
 from quire_engine.checkpoint.config import DecoderConfig, ModelConfig
 from quire_engine.config import EngineArgs
@@ -237,9 +238,7 @@ class RankWorker:
 
     def _load(self, arrays: Sequence[RpcArray]) -> None:
         settings = RankSettings.from_plain(json_from_array(arrays[0]))
-        logging.basicConfig(
-            level=settings.log_level, format=f"%(asctime)s %(levelname)s %(name)s: rank {self._rank}: %(message)s"
-        )
+        set_up_logging(settings.log_level, f"%(asctime)s %(levelname)s %(name)s: rank {self._rank}: %(message)s")
         torch.set_num_threads(settings.threads)
         device, group = settings.device_for(self._rank), settings.make_group(self._rank)
         profiler = MemoryProfiler(device, settings.lora_bytes)

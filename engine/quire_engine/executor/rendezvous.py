@@ -10,12 +10,14 @@ import time
 from collections.abc import Callable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
+from pathlib import Path
 from threading import Condition, Event, Thread
 from typing import Any, Generic, Protocol, TypeVar
 
 import torch
 from quire_proto import __version__
 from quire_proto.cli import join_host_port
+from quire_proto.engine_token import HEADER, EngineTokens, TokenError
 from quire_proto.tls import ServerTls
 
 from quire_engine.checkpoint.config import ModelConfig
@@ -47,7 +49,8 @@ MAX_STRANGERS = 64
 class Rendezvous:
     """Where ``count`` members meet, of which this process is number ``rank``: number 0 listens at ``address`` and
     ``port``. ``own_address`` is this one's for the others, where that is known. All have to come within ``timeout``
-    seconds. ``noun`` is what a member is called, and ``count_flag`` the setting that says how many there are.
+    seconds. ``noun`` is what a member is called, and ``count_flag`` the setting that says how many there are. Number 0
+    asks for a token of ``token_file``, if there is one.
     """
 
     noun: str
@@ -59,11 +62,19 @@ class Rendezvous:
     own_address: str | None
     timeout: float
     tls: ServerTls | None
+    token_file: Path | None = None
 
     @property
     def master(self) -> str:
         """Number 0 and where it listens."""
         return f"{self.noun} 0 ({join_host_port(self.address, self.port)})"
+
+    def tokens(self) -> EngineTokens | None:
+        """What number 0 asks for, and the others say. Raises ``ModelError`` if the file cannot be used."""
+        try:
+            return None if self.token_file is None else EngineTokens(self.token_file)
+        except TokenError as error:
+            raise ModelError(f"--engine-token-file: {error}.") from None
 
     @property
     def sentence_start(self) -> str:
@@ -124,6 +135,7 @@ class RendezvousHub(Generic[M]):
         self._make_member = make_member
         self._own_address = place.own_address or place.address
         self._names = None if place.tls is None else own_names(place.tls)
+        self._tokens = place.tokens()
         self._joined: dict[int, M] = {}
         self._changed = Condition()
         self._connections: dict[asyncio.Task[Any], asyncio.StreamWriter] = {}
@@ -256,6 +268,8 @@ class RendezvousHub(Generic[M]):
 
     def _refusal(self, rank: int, hello: Mapping[str, Any]) -> str | None:
         noun, place = self._place.noun, self._place
+        if self._tokens is not None and not self._tokens.current.accept([str(hello.get("token"))]):
+            return f"This {noun} does not have the token of {noun} 0: give both the same --engine-token-file."
         if not 0 < rank < place.count:
             return f"There is no {noun} {rank} besides {noun} 0: {place.count_flag} is {place.count}."
         if (difference := describe_difference(noun, rank, self._facts, hello.get("facts"))) is not None:
@@ -321,7 +335,9 @@ async def join(place: Rendezvous, facts: Mapping[str, Any], stop_requested: asyn
     """
     reader, writer = await _connect(place, stop_requested)
     address = place.own_address or writer.get_extra_info("sockname")[0]
-    write_frame(writer, FrameKind.HELLO, {"rank": place.rank, "address": address, "facts": facts})
+    tokens = place.tokens()
+    token = {} if tokens is None else {"token": dict(tokens.metadata)[HEADER]}
+    write_frame(writer, FrameKind.HELLO, {"rank": place.rank, "address": address, "facts": facts, **token})
     try:
         async with asyncio.timeout(HANDSHAKE_SECONDS):
             answer = await read_frame(reader)

@@ -211,7 +211,8 @@ class TorchExecutor:
         capacity = executor.kv_cache_config
         capacity = replace(capacity, block_bytes=capacity.block_bytes * decided.num_layers // num_layers[0])
         table = format_memory_table(budget, decided.profile, capacity, model.max_model_len)
-        log.info("memory, as decided\n%s", table)
+        for line in table.splitlines():
+            log.info("memory, as decided: %s", line)
         if config.kv_disk_path is not None:
             block_bytes = executor.kv_cache_config.block_bytes * sum(num_layers) // num_layers[0]
             executor.open_disk(config, config.kv_disk_path, block_bytes)

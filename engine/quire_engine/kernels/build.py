@@ -13,7 +13,6 @@ import os
 import platform
 import shlex
 import shutil
-import stat
 import subprocess
 import tempfile
 import time
@@ -21,7 +20,7 @@ from collections.abc import Sequence, Set
 from dataclasses import dataclass
 from pathlib import Path
 
-from quire_proto.folders import user_cache_folder
+from quire_proto.folders import trusted_folder, user_cache_folder
 
 logger = logging.getLogger(__name__)
 SWITCH = "QUIRE_ENGINE_CPU_KERNELS"
@@ -177,17 +176,9 @@ def _digest(build: Path) -> str:
 
 def _cache_folder() -> Path | None:
     try:
-        folder = user_cache_folder()
-        folder.mkdir(mode=0o700, parents=True, exist_ok=True)
-        return folder if _is_trusted(folder) else None
-    except (OSError, RuntimeError):  # a home that is read-only, or none at all
+        return trusted_folder(user_cache_folder())
+    except (OSError, RuntimeError):  # a home that is read-only, or none at all, or where others may write
         return None
-
-
-def _is_trusted(folder: Path) -> bool:
-    """Files of the cache are loaded as code: only this user, or root, who built the image, may write there."""
-    status = folder.stat()
-    return status.st_uid in (0, os.getuid()) and not status.st_mode & (stat.S_IWGRP | stat.S_IWOTH)
 
 
 def _private_folder() -> Path:

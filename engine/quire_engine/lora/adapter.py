@@ -21,7 +21,7 @@ from safetensors.torch import load
 
 from quire_engine.checkpoint.config import DecoderConfig
 from quire_engine.checkpoint.text_part import is_beside_text, text_name
-from quire_engine.errors import LoRAError, first_line
+from quire_engine.errors import LoRAError, LoRANotFoundError, first_line
 
 CONFIG_FILE = "adapter_config.json"
 WEIGHTS_FILE = "adapter_model.safetensors"
@@ -76,9 +76,14 @@ class LoRAAdapter:
 
     @classmethod
     def read(cls, folder: Path, config: DecoderConfig, max_rank: int) -> "LoRAAdapter":
-        """Reads an adapter of the model that ``config`` describes. Raises ``LoRAError``, with one sentence."""
+        """Reads an adapter of the model that ``config`` describes. Raises ``LoRAError``, with one sentence, a
+        ``LoRANotFoundError`` where there is none.
+        """
         shapes = target_shapes(config)
-        text = _read_file(folder, CONFIG_FILE, _MAX_CONFIG_BYTES)
+        try:
+            text = _read_file(folder, CONFIG_FILE, _MAX_CONFIG_BYTES)
+        except LoRAError as error:
+            raise LoRANotFoundError(str(error)) from None
         scaling = _Scaling.read(folder / CONFIG_FILE, text, max_rank)
         largest = 4 * max_rank * sum(sum(shape) for shape in shapes.values()) + _MAX_HEADER_BYTES
         data = _read_file(folder, WEIGHTS_FILE, largest)

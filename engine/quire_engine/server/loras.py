@@ -4,6 +4,7 @@ import asyncio
 import logging
 from collections import Counter
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 
 from quire.v1 import engine_pb2 as pb
@@ -11,7 +12,7 @@ from quire_proto.errors import ErrorCode, QuireError, invalid
 from quire_proto.names import NAME_RULE, is_name
 
 from quire_engine.core.lora import LoRARequest
-from quire_engine.errors import LoRAError
+from quire_engine.errors import LoRAError, LoRANotFoundError
 
 log = logging.getLogger(__name__)
 
@@ -21,15 +22,19 @@ MAX_LORAS = 4096
 
 class LoRARegistry:
     """Loads and unloads adapters. ``check`` reads an adapter's folder and returns the adapter with its digest; it runs
-    on a thread of its own. ``model_names`` are the model's own. Used on the event loop, but for ``load_now``.
+    on a thread of its own. ``model_names`` are the model's own. What ``load`` reads lies below ``root``, if that is
+    given. Used on the event loop, but for ``load_now``.
 
     ``on_change`` is called when there are other adapters than before, ``on_active`` when others are in use, and
     ``on_unused`` with the number of an unloaded one when its last request has ended.
     """
 
-    def __init__(self, check: Callable[[LoRARequest], LoRARequest], model_names: list[str]) -> None:
+    def __init__(
+        self, check: Callable[[LoRARequest], LoRARequest], model_names: list[str], root: Path | None = None
+    ) -> None:
         self._check = check
         self._model_names = model_names
+        self._root = None if root is None else root.resolve()
         self._loras: dict[str, LoRARequest] = {}
         self._given: set[LoRARequest] = set()  # at the start of the engine, by its flags
         self._last_id = 0
@@ -75,7 +80,12 @@ class LoRARegistry:
             if digest and (known := self._loras.get(name)) is not None and known.digest == digest:
                 return known
             try:
-                lora = await asyncio.to_thread(self._check, LoRARequest(name, self._last_id + 1, folder))
+                lora = await asyncio.to_thread(self._check_below_root, LoRARequest(name, self._last_id + 1, folder))
+            except LoRANotFoundError as error:
+                log.warning("the adapter %s is not loaded: %a", name, str(error))
+                below = "" if self._root is None else f", below the {self._root} of --lora-root"
+                message = f"There is no adapter at {folder!a} that this engine can read{below}; its log says why."
+                raise invalid("lora_path", message) from None
             except LoRAError as error:
                 raise invalid("lora_path", str(error)) from None
             if digest and lora.digest != digest:
@@ -118,6 +128,18 @@ class LoRARegistry:
             self.on_active()
             if self._loras.get(lora.lora_name) != lora:
                 self.on_unused(lora.lora_int_id)
+
+    def _check_below_root(self, lora: LoRARequest) -> LoRARequest:
+        """As ``check``, of a folder that is below the root, links followed; a relative one is relative to it."""
+        if self._root is None:
+            return self._check(lora)
+        try:
+            folder = (self._root / lora.lora_path).resolve()
+        except (OSError, RuntimeError, ValueError):  # a loop of links, or a name that none can have
+            folder = Path("/")
+        if not folder.is_relative_to(self._root):
+            raise LoRANotFoundError(f"{lora.lora_path} is not below --lora-root.")
+        return self._check(replace(lora, lora_path=folder))
 
     def _check_name(self, name: str) -> None:
         if not is_name(name):

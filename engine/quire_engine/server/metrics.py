@@ -1,20 +1,12 @@
-"""The engine's Prometheus metrics, and the HTTP server of the metrics and the probes."""
+"""The engine's Prometheus metrics."""
 
-import json
-import logging
-import socket
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from http import HTTPStatus
-from http.server import ThreadingHTTPServer
-from threading import Thread
 from time import time
 from types import MappingProxyType
 
-from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, MetricsHandler
+from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
 from prometheus_client.registry import Collector
-from quire_proto.cli import join_host_port
-from quire_proto.local_hosts import CONTAINER_HOSTS, is_local_host, is_loopback
 from quire_proto.telemetry import DropReason, Metric
 
 from quire_engine.core.data_parallel import DPStats
@@ -30,7 +22,6 @@ _GRAMMAR_BUCKETS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 
 _STEP_BUCKETS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10)
 _AWAY_BUCKETS = (0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 120)
 _RATIO_BUCKETS = (0.25, 0.5, 0.75, 0.9, 1, 1.1, 1.2, 1.5, 2, 4, 8)
-log = logging.getLogger(__name__)
 
 
 class EngineMetrics:
@@ -235,13 +226,6 @@ class EngineMetrics:
         return gauge if labels else gauge.labels(self._model)
 
 
-_OK = HTTPStatus.OK, {"status": "ok"}
-_UNAVAILABLE = HTTPStatus.SERVICE_UNAVAILABLE, {"status": "unavailable"}
-_NO_PAGE = "There is no such page: an engine has metrics and probes here, and is reached by clients through a router."
-_NOT_FOUND = HTTPStatus.NOT_FOUND, {"error": _NO_PAGE}
-_OTHER_HOST = HTTPStatus.FORBIDDEN, {"error": "this port is asked by names of this machine alone, as localhost"}
-
-
 class _DroppedSpans(Collector):
     """Reads the counts when it is asked: an exporter drops spans between two steps too."""
 
@@ -371,74 +355,3 @@ class _Weights(Collector):
             )
             waited.add_metric((self._model,), stats.wait_seconds)
             yield waited
-
-
-class ProbeServer:
-    """Serves ``/metrics``, and each of ``probes`` at its path as 200 or 503, on its own threads; on a loopback address
-    only under names of this machine. Raises ``OSError`` with the address if it cannot be listened on.
-    """
-
-    def __init__(
-        self, host: str, port: int, registry: CollectorRegistry, probes: Mapping[str, Callable[[], bool]]
-    ) -> None:
-        is_local = is_loopback(host)
-
-        class Handler(MetricsHandler):
-            timeout = 10  # seconds, so that a silent client cannot occupy a thread for ever
-
-            def do_GET(self) -> None:  # noqa: N802 - named by the library
-                path = self.path.partition("?")[0]
-                if is_local and not is_local_host(self.headers.get("Host", "localhost"), CONTAINER_HOSTS):
-                    _respond(self, *_OTHER_HOST)
-                elif path in probes:
-                    _respond(self, *(_OK if probes[path]() else _UNAVAILABLE))
-                elif path == "/metrics":
-                    super().do_GET()
-                else:
-                    _respond(self, *_NOT_FOUND)
-
-            def log_message(self, format: str, *args: object) -> None:
-                log.debug(format, *args)
-
-        Handler.registry = registry
-        try:
-            self._server = _server_class(host, port)((host, port), Handler)
-        except OSError as error:
-            raise OSError(describe_listen_error("--metrics-port", host, port, error)) from error
-        self._server.daemon_threads = True
-        self.port: int = self._server.server_address[1]
-        Thread(target=self._server.serve_forever, name="probes", daemon=True).start()
-
-    def close(self) -> None:
-        """Stops serving."""
-        self._server.shutdown()
-        self._server.server_close()
-
-
-def _server_class(host: str, port: int) -> type[ThreadingHTTPServer]:
-    """Returns a server for the family of an address. ``::`` takes IPv4 too, as gRPC's ports do. Raises ``OSError``."""
-    family, *_ = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)[0]
-
-    class ProbeHttpServer(ThreadingHTTPServer):
-        address_family = family
-
-        def server_bind(self) -> None:
-            if self.address_family == socket.AF_INET6:
-                self.socket.setsockopt(socket.IPPROTO_IPV6, socket.IPV6_V6ONLY, 0)
-            super().server_bind()
-
-    return ProbeHttpServer
-
-
-def describe_listen_error(flag: str, host: str, port: int, error: OSError) -> str:
-    """Why nobody can listen where ``flag`` says."""
-    return f"{flag}: {join_host_port(host, port)} cannot be listened on: {error.strerror}"
-
-
-def _respond(handler: MetricsHandler, status: HTTPStatus, content: Mapping[str, str]) -> None:
-    body = json.dumps(content).encode()
-    handler.send_response(status)
-    handler.send_header("Content-Type", "application/json")
-    handler.send_header("Content-Length", str(len(body)))
-    handler.end_headers()
-    handler.wfile.write(body)

@@ -28,9 +28,11 @@ from quire_engine.core.engine_core import EngineCore, EngineCoreOutputs, Shutdow
 from quire_engine.core.executor import Executor, Sleeper, WeightStats
 from quire_engine.core.scheduler import Scheduler
 from quire_engine.core.startup import StartupPhase, StartupTimer
+from quire_engine.server.connection_mux import ConnectionMux
 from quire_engine.server.grpc_options import server_options
 from quire_engine.server.loras import LoRARegistry
-from quire_engine.server.metrics import EngineMetrics, ProbeServer
+from quire_engine.server.metrics import EngineMetrics
+from quire_engine.server.probes import ProbeServer
 from quire_engine.server.servicer import EngineServicer
 from quire_engine.server.session_manager import SessionManager
 from quire_engine.server.token_interceptor import TokenInterceptor
@@ -73,6 +75,7 @@ class EngineServer:
         self._config = config
         self._lockstep = None if data_parallel is None else data_parallel.lockstep
         self._certificates = None if config.tls is None else ReloadingServerCredentials(config.tls)
+        self._mux: ConnectionMux | None = None
         token_file = config.engine_token_file
         self._interceptors = () if token_file is None else (TokenInterceptor(EngineTokens(token_file)),)
         self._startup = startup or StartupTimer()
@@ -129,6 +132,8 @@ class EngineServer:
         await self._drain()
         await heartbeats.stop()
         await server.stop(grace=1.0 if self._failure is None else None)
+        if self._mux is not None:
+            self._mux.close()
         self._core.send(Shutdown())
         await asyncio.to_thread(thread.join, self._end_timeout)
         await asyncio.to_thread(self._grammars.close)
@@ -172,11 +177,25 @@ class EngineServer:
         health_pb2_grpc.add_HealthServicer_to_server(checks, server)
         names = (SERVICE, health.SERVICE_NAME, reflection.SERVICE_NAME)
         reflection.enable_server_reflection(names, server)
-        port = _listen(server, self._config.host, self._config.port, self._certificates)
-        await server.start()
+        port = await self._listen(server)
         name, over = self._description.served_model_names[0], "" if self._certificates is None else " over TLS"
+        if self._mux is not None:
+            log.warning("plain text is taken beside TLS (--tls-optional): turn it off when all routers use TLS")
         log.info("serving %s on %s%s", name, join_host_port(self._config.host, port), over)
         return server, checks
+
+    async def _listen(self, server: grpc.aio.Server) -> int:
+        """Starts the gRPC port and returns it. Raises ``OSError`` if that fails."""
+        host, port = self._config.host, self._config.port
+        if self._certificates is None or not self._config.tls_optional:
+            port = _add_port(server, join_host_port(host, port), self._certificates)
+            await server.start()
+            return port
+        self._mux = ConnectionMux()
+        _add_port(server, self._mux.tls_address, self._certificates)
+        _add_port(server, self._mux.plain_address, None)
+        await server.start()
+        return await self._mux.listen(host, port)
 
     def _run_core(self) -> None:
         try:
@@ -251,9 +270,8 @@ class EngineServer:
         return task
 
 
-def _listen(server: grpc.aio.Server, host: str, port: int, certificates: ReloadingServerCredentials | None) -> int:
-    """Binds the gRPC port and returns it. Raises ``OSError`` if that fails."""
-    address = join_host_port(host, port)
+def _add_port(server: grpc.aio.Server, address: str, certificates: ReloadingServerCredentials | None) -> int:
+    """Binds an address and returns its port. Raises ``OSError`` if that fails."""
     try:
         if certificates is None:
             return server.add_insecure_port(address)

@@ -338,7 +338,7 @@ class SessionManager:
         lora = self.loras.find(message.lora_name, message.lora_digest) if message.lora_name else None
         request = replace(request_from_proto(message, str(next(self._keys))), lora=lora)
         structured = request.sampling.structured
-        grammar = None if structured is None else self._grammars.submit(structured)
+        grammar = None if structured is None else self._grammars.submit(structured, request.cache_salt)
         if lora is not None:
             self.loras.acquire(lora)
         self._live[request.request_id] = LiveRequest(session, message.request_id, message.handle, lora)

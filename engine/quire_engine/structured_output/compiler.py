@@ -7,9 +7,10 @@ import logging
 import weakref
 from collections import Counter, OrderedDict
 from collections.abc import Callable, Collection
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future
 from contextlib import suppress
 from enum import StrEnum
+from functools import partial
 from pathlib import Path
 from queue import LifoQueue
 from threading import Lock, RLock
@@ -28,10 +29,12 @@ from quire_engine.structured_output.llguidance import (
     to_llguidance,
 )
 from quire_engine.structured_output.sandbox import GrammarSandbox, SandboxLostError
+from quire_engine.structured_output.tenant_turns import Job, TenantTurns
 
 log = logging.getLogger(__name__)
 NUM_THREADS = 2
 MAX_PENDING = 256
+PENDING_SHARE, ALIVE_SHARE = 1 / 8, 1 / 2  # of them that one tenant may have, where tenants have salts
 # The bounds of the cache, and of all grammars in use.
 MAX_CACHED = 1024
 MAX_CACHED_BYTES = 32 << 20
@@ -67,17 +70,18 @@ class GrammarCompiler:
         self.observer = observer
         self._max_alive_bytes = max_alive_bytes
         self._backend = backend
-        self._pool = ThreadPoolExecutor(max_workers=NUM_THREADS, thread_name_prefix="grammars")
+        self._turns = TenantTurns(NUM_THREADS, "grammars")
         self._lock = RLock()  # a grammar's finalizer may run on a thread that holds the lock
         self._cache: OrderedDict[Structured, Future[CompiledGrammar]] = OrderedDict()
         self._waiters: Counter[Structured] = Counter()
-        self._num_pending = 0
-        self._alive_bytes = 0
+        self._jobs: dict[Structured, Job] = {}
+        self._num_pending: Counter[bytes] = Counter()
+        self._alive_bytes: Counter[bytes] = Counter()
 
-    def submit(self, structured: Structured) -> "Future[CompiledGrammar]":
-        """A future of the compiled grammar, shared by equal grammars. It fails with ``QuireError`` INVALID for an
-        invalid grammar. Call ``withdraw`` to stop waiting. Raises ``QuireError`` OVERLOADED when too many grammars are
-        pending or in use.
+    def submit(self, structured: Structured, tenant: bytes = b"") -> "Future[CompiledGrammar]":
+        """A future of the compiled grammar, shared by equal grammars, whose turn comes with those of a ``tenant``, a
+        cache salt. It fails with ``QuireError`` INVALID for an invalid grammar. Call ``withdraw`` to stop waiting.
+        Raises ``QuireError`` OVERLOADED when too many grammars are pending or in use, in all or of the tenant.
         """
         with self._lock:
             self._waiters[structured] += 1
@@ -85,23 +89,38 @@ class GrammarCompiler:
                 self._cache.move_to_end(structured)
                 if cached.done():
                     del self._waiters[structured]
+                elif (job := self._jobs.get(structured)) is not None:
+                    self._turns.submit(tenant, job)  # its first tenant may have many before it
                 self.observer(CompileOutcome.KNOWN, 0.0)
                 return cached
-            max_alive = MAX_ALIVE_BYTES if self._max_alive_bytes is None else self._max_alive_bytes
-            if self._num_pending >= MAX_PENDING or self._alive_bytes >= max_alive:
+            if self._is_full(tenant):
                 del self._waiters[structured]
                 self.observer(CompileOutcome.OVERLOADED, 0.0)
                 raise QuireError(ErrorCode.OVERLOADED, "The engine has too many grammars at once.", retry_after=1.0)
-            self._num_pending += 1
-            future = self._cache[structured] = self._pool.submit(self._compile, structured)
-        future.add_done_callback(lambda done: self._on_compiled(structured, done))
+            self._num_pending[tenant] += 1
+            job = self._jobs[structured] = Job(partial(self._compile, structured, tenant))
+            future: Future[CompiledGrammar] = job.future
+            self._cache[structured] = future
+            future.add_done_callback(lambda done: self._on_compiled(structured, tenant, done))
+            self._turns.submit(tenant, job)
         return future
+
+    def _is_full(self, tenant: bytes) -> bool:
+        """Whether too many grammars are pending or in use: in all, or of a tenant with a salt, which has a share."""
+        max_alive = MAX_ALIVE_BYTES if self._max_alive_bytes is None else self._max_alive_bytes
+        for counts, most, share in (
+            (self._num_pending, MAX_PENDING, PENDING_SHARE),
+            (self._alive_bytes, max_alive, ALIVE_SHARE),
+        ):
+            if counts.total() >= most or (tenant and counts[tenant] >= max(1, int(most * share))):
+                return True
+        return False
 
     def prepare(self) -> None:
         """Has a thread import what grammars need. A start does without it, but a request must not be the first to open
         those files: there may be no descriptors left by then.
         """
-        self._pool.submit(import_llguidance)
+        self._turns.submit(b"", Job(import_llguidance))
 
     def withdraw(self, structured: Structured) -> None:
         """Undoes one ``submit``. A grammar without waiters is cancelled if its compilation has not started."""
@@ -114,10 +133,10 @@ class GrammarCompiler:
 
     def close(self) -> None:
         """Cancels pending grammars and stops the threads."""
-        self._pool.shutdown(wait=False, cancel_futures=True)
+        self._turns.close()
         self._backend.close()
 
-    def _compile(self, structured: Structured) -> CompiledGrammar:
+    def _compile(self, structured: Structured, tenant: bytes) -> CompiledGrammar:
         begin = perf_counter()
         outcome, grammar, rejected = CompileOutcome.FAILED, None, None
         try:
@@ -132,21 +151,22 @@ class GrammarCompiler:
         if rejected is not None:
             raise rejected
         assert grammar is not None
-        self._track_memory(grammar, _num_bytes(structured, grammar))
+        self._track_memory(grammar, tenant, _num_bytes(structured, grammar))
         return grammar
 
-    def _track_memory(self, grammar: CompiledGrammar, size: int) -> None:
+    def _track_memory(self, grammar: CompiledGrammar, tenant: bytes, size: int) -> None:
         with self._lock:
-            self._alive_bytes += size
-        weakref.finalize(grammar, self._release, size)
+            self._alive_bytes[tenant] += size
+        weakref.finalize(grammar, self._release, tenant, size)
 
-    def _release(self, size: int) -> None:
+    def _release(self, tenant: bytes, size: int) -> None:
         with self._lock:
-            self._alive_bytes -= size
+            _subtract(self._alive_bytes, tenant, size)
 
-    def _on_compiled(self, structured: Structured, done: "Future[CompiledGrammar]") -> None:
+    def _on_compiled(self, structured: Structured, tenant: bytes, done: "Future[CompiledGrammar]") -> None:
         with self._lock:
-            self._num_pending -= 1
+            _subtract(self._num_pending, tenant, 1)
+            self._jobs.pop(structured, None)
             self._waiters.pop(structured, None)
             if not _is_cacheable(done):
                 self._cache.pop(structured, None)
@@ -161,6 +181,12 @@ class GrammarCompiler:
                 return
             cached_bytes -= size
             del self._cache[oldest]
+
+
+def _subtract(counts: Counter[bytes], tenant: bytes, count: int) -> None:
+    counts[tenant] -= count
+    if not counts[tenant]:
+        del counts[tenant]
 
 
 def _is_cacheable(done: "Future[CompiledGrammar]") -> bool:

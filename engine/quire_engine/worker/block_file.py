@@ -22,6 +22,8 @@ from queue import SimpleQueue
 from threading import Thread
 from time import perf_counter
 
+from quire_proto.folders import open_trusted, trusted_folder
+
 from quire_engine.core.block_pool import BlockCopies, DiskTransfer
 from quire_engine.core.kv_disk import DiskContents, TransferOutcome, TransferResult
 
@@ -55,10 +57,9 @@ class BlockFile:
     def __init__(self, folder: Path, fingerprint: str, num_slots: int, block_bytes: int) -> None:
         self.num_slots = num_slots
         self.block_bytes = block_bytes
-        flags, mode = os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600
-        self._index = os.open(folder / "index", flags, mode)
+        self._index = open_trusted(folder / "index")
         try:
-            self._blocks = os.open(folder / "blocks", flags, mode)
+            self._blocks = open_trusted(folder / "blocks")
         except OSError:
             os.close(self._index)
             raise
@@ -152,14 +153,19 @@ def _digest(block_hash: bytes, contents: memoryview) -> bytes:
 
 class FolderLock:
     """A folder below ``path`` that this process has for itself until it ends: the first one, by number, that no other
-    engine has. Raises ``OSError``.
+    engine has, and nobody else may write to (``trusted_folder``). Raises ``OSError``.
     """
 
     def __init__(self, path: Path) -> None:
         for number in range(MAX_ENGINES):
-            self.folder = path / str(number)
-            self.folder.mkdir(mode=0o700, parents=True, exist_ok=True)
-            self._descriptor = os.open(self.folder / "lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+            try:
+                self.folder = trusted_folder(path / str(number), within=path)
+                self._descriptor = open_trusted(self.folder / "lock")
+            except PermissionError as error:
+                if not (path / str(number)).exists():
+                    raise
+                log.warning("KV blocks in %s are left alone: %s", path / str(number), error.strerror)
+                continue
             try:
                 fcntl.flock(self._descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
             except BlockingIOError:

@@ -2,6 +2,7 @@
 is counted for all routers together if they have a shared rate limiter, and else by each for itself.
 """
 
+from collections import OrderedDict
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -13,6 +14,8 @@ from quire_proto.errors import QuireError, internal
 
 from quire_router.admission.tenants import RateLimitStatus, Tenants, TenantUsage
 from quire_router.core import metrics
+
+_KEPT_AT_ONCE = 2  # tenants that are looked at for a new one, and are not idle
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,7 +85,7 @@ class RateLimiter:
         self._tenants = tenants
         self._shared = shared
         self._clock = clock
-        self._usages: dict[str, TenantUsage] = {}
+        self._usages: OrderedDict[str, TenantUsage] = OrderedDict()
 
     def label(self, tenant_id: str) -> str:
         """See ``Tenants.label``."""
@@ -171,10 +174,24 @@ class RateLimiter:
     def _usage(self, tenant_id: str) -> TenantUsage:
         usage, tenant = self._usages.get(tenant_id), self._tenants[tenant_id]
         if usage is None:
+            self._forget_idle()
             usage = self._usages[tenant_id] = TenantUsage(tenant)
-        elif usage.tenant is not tenant:  # the tenants' file was read again
+        elif usage.tenant != tenant:  # the tenants' file was read again
             usage.set_limits(tenant)
+        usage.used_at = self._clock()
+        self._usages.move_to_end(tenant_id)
         return usage
+
+    def _forget_idle(self) -> None:
+        """Forgets tenants that have used nothing for a minute: an issuer may have millions. Looks at those that came
+        longest ago, until it finds some that have.
+        """
+        now, kept = self._clock(), 0
+        while kept < _KEPT_AT_ONCE and kept < len(self._usages):
+            tenant_id, usage = self._usages.popitem(last=False)
+            if not usage.is_idle(now):
+                self._usages[tenant_id] = usage
+                kept += 1
 
     async def _reserve(self, usage: TenantUsage, request_id: str, tokens: int) -> ReserveResult | None:
         """Admits a request. Returns None if only this router counted it. Raises ``QuireError`` when it is refused."""

@@ -1,5 +1,5 @@
 """The rate limiter that all routers share, in Redis: one round trip when a request comes, none that a request waits for
-when it ends. Redis is the clock.
+when it ends. Redis is the clock, and may go back (``clock.lua``).
 """
 
 import asyncio
@@ -15,6 +15,7 @@ from redis.exceptions import RedisError
 from quire_router.admission.limits import ReserveRequest, ReserveResult
 from quire_router.admission.tenants import MICROSECONDS, WINDOW
 from quire_router.clients.redis_client import RedisAccess, lua_source, redis_client
+from quire_router.clients.redis_failure import describe_failure
 from quire_router.core import metrics
 from quire_router.core.retry import supervise, wait_at_most
 
@@ -46,7 +47,7 @@ class RedisRateLimiter:
         self._client = redis_client(access, timeout=_EXCHANGE_TIMEOUT, connections=_CONNECTIONS)
         self._timeout = timeout
         self._lease = lease
-        self._reserve_script = self._client.register_script(lua_source(__package__, "reserve"))
+        self._reserve_script = self._client.register_script(_RESERVE)
         self._running: defaultdict[str, Counter[str]] = defaultdict(Counter)
         self._adopted: dict[tuple[str, str], None] = {}
         self._releases: deque[tuple[str, str, int, int]] = deque(maxlen=_MAX_PENDING_RELEASES)
@@ -180,7 +181,7 @@ class RedisRateLimiter:
             ends = [self._releases.popleft() for _ in range(min(_BATCH_SIZE, len(self._releases)))]
             pipeline = self._client.pipeline(transaction=False)
             for tenant, request_id, *refunds in ends:
-                pipeline.eval(_RELEASE, 3, *_keys(tenant), request_id, *map(str, refunds))
+                pipeline.eval(_RELEASE, 3, *_keys(tenant)[:3], request_id, *map(str, refunds))
             try:
                 answers = await pipeline.execute(raise_on_error=False)
             except BaseException:
@@ -214,7 +215,7 @@ class RedisRateLimiter:
                 await self._renew(tenant, part)
 
     async def _renew(self, tenant: str, request_ids: Sequence[str]) -> None:
-        await self._client.eval(_RENEW, 1, _keys(tenant)[2], str(self._lease_time), *request_ids)
+        await self._client.eval(_RENEW, 4, *_keys(tenant), str(self._lease_time), *request_ids)
 
     @property
     def _is_unavailable(self) -> bool:
@@ -229,7 +230,7 @@ class RedisRateLimiter:
         if not disconnected and self._failures < _FAILURES_IN_A_ROW:
             return
         if not self._is_unavailable:
-            log.warning("limits are counted by this router alone: %s", type(error).__name__)
+            log.warning("limits are counted by this router alone: %s", describe_failure(error))
         self._unavailable_until = asyncio.get_running_loop().time() + _RETRY_AFTER_FAILURE
         metrics.LIMITS_SHARED.set(0)
 
@@ -247,7 +248,8 @@ def _batches(entries: Sequence[str]) -> list[Sequence[str]]:
 
 def _keys(tenant: str) -> list[str]:
     """Returns the keys of a tenant, which are in one slot of a cluster."""
-    return [f"quire:limits:{{t:{tenant}}}:{name}" for name in ("requests", "tokens", "running")]
+    return [f"quire:limits:{{t:{tenant}}}:{name}" for name in ("requests", "tokens", "running", "clock")]
 
 
-_RELEASE, _RENEW = lua_source(__package__, "release"), lua_source(__package__, "renew_running")
+_CLOCK, _RELEASE = lua_source(__package__, "clock"), lua_source(__package__, "release")
+_RESERVE, _RENEW = (_CLOCK + lua_source(__package__, name) for name in ("reserve", "renew_running"))

@@ -5,7 +5,7 @@ algorithm (ITU-T I.371), as a single number.
 The caller passes the time. Times are whole microseconds of any clock, so that every result is exact. Does no I/O.
 """
 
-from collections import Counter
+from collections import Counter, OrderedDict
 from collections.abc import Iterable
 from dataclasses import dataclass, field, replace
 
@@ -14,6 +14,7 @@ from quire_proto.errors import QuireError, invalid
 from quire_router.core.errors import RefusalReason, polls_used_up, rate_limit_used_up, too_many_concurrent
 
 MIN_KEY_CHARACTERS = 16
+MAX_OTHERS = 4096  # tenants that no file names, of which one is at hand: an issuer may have millions
 
 
 @dataclass(frozen=True, slots=True)
@@ -25,7 +26,8 @@ class Tenant:
     first; with ``allow_priority`` they may add their own to it. With ``allow_fleet`` it may see the fleet. A limit is
     None if there is none: those a minute hold for all routers together, as does ``max_concurrent``, which counts the
     requests that wait and that run; ``max_queued`` bounds those that wait for one model at one router. ``retention`` is
-    for how many seconds a request is stored after its end; None for the router's own setting.
+    for how many seconds a request is stored after its end; None for the router's own setting. One that is ``listed`` is
+    in the tenants' file.
     """
 
     id: str = ""
@@ -40,26 +42,33 @@ class Tenant:
     max_concurrent: int | None = None
     max_queued: int | None = None
     retention: float | None = None
+    listed: bool = False
 
 
 class Tenants(dict[str, Tenant]):
-    """The configured tenants by their ids; every other id is a tenant with the limits of ``default``, each for itself,
-    which is added when it is first looked up.
+    """The configured tenants by their ids; every other id is a tenant with the limits of ``default``, each for itself.
+    The last of those that were looked up are kept.
     """
 
     def __init__(self, tenants: Iterable[Tenant] = (), default: Tenant | None = None) -> None:
         super().__init__((tenant.id, tenant) for tenant in tenants)
         self._default = default or Tenant()
         self._named = frozenset(self)
+        self._others: OrderedDict[str, Tenant] = OrderedDict()
 
     def __missing__(self, tenant_id: str) -> Tenant:
-        tenant = self[tenant_id] = replace(self._default, id=tenant_id)
+        tenant = self._others.get(tenant_id)
+        if tenant is None:
+            tenant = self._others[tenant_id] = replace(self._default, id=tenant_id)
+            if len(self._others) > MAX_OTHERS:
+                self._others.popitem(last=False)
         return tenant
 
     def replace_all(self, other: "Tenants") -> None:
         """Takes over the tenants and the default of ``other``: whoever looks a tenant up again finds its new limits."""
         self.clear()
         self.update(other)
+        self._others.clear()
         self._default = other._default
         self._named = other._named
 
@@ -162,6 +171,7 @@ class TenantUsage:
         self._tokens: GcraBucket | None = None
         self._polls: GcraBucket | None = None
         self._running: Counter[str] = Counter()
+        self.used_at = 0
         self.set_limits(tenant)
 
     def set_limits(self, tenant: Tenant) -> None:
@@ -175,6 +185,14 @@ class TenantUsage:
         self._requests = _bucket(tenant.requests_per_minute, self._requests)
         self._tokens = _bucket(tenant.tokens_per_minute, self._tokens)
         self._polls = _bucket(polls, self._polls)
+
+    def is_idle(self, now: int) -> bool:
+        """Whether nothing is in progress, every bucket is full, and nobody has looked here for a minute: a new one says
+        as much.
+        """
+        buckets = (self._requests, self._tokens, self._polls)
+        is_full = all(each is None or each.full_at <= now for each in buckets)
+        return is_full and not self._running and self.used_at <= now - WINDOW
 
     @property
     def running(self) -> int:

@@ -114,7 +114,7 @@ class _Policy(BaseModel):
 
     def tenant(self, tenant_id: str) -> Tenant:
         fields = self.model_dump(include=_POLICY) | {"models": frozenset(self.models)}
-        return Tenant(tenant_id, **fields)
+        return Tenant(tenant_id, listed=bool(tenant_id), **fields)
 
 
 class _Key(BaseModel):

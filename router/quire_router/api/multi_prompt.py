@@ -46,7 +46,7 @@ class MultiPromptRunner:
                 if run is None:
                     return None
                 cleanup.push_async_callback(run.aclose)
-                runs = [run, *await self._open_all(others, {}, prompt_group, first.deadline, cleanup)]
+                runs = [run, *await self._open_all(others, {}, prompt_group, first.ends_by, cleanup)]
                 cleanup.pop_all()
             return _combined(runs, prompt_group, first.params.n, slots)
 

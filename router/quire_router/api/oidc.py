@@ -7,6 +7,7 @@ import json
 import logging
 import ssl
 from collections import OrderedDict
+from contextlib import suppress
 from hashlib import blake2b
 from time import monotonic, time
 from typing import Any, Final
@@ -30,8 +31,12 @@ _MAX_TOKEN_BYTES = 16 * 2**10
 _MAX_CLAIM_CHARACTERS = 256
 _CACHED_TOKENS = 4096
 _MAX_TIME = 2**53
+_WRONG_SIGNATURE = "its signature is not one of the issuer"
 # Asymmetric ones alone: with HS256 whoever has the issuer's public keys could sign, and with "none" everybody.
-ALGORITHMS: Final = ("RS256", "RS384", "RS512", "PS256", "PS384", "PS512", "ES256", "ES384", "ES512", "EdDSA")
+_RSA: Final = ("RS256", "RS384", "RS512", "PS256", "PS384", "PS512")
+ALGORITHMS: Final = (*_RSA, "ES256", "ES384", "ES512", "EdDSA")
+_Key = dict[str, jwt.PyJWK]
+"""One key of the issuer, by the algorithms that it may sign with: the one that it names, or all of its type."""
 
 
 class OidcVerifier:
@@ -41,7 +46,7 @@ class OidcVerifier:
 
     def __init__(self, settings: OidcSettings) -> None:
         self._settings = settings
-        self._keys: dict[str | None, jwt.PyJWK] = {}
+        self._keys: dict[str | None, _Key] = {}
         self._read_at = -RETRY_PERIOD
         self._wanted = asyncio.Event()
         self._verified: OrderedDict[bytes, tuple[str, float]] = OrderedDict()
@@ -74,13 +79,15 @@ class OidcVerifier:
             header = jwt.get_unverified_header(token)
         except jwt.InvalidTokenError:
             raise token_invalid("it cannot be read") from None
-        key = self._find(header.get("kid"))
+        key = self._find(header.get("kid")).get(str(header.get("alg")))
         settings = self._settings
+        if key is None:
+            raise token_invalid(_WRONG_SIGNATURE)
         try:
             return jwt.decode(
                 token,
                 key,
-                algorithms=[name for name in ALGORITHMS if name == header.get("alg")],
+                algorithms=[key.algorithm_name],
                 audience=settings.client_id,
                 issuer=settings.issuer_url,
                 leeway=LEEWAY,
@@ -97,9 +104,9 @@ class OidcVerifier:
         except jwt.MissingRequiredClaimError as error:
             raise token_invalid(f"it has no claim {error.claim}") from None
         except jwt.PyJWTError:
-            raise token_invalid("its signature is not one of the issuer") from None
+            raise token_invalid(_WRONG_SIGNATURE) from None
 
-    def _find(self, key_id: object) -> jwt.PyJWK:
+    def _find(self, key_id: object) -> _Key:
         """Returns the key of this id, or the issuer's only one for a token that names none."""
         if isinstance(key_id, str) and (key := self._keys.get(key_id)) is not None:
             return key
@@ -138,7 +145,7 @@ class OidcVerifier:
             self._verified.clear()  # what a key has signed that was withdrawn is not valid any more
         self._read_at = monotonic()
 
-    async def _fetch_keys(self) -> dict[str | None, jwt.PyJWK]:
+    async def _fetch_keys(self) -> dict[str | None, _Key]:
         settings = self._settings
         context = await asyncio.to_thread(ssl.create_default_context, cafile=settings.ca_file)
         connector = aiohttp.TCPConnector(ssl=context)
@@ -152,8 +159,21 @@ class OidcVerifier:
                     raise ValueError(f"its configuration is that of {str(found.get('issuer'))[:256]!r}")
                 address = check_issuer_address(str(found.get("jwks_uri")))
             found = await _fetch_json(session, address)
-        keys = jwt.PyJWKSet.from_dict(found).keys
-        return {key.key_id: key for key in keys if key.public_key_use in (None, "sig")}
+        return _read_keys(found)
+
+
+def _read_keys(found: dict[str, Any]) -> dict[str | None, _Key]:
+    """Returns the keys of a set that sign and can be used. Raises ``jwt.PyJWTError`` if it has none that can be."""
+    jwt.PyJWKSet.from_dict(found)
+    keys: dict[str | None, _Key] = {}
+    for data in found["keys"]:
+        with suppress(jwt.PyJWTError):
+            key = jwt.PyJWK(data)
+            any_of_rsa = _RSA if key.key_type == "RSA" and not data.get("alg") else ()  # else PyJWT takes RS256 alone
+            known = {name: jwt.PyJWK(data, name) for name in any_of_rsa} or {key.algorithm_name: key}
+            if key.public_key_use in (None, "sig"):
+                keys[key.key_id] = {name: each for name, each in known.items() if name in ALGORITHMS}
+    return keys
 
 
 def _is_unicode(text: str) -> bool:

@@ -354,8 +354,8 @@ class Runner(Protocol):
     ) -> AsyncGenerator[Delta]:
         """Yields the response to an earlier request from its first delta on; deltas before ``cursor`` are ``replayed``.
         Follows the router that runs the request, and claims a request that none runs. Raises ``QuireError``, DEADLINE
-        among others at ``deadline``, in seconds since 1970. Closing the generator, as that error, only ends the request
-        if it was claimed here, and then leaves it to be resumed again.
+        among others at ``deadline``, by the monotonic clock. Closing the generator, as that error, only ends the
+        request if it was claimed here, and then leaves it to be resumed again.
         """
         ...
 

@@ -92,7 +92,7 @@ class ResponseOpener:
         self, stored: StoredRequest, after: str, caller: Identity, deadline: float | None = None
     ) -> Response:
         """Returns the response to an earlier request from the cursor ``after`` on, empty for the beginning, until
-        ``deadline`` in seconds since 1970. Raises ``QuireError`` INVALID for what is no such cursor.
+        ``deadline`` by the monotonic clock. Raises ``QuireError`` INVALID for what is no such cursor.
         """
         stored = await self._store.wait_written(stored, caller, all_prompts=True)
         prepared = self._store.prepare(stored)
@@ -117,7 +117,7 @@ class ResponseOpener:
         first = {record.generation.request_id: record.generation for record in stored.records}
         generations = tuple(first.get(each.request_id, each) for each in prepared.generations)
         again = replace(prepared, generations=generations)
-        deltas = await self._prompts.replay(generations, stored.records, prepared.first.deadline)
+        deltas = await self._prompts.replay(generations, stored.records, prepared.first.ends_by)
         answer = _response(again, deltas, StreamCursor(again.num_choices))
         answer.replayed = True
         return answer

@@ -15,7 +15,7 @@ from contextlib import (
 from dataclasses import replace
 from functools import cache
 from secrets import token_hex
-from time import time
+from time import monotonic
 from typing import Any, Protocol, Self, TypeVar
 
 from opentelemetry import trace
@@ -288,8 +288,8 @@ class ApiService:
         return await self._store.get(request_id, caller)
 
     async def replay(self, stored: StoredRequest, caller: Identity, deadline: float | None = None) -> Response:
-        """Opens the whole response to a request whose status is known, until ``deadline`` in seconds since 1970. Raises
-        as ``find``.
+        """Opens the whole response to a request whose status is known, until ``deadline`` by the monotonic clock.
+        Raises as ``find``.
         """
         recorded = await self._store.get(stored.first.request_id, caller)
         return await self.responses.resume(recorded, "", caller, deadline)
@@ -302,7 +302,7 @@ class ApiService:
         self, stored: StoredRequest, after: str, caller: Identity, options: RequestOptions = NO_OPTIONS
     ) -> Response:
         """See ``ResponseOpener.resume``. Of ``options`` only the timeout counts."""
-        deadline = None if options.timeout is None else time() + options.timeout
+        deadline = None if options.timeout is None else monotonic() + options.timeout
         return await self.responses.resume(stored, after, caller, deadline)
 
     async def cancel(self, request_id: str, caller: Identity) -> StoredRequest:

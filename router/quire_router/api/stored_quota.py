@@ -2,8 +2,6 @@
 its whole conversation in its record, so that few requests of much text would fill a database.
 """
 
-from time import time
-
 from quire_router.admission.limits import counting_refusals
 from quire_router.api.prepared_request import PreparedRequest
 from quire_router.core.errors import RefusalReason, too_much_stored
@@ -29,7 +27,7 @@ class ResponseQuota:
         if not first.conversation.partition("\n")[2]:
             return
         seconds = DEFAULT_RETENTION if first.retention is None else first.retention
-        seconds += 0.0 if first.deadline is None else max(0.0, first.deadline - time())
+        seconds += first.seconds_left or 0.0
         size = RECORD_BYTES + BYTES_PER_TOKEN * first.stored_size
         if await self._store.charge(account_of(RESPONSES, first.tenant), first.request_id, size, seconds, self._quota):
             message = (

@@ -25,6 +25,7 @@ from redis.exceptions import RedisError
 from quire_router.api.rest.http import to_json
 from quire_router.clients.membership import TotalsRegister
 from quire_router.clients.redis_client import RedisAccess, redis_client
+from quire_router.clients.redis_failure import describe_failure
 from quire_router.core.errors import load_damaged, load_redis_away, load_settling, load_too_many_routers
 from quire_router.core.retry import supervise, wait_at_most
 
@@ -100,7 +101,7 @@ class LoadPublisher:
                 published = True
             except _FAILURES as error:
                 if published:
-                    log.warning("autoscalers cannot be told of the load: %s", type(error).__name__)
+                    log.warning("autoscalers cannot be told of the load: %s", describe_failure(error))
                 published = False
             await asyncio.sleep(self._settings.interval)
             await wait_at_most(self._changed, self._settings.heartbeat - self._settings.interval)
@@ -144,7 +145,7 @@ class RedisLoad:
             async with asyncio.timeout(self._settings.timeout):
                 settled, routers, payloads = await self._register.read(MAX_ROUTERS)
         except _FAILURES as error:
-            log.debug("the load cannot be read: %s", type(error).__name__)
+            log.debug("the load cannot be read: %s", describe_failure(error))
             return load_redis_away()
         if settled < self._settings.settle:
             return load_settling()

@@ -33,7 +33,7 @@ class Batch:
     ``status`` is OpenAI's. ``owner`` is the router that works on it until ``lease_until``, by the routers' clocks: who
     takes it over changes the record's version, so that its former owner cannot write it any more. ``cache_salt`` is its
     tenant's, hexadecimal. ``total``, ``completed`` and ``failed`` count lines, and
-    ``result_bytes`` what their results take.
+    ``result_bytes`` what their results take. With ``listed``, its tenant was in the tenants' file.
     """
 
     id: str
@@ -63,6 +63,7 @@ class Batch:
     cancelled_at: int | None = None
     owner: str = ""
     lease_until: float = 0.0
+    listed: bool = False
 
     @classmethod
     def unreadable(cls, batch_id: str, tenant: str) -> Self:
@@ -92,6 +93,7 @@ class Batch:
             "cache_salt",
             "owner",
             "lease_until",
+            "listed",
             "output_ttl",
             "result_bytes",
             "total",
@@ -138,7 +140,8 @@ class LineRunner(Protocol):
 
     async def run(self, batch: Batch, line: Line) -> LineAnswer:
         """Returns the answer to a line, which is run once however often this is called. Waits until there is room.
-        Raises ``QuireError`` only for what passes. May be cancelled; the request goes on then.
+        Raises ``QuireError`` only for what passes, and DEADLINE if the batch's window has ended. May be cancelled; the
+        request goes on then.
         """
         ...
 

@@ -15,7 +15,7 @@ from contextlib import aclosing, contextmanager, suppress
 from dataclasses import dataclass
 from functools import partial
 from random import uniform
-from time import time
+from time import monotonic, time
 from typing import Any, TypeVar
 
 from opentelemetry import trace
@@ -78,6 +78,7 @@ class BatchWorker:
         self.max_line_bytes = max_line_bytes
         self.clock = clock
         self._running: dict[str, _RunningBatch] = {}
+        self._leases: dict[str, tuple[float, float]] = {}  # of others' batches, and since when (monotonic) each is seen
         self._wake = asyncio.Event()
 
     def wake(self) -> None:
@@ -110,7 +111,7 @@ class BatchWorker:
                 return
             if (run := await self._claim(batch, version)) is not None:
                 task = asyncio.create_task(self._work(run), name=f"batch {batch.id}")
-                self._running[batch.id] = _RunningBatch(batch.tenant, self.clock(), task)
+                self._running[batch.id] = _RunningBatch(batch.tenant, monotonic(), task)
 
     async def _waiting(self) -> AsyncGenerator[tuple[Batch, int]]:
         """Yields the batches that no router works on, the oldest first, with their records' versions. Forgets those
@@ -118,6 +119,7 @@ class BatchWorker:
         """
         store = self.batches.store
         names = [name for name in await store.names(ACTIVE) if name not in self._running]
+        self._leases = {name: seen for name, seen in self._leases.items() if name in names}
         async with aclosing(read_objects(store, ACTIVE, names)) as objects:
             async for name, found in objects:
                 batch = records.read(Batch, name, found.data)
@@ -126,8 +128,18 @@ class BatchWorker:
                 elif batch.ended:
                     await self.batches.forget(batch)
                 # One of this router's own is not running any more: it failed, or was put back.
-                elif batch.owner in ("", self.owner) or batch.lease_until <= self.clock():
+                elif batch.owner in ("", self.owner) or self._is_over(batch):
                     yield batch, found.version
+
+    def _is_over(self, batch: Batch) -> bool:
+        """Whether another router's lease has ended, by this one's clock; or was not renewed for as long as one lasts,
+        as its router had a clock that was ahead.
+        """
+        until, since = self._leases.setdefault(batch.id, (batch.lease_until, monotonic()))
+        if until != batch.lease_until:
+            self._leases[batch.id] = batch.lease_until, monotonic()
+            return batch.lease_until <= self.clock()
+        return until <= self.clock() or monotonic() - since > LEASE
 
     def _make_room(self, turns: Counter[str], tenant: str) -> bool:
         """Puts a batch back whose tenant has more here than this one would, or that had its turn where this tenant has
@@ -138,7 +150,7 @@ class BatchWorker:
         first = self._running[of_most[0]]
         if most >= turns[tenant] + 2:
             name = of_most[-1]
-        elif not turns[tenant] and self.clock() - first.since > TURN:
+        elif not turns[tenant] and monotonic() - first.since > TURN:
             name = of_most[0]
         else:
             return False
@@ -174,7 +186,7 @@ class BatchWorker:
 
 @dataclass(frozen=True, slots=True)
 class _RunningBatch:
-    """A batch that is worked on, since when, in seconds of the worker's clock."""
+    """A batch that is worked on, since when, in seconds of the monotonic clock."""
 
     tenant: str
     since: float
@@ -394,8 +406,12 @@ class BatchRun:
             await _cancel_all(tasks)
 
     async def _run_line(self, line: Line) -> None:
-        """Runs a line, and writes its result."""
+        """Runs a line, and writes its result. Raises ``TimeoutError`` if the window has ended: also by a clock that was
+        set, or by a former router's, so that the timer of this one knows nothing of it.
+        """
         batch = self.batch
+        if self._clock() >= batch.expires_at:
+            raise TimeoutError
         with metrics.BATCH_LINES_IN_FLIGHT.track_inprogress():
             result = await _persistently(lambda: self._result(line))
         ttl = self._batches.ttl(batch)
@@ -503,21 +519,26 @@ async def _chain(first: bytes, rest: AsyncIterator[bytes]) -> AsyncGenerator[byt
 
 
 async def _persistently(call: Callable[[], Awaitable[T]]) -> T:
-    """Returns what ``call`` returns, which is called again while it raises ``QuireError``: that passes."""
+    """Returns what ``call`` returns, which is called again while it raises ``QuireError``: that passes. Raises
+    ``TimeoutError`` if that is DEADLINE, which does not.
+    """
     while True:
         try:
             return await call()
         except QuireError as error:
+            if error.code is ErrorCode.DEADLINE:
+                raise TimeoutError from None
             log.debug("a line waits: %s", error.message)
             await asyncio.sleep(min(MAX_PAUSE, error.retry_after or PAUSE))
 
 
 async def _reap(tasks: set[asyncio.Task[None]]) -> None:
-    """Waits until one of the tasks has ended, and removes those that have. Raises what they raised."""
+    """Waits until one of the tasks has ended, and removes those that have. Raises what one of them raised."""
     ended, _ = await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
     tasks -= ended
-    for task in ended:
-        task.result()
+    errors = [error for task in ended if (error := task.exception()) is not None]
+    if errors:
+        raise errors[0]
 
 
 async def _cancel_all(tasks: set[asyncio.Task[None]]) -> None:

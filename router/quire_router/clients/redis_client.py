@@ -87,6 +87,10 @@ class RedisAccess:
             raise ValueError("the Redis URL is not of the form redis://[user:password@]host:port/database") from None
 
 
+class PasswordFileError(ValueError):
+    """A file with a password cannot be used; its text has nothing of the password."""
+
+
 class PasswordFile(CredentialProvider):
     """The password in a file, read for each connection, so that the next one uses a changed password."""
 
@@ -98,7 +102,7 @@ class PasswordFile(CredentialProvider):
         """User, if there is one, and password. Raises ``redis.ConnectionError`` if the file cannot be used."""
         try:
             password = read_password(self._file)
-        except ValueError as error:
+        except PasswordFileError as error:
             raise RedisConnectionError(str(error)) from error
         return (self._username, password) if self._username else (password,)
 
@@ -108,17 +112,15 @@ class PasswordFile(CredentialProvider):
 
 
 def read_password(file: Path) -> str:
-    """The text in ``file`` without newlines at its end, as a shell reads it. Raises ``ValueError``, without any of the
-    text.
-    """
+    """The text in ``file`` without newlines at its end, as a shell reads it. Raises ``PasswordFileError``."""
     try:
         password = file.read_bytes().decode().rstrip("\n")
     except OSError as error:
-        raise ValueError(f"{file} cannot be read: {error.strerror or error}") from error
+        raise PasswordFileError(f"{file} cannot be read: {error.strerror or error}") from error
     except UnicodeDecodeError:
-        raise ValueError(f"{file} is not text in UTF-8") from None
+        raise PasswordFileError(f"{file} is not text in UTF-8") from None
     if not password:
-        raise ValueError(f"{file} is empty")
+        raise PasswordFileError(f"{file} is empty")
     return password
 
 
@@ -139,6 +141,7 @@ def redis_client(
     options = {
         "socket_timeout": None if limited_by_caller else timeout,
         "socket_connect_timeout": timeout,
+        "driver_info": None,  # what it would tell Redis of itself, a user with few rights may not
         "socket_keepalive": True,
         "socket_keepalive_options": _KEEPALIVE,
         "retry": Retry(NoBackoff(), repeats, (RedisConnectionError,)),  # what was too slow once is not waited for twice

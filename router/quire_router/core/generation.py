@@ -6,7 +6,7 @@ generator that a client's task reads them from, with the direct path that most o
 import re
 from collections.abc import AsyncGenerator, Awaitable, Callable, Coroutine, Sequence
 from dataclasses import dataclass, field
-from time import time
+from time import monotonic, time
 from typing import Any, Protocol, Self
 
 from opentelemetry.context import Context
@@ -57,9 +57,10 @@ class GenerationRequest:
     echoed, its text as it was sent. ``parts`` are the ids of all prompts' generations where a request has several,
     in the first one. ``digest`` distinguishes requests that came with one ``Idempotency-Key``, hexadecimal, empty
     without one. A ``background`` request runs on without a listener. Requests of one ``session`` share their
-    history; it is opaque and never shown. ``deadline`` is when the answer must have ended, in seconds since 1970.
-    ``retention`` is for how many seconds its record is kept after its end, 0 for the shortest time in which
-    followers see it; None for the router's default.
+    history; it is opaque and never shown. ``deadline`` is when the answer must have ended, in seconds since 1970 by the
+    clock of ``created``: what counts is the time between them, from ``started`` on, which is of the monotonic clock, so
+    that a wall clock that is set changes no request's time. ``retention`` is for how many seconds its record is kept
+    after its end, 0 for the shortest time in which followers see it; None for the router's default.
     """
 
     request_id: str
@@ -87,6 +88,17 @@ class GenerationRequest:
     lora: LoRA | None = None
     pooling: PoolingParams | None = None
     served_name: str = ""
+    started: float = field(default_factory=monotonic, compare=False, repr=False)
+
+    @property
+    def ends_by(self) -> float | None:
+        """Its deadline, by the monotonic clock; None if it has none."""
+        return None if self.deadline is None else self.started + self.deadline - self.created
+
+    @property
+    def seconds_left(self) -> float | None:
+        """Seconds until its deadline; None if it has none."""
+        return seconds_until(self.ends_by)
 
     @property
     def model_name(self) -> str:
@@ -397,7 +409,7 @@ class OwnedDeltaStream(DeltaStream):
 class ResponseConsumer:
     """The consumer of a response: ``trace_context`` is the caller's, ``direct_path`` that of its deltas, and
     ``prompt_group`` is shared with the other prompts of its request. One that resumes an earlier answer has a
-    ``cursor``, and waits until ``deadline``, in seconds since 1970.
+    ``cursor``, and waits until ``deadline``, by the monotonic clock.
     """
 
     trace_context: Context = field(default_factory=Context)
@@ -409,4 +421,9 @@ class ResponseConsumer:
     @property
     def seconds_left(self) -> float | None:
         """Seconds until its deadline; None if it has none."""
-        return None if self.deadline is None else max(0.0, self.deadline - time())
+        return seconds_until(self.deadline)
+
+
+def seconds_until(moment: float | None) -> float | None:
+    """Seconds until a ``moment`` of the monotonic clock, 0 if that is over; None for None."""
+    return None if moment is None else max(0.0, moment - monotonic())

@@ -43,7 +43,7 @@ class CacheEvents:
     the snapshot's load are dropped.
 
     A snapshot of a large cache is applied in slices, one in each iteration of the event loop, and later events of the
-    engine wait behind it. Does not sweep the index (see ``app.BackgroundJobs``).
+    engine wait behind it. Does not sweep the index (see ``background_jobs.BackgroundJobs``).
     """
 
     def __init__(self, index: PrefixIndex, table: EngineTable) -> None:

@@ -92,6 +92,11 @@ class _AuthorizedChannel:
         return lambda *arguments, **options: call(*arguments, metadata=self._tokens.metadata, **options)
 
 
+def speaks_no_tls(details: str) -> bool:
+    """Whether a connection failed because an engine answered in plain text."""
+    return "WRONG_VERSION_NUMBER" in details
+
+
 def explain(details: str, tls: ClientTls | None) -> str | None:
     """The cause of a failed connection that has to do with TLS, as one clause; None for any other cause.
 
@@ -102,7 +107,7 @@ def explain(details: str, tls: ClientTls | None) -> str | None:
     if "Hostname Verification Check failed" in details:
         name = "its address" if tls is None or tls.name is None else tls.name
         return f"its certificate is not for {name} (--engine-tls-name says for what it has to be)"
-    if "WRONG_VERSION_NUMBER" in details:
+    if speaks_no_tls(details):
         return "it does not speak TLS (--tls-cert of the engine), and plain text is not tried"
     if _NOT_CONNECTED in details and _CLOSED.search(details):
         return _closed(tls)

@@ -14,14 +14,14 @@ import grpc
 from quire.v1 import engine_pb2
 from quire.v1.engine_pb2_grpc import EngineStub
 from quire_proto.supervise import Backoff, SupervisedTask, forget_cancellations
-from quire_proto.tls import TlsError
+from quire_proto.tls import ClientTls, TlsError
 
 from quire_router.core.fleet_view import EngineCondition
 from quire_router.core.generation import LoRA
 from quire_router.core.retry import FAIR_TICKS, fair_timeout, supervise, was_held_up
 from quire_router.engines.attempt import EngineLost, EngineSilent
 from quire_router.engines.base import KvListener, LoadListener
-from quire_router.engines.channel import ConnectFailure, ConnectFailureLog, authorized, open_channel
+from quire_router.engines.channel import ConnectFailure, ConnectFailureLog, authorized, open_channel, speaks_no_tls
 from quire_router.engines.output_stream import OutputStream
 from quire_router.engines.rates import MIN_UPDATE_INTERVAL, JoinRank, ReconnectLimiter, UpdateRate
 from quire_router.engines.session import SequenceGap, Session
@@ -385,15 +385,24 @@ class EngineConnection:
         return ConnectFailureLog(self.address, self.settings.start_patience, known_to_leave=True)
 
     async def _run_stream(self) -> None:
-        settings, ping_interval = self.settings, self._update_rate.ping_interval
+        tls = self.settings.tls
+        try:
+            await self._run_stream_over(tls)
+        except grpc.aio.AioRpcError as error:
+            if tls is None or not tls.optional or not speaks_no_tls(error.details() or ""):
+                raise
+            log.warning("engine %s speaks no TLS, and gets plain text (--engine-tls-optional)", self.address)
+            await self._run_stream_over(None)
+
+    async def _run_stream_over(self, tls: ClientTls | None) -> None:
         async with (
             self._reconnect_limiter.turn(self._rank) as turn,
-            await open_channel(self.address, settings.tls, ping_interval) as channel,
+            await open_channel(self.address, tls, self._update_rate.ping_interval) as channel,
         ):
-            stub = EngineStub(authorized(channel, settings.tokens))
+            stub = EngineStub(authorized(channel, self.settings.tokens))
             description = await self._describe(stub)
             turn.answered()
-            async with fair_timeout(settings.open_timeout):
+            async with fair_timeout(self.settings.open_timeout):
                 call = stub.Session()
                 snapshot = await self._open(call)
             self._on_stream_opened(description, snapshot)

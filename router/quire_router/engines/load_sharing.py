@@ -18,8 +18,9 @@ from redis.exceptions import RedisError
 
 from quire_router.clients.membership import CHANNEL, PeerRegister
 from quire_router.clients.redis_client import RedisAccess, redis_client
+from quire_router.clients.redis_failure import describe_failure
 from quire_router.core import metrics
-from quire_router.core.retry import PublishRate, first_error, supervise, wait_at_most
+from quire_router.core.retry import PublishRate, supervise, wait_at_most
 from quire_router.engines.load import MAX_PEERS, LoadLedger
 from quire_router.engines.load_messages import (
     MAX_PAYLOAD_BYTES,
@@ -144,9 +145,8 @@ class LoadSharing:
 
     def _log_outage(self, errors: BaseExceptionGroup) -> None:
         if not self._closing and not self._failing:
-            # The type says enough; a message might repeat a part of what was sent.
-            name = type(first_error(errors)).__name__
-            log.warning("the load cannot be shared with the other routers (%s); requests go on", name)
+            why = describe_failure(errors)
+            log.warning("the load cannot be shared with the other routers (%s); requests go on", why)
 
     # Publishing
 

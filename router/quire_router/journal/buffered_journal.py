@@ -39,8 +39,8 @@ from quire_router.journal.codec import (
     TOKEN_BYTES,
     CorruptRecordError,
     NewerRecordError,
-    decode_deadline,
     decode_epoch,
+    decode_start,
     decode_status,
     unpack_tokens,
 )
@@ -445,7 +445,7 @@ class BufferedJournal(ABC):
         if request.cancelled or not self._buffer.contains(request):
             self.release(lease)  # cancelled or lost while it was read
             return None
-        generation = replace(record.generation, deadline=decode_deadline(record.generation, fields, now))
+        generation = replace(record.generation, started=decode_start(record.generation, fields, now))
         return replace(record, generation=generation, leased=True), lease
 
     async def _restore(self, lease: Lease, fields: dict[bytes, bytes], packed: bytes) -> BufferedRequest:

@@ -13,7 +13,7 @@ from dataclasses import asdict, astuple, dataclass, fields, replace
 from dataclasses import fields as fields_of
 from math import isfinite
 from sys import byteorder
-from time import time
+from time import monotonic, time
 from typing import Any
 from zlib import crc32
 
@@ -243,16 +243,14 @@ def _to_record(
     )
 
 
-def decode_deadline(generation: GenerationRequest, fields: Mapping[bytes, bytes], now: int) -> float | None:
-    """When the answer must have ended, by this machine's clock. The deadline in the record is by another machine's
-    clock, of which only how long the request may take is used; how much of that is over, the database's clock says
-    (``now`` in ms).
+def decode_start(generation: GenerationRequest, fields: Mapping[bytes, bytes], now: int) -> float:
+    """When the request began, by this process' monotonic clock. How long ago that is, the database's clock says
+    (``now`` in ms); of a record that does not say when it was opened, the clocks of two machines.
     """
     opened = fields.get(b"opened", b"")
-    if generation.deadline is None or not opened.isdigit() or len(opened) > MAX_EPOCH_DIGITS:
-        return generation.deadline
-    over = max(0, now - int(opened)) / 1000
-    return time() + generation.deadline - generation.created - over
+    known = opened.isdigit() and len(opened) <= MAX_EPOCH_DIGITS
+    over = (now - int(opened)) / 1000 if known else time() - generation.created
+    return monotonic() - max(0.0, over)
 
 
 def decode_epoch(text: bytes) -> int:

@@ -13,7 +13,7 @@ from collections.abc import AsyncGenerator, Callable, Sequence
 from dataclasses import dataclass, field
 from enum import IntEnum
 from heapq import heappop, heappush
-from time import time
+from time import monotonic
 from typing import Final, Protocol
 
 from quire_router.core.errors import store_full
@@ -256,7 +256,7 @@ class _MemoryObject:
 class MemoryObjectStore:
     """Objects in this process, at most ``max_bytes`` of them."""
 
-    def __init__(self, max_bytes: int = MAX_MEMORY_BYTES, clock: Callable[[], float] = time) -> None:
+    def __init__(self, max_bytes: int = MAX_MEMORY_BYTES, clock: Callable[[], float] = monotonic) -> None:
         self._objects: dict[str, _MemoryObject] = {}
         self._collections: dict[str, dict[str, None]] = {}
         self._expirations: dict[str, float] = {}  # of collections

@@ -13,7 +13,6 @@ from dataclasses import asdict
 from typing import Any, TypeVar
 
 from pydantic import TypeAdapter, ValidationError
-from pydantic_core import PydanticSerializationError
 
 from quire_router.core import metrics
 
@@ -30,7 +29,7 @@ def encode(record: Any) -> bytes:
     """Returns a record, a dataclass, as JSON."""
     try:
         return _adapter(type(record)).dump_json(record)
-    except PydanticSerializationError:  # half of a surrogate pair, which a line of a batch may hold
+    except ValueError:  # half of a surrogate pair, which a line of a batch may hold
         return json.dumps(asdict(record), separators=(",", ":")).encode()
 
 

@@ -5,7 +5,7 @@ And the spans of a request behind the API: where it waited, where it was placed,
 import asyncio
 from collections.abc import Coroutine, Iterator
 from contextlib import contextmanager
-from time import monotonic, thread_time, time, time_ns
+from time import monotonic, thread_time, time_ns
 from typing import Any
 
 import numpy as np
@@ -304,7 +304,6 @@ def record_placement(log: FleetLog, request: GenerationRequest, decision: Placem
 
 def queued_request(request: GenerationRequest) -> QueuedRequest:
     """Returns the request as the queue needs it."""
-    deadline = None if request.deadline is None else monotonic() + request.deadline - time()
     return QueuedRequest(
         request_id=request.request_id,
         model=request.model,
@@ -312,7 +311,7 @@ def queued_request(request: GenerationRequest) -> QueuedRequest:
         tokens=request.max_cost,
         bytes=len(request.prompt_token_ids) * _TOKEN_BYTES + len(request.response_options),
         priority=request.priority,
-        deadline=deadline,
+        deadline=request.ends_by,
         served_name=request.served_name,
     )
 

@@ -9,7 +9,6 @@ from collections.abc import AsyncGenerator, Callable, Iterator, Mapping, Sequenc
 from contextlib import AsyncExitStack, ExitStack, aclosing, asynccontextmanager, contextmanager
 from dataclasses import replace
 from functools import partial
-from time import time
 
 from opentelemetry import context
 from quire_proto.errors import ErrorCode, QuireError, internal
@@ -487,10 +486,8 @@ class RequestRegistry:
     def _timeout_for(self, request: GenerationRequest) -> float | None:
         """How long a request may take from now on. One that is best effort waits for others, until its deadline."""
         most = None if request.best_effort else self._timeout
-        if request.deadline is None:
-            return most
-        left = max(0.0, request.deadline - time())
-        return left if most is None else min(left, most)
+        left = request.seconds_left
+        return min((each for each in (left, most) if each is not None), default=None)
 
 
 def _time_out(state: RequestState) -> None:

@@ -19,6 +19,7 @@ from quire_proto.cli import CliSettings, read_settings
 from redis.exceptions import RedisError
 
 from quire_router.clients.redis_client import RedisAccess, redis_client
+from quire_router.clients.redis_failure import describe_failure
 from quire_router.config import PasswordFile, Period
 from quire_router.core.usage import HOUR, UsageRow
 from quire_router.journal.redis.ledger import read_usage
@@ -86,7 +87,7 @@ def run(arguments: Sequence[str]) -> None:
         else:
             rows = asyncio.run(_read_redis(settings, since, until))
     except (RedisError, OSError, TimeoutError) as error:
-        _exit(f"what tenants used cannot be read from Redis ({type(error).__name__})")
+        _exit(f"what tenants used cannot be read from Redis ({describe_failure(error)})")
     except ValueError as error:
         _exit(str(error))
     _write(rows, settings.format)

@@ -23,6 +23,10 @@
   value: /etc/quire/keda/tls.key
 - name: QUIRE_ROUTER_KEDA_CLIENT_CA
   value: /etc/quire/keda/ca.crt
+{{- else }}
+# Without certificates the network policy alone keeps others away.
+- name: QUIRE_ROUTER_KEDA_INSECURE
+  value: "true"
 {{- end }}
 {{- end }}
 {{- end -}}

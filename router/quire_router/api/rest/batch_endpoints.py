@@ -307,6 +307,7 @@ class BatchEndpoints:
             expires_at=now + WINDOW,
             metadata=request.metadata,
             output_ttl=None if output is None else output.seconds,
+            listed=caller.policy.listed,
         )
         await self._batches.create(batch)
         self._worker.wake()

@@ -38,7 +38,8 @@ from quire_router.core.errors import batch_waits
 _INPUTS_AT_ONCE = 8  # of one line that is embedded
 _SPARE_RETENTION: Final = 3_600.0  # seconds after the window for which the records of lines are kept
 _SPARE_SECONDS: Final = 60.0  # after the window until a line ends by itself, where its batch has not ended it
-_TEMPORARY = (ErrorCode.UNAVAILABLE, ErrorCode.OVERLOADED)
+_NOT_THE_LINES = (ErrorCode.UNAVAILABLE, ErrorCode.OVERLOADED, ErrorCode.DEADLINE)
+"""Errors that are no answer to a line: they pass, or the window of its batch has ended."""
 PrepareLine = Callable[[Line, str, Identity, RequestOptions], Awaitable[PreparedRequest]]
 """Returns the request in a line, with this id. Raises ``QuireError``."""
 T = TypeVar("T")
@@ -47,7 +48,8 @@ tracer = trace.get_tracer("quire.router")
 
 class BatchLines:
     """See ``LineRunner``. Lines are prepared and answered as at the routes that they name; a response waits until there
-    is room for it in its tenant's ``quota``.
+    is room for it in its tenant's ``quota``. Lines of a tenant that was removed from the tenants' file wait until it is
+    there again, or their window ends.
     """
 
     def __init__(self, service: ApiService, tenants: Tenants, quota: ResponseQuota | None = None) -> None:
@@ -66,6 +68,8 @@ class BatchLines:
         idempotency key that no client can send.
         """
         caller, options = self._caller(batch), _options(batch, line.number)
+        if batch.listed and not caller.policy.listed:
+            raise batch_waits()  # its tenant was removed from the file, and with it its limits
         request_id = options.request_id(caller)
         most = caller.policy.max_concurrent
         if most is not None and self._under_way[caller.tenant] >= max(1, most // 2):
@@ -78,6 +82,8 @@ class BatchLines:
                 return await self._generate(batch, line, request_id, caller)
         finally:
             self._under_way[caller.tenant] -= 1
+            if not self._under_way[caller.tenant]:
+                del self._under_way[caller.tenant]
 
     async def cancel(self, batch: Batch, number: int) -> None:
         """See ``LineRunner``. What is embedded ends with the task that waits for it."""
@@ -109,7 +115,7 @@ class BatchLines:
                 # Its record is not there: the journal has lost it, and it is begun again.
                 raise batch_waits() if error.code is ErrorCode.NOT_FOUND else error from None
         except QuireError as error:
-            if error.code in _TEMPORARY:
+            if error.code in _NOT_THE_LINES:
                 raise
             status, body, _ = answer_format.error_response(error, request_id)
             return LineAnswer(status, request_id, body)
@@ -132,7 +138,7 @@ class BatchLines:
                 some = PreparedPooling(tuple(generations[start : start + _INPUTS_AT_ONCE]))
                 answers.append(await self._service.pool(some))
         except QuireError as error:
-            if error.code in _TEMPORARY:
+            if error.code in _NOT_THE_LINES:
                 raise
             status, body, _ = CHAT.error_response(error, request_id)
             return LineAnswer(status, request_id, body)

@@ -8,7 +8,7 @@ from collections.abc import AsyncGenerator, Callable, Collection, Iterable, Mapp
 from contextlib import aclosing
 from dataclasses import dataclass, replace
 from functools import partial
-from time import time
+from time import monotonic
 from typing import Any
 
 from quire_proto.errors import ErrorCode, QuireError, internal, invalid
@@ -322,7 +322,7 @@ class HistoryReader:
 
     async def _whole(self, stored: StoredRequest, caller: Identity) -> EarlierResponse:
         """Reads a response to its end, which another router may still be writing, or this one has to finish."""
-        answer = await self._service.replay(stored, caller, time() + _WAIT)
+        answer = await self._service.replay(stored, caller, monotonic() + _WAIT)
         self._service.charge_read(caller, len(answer.prepared.first.conversation))
         builder, token_ids = ResponseBuilder(answer.prepared), list[int]()
         async with aclosing(answer.deltas) as deltas:

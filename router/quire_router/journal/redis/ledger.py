@@ -10,6 +10,7 @@ and counts. The scripts (``usage_common.lua``) add only what is more than was co
 import logging
 from collections.abc import Awaitable, Callable
 from math import ceil
+from time import monotonic
 from typing import Any
 
 from redis.asyncio import Redis
@@ -39,6 +40,7 @@ log = logging.getLogger(__name__)
 GRACE = 20.0  # seconds from a note to the look at its record; with SETTLE_PERIOD less than any record is kept
 EXAMINED = 64  # records that are looked at in one exchange
 MAX_EXAMINED = 4_096  # records that one call of ``settle`` looks at
+CLOCK_STEP = 1.0  # seconds by which Redis' clock may go back without a look at all notes
 HOURS_READ = 100  # that are read in one exchange
 _FIELDS = ("epoch", "reason", "usage", "lease_expires", "told", "ended")
 _COLUMNS = ("requests", "prompt_tokens", "cached_tokens", "completion_tokens")
@@ -70,12 +72,14 @@ class RedisLedger:
         self._client = client
         self._settings = settings
         self._evaluate = evaluate
+        self._clock_offset: float | None = None  # of Redis' clock (ms) to this process' monotonic one
 
     async def settle(self, grace: float = GRACE) -> None:
         """Counts requests that were noted more than ``grace`` seconds ago and do not run: to their end if they have
         ended, else as far as their answers were delivered. Those that run are looked at again later.
         """
         examined = 0
+        await self._correct_future_notes()
         while examined < MAX_EXAMINED:
             now = to_milliseconds(await self._client.time())
             until = now - int(grace * 1000)
@@ -85,6 +89,23 @@ class RedisLedger:
             if len(due) < EXAMINED:
                 return
             examined += len(due)
+
+    async def _correct_future_notes(self) -> None:
+        """Has notes looked at that were written before Redis' clock went back: they would wait until it has caught up,
+        and their records might be gone. Looks for them after each step, and once at first.
+        """
+        now = to_milliseconds(await self._client.time())
+        offset, before = now - monotonic() * 1000, self._clock_offset
+        self._clock_offset = offset
+        if before is not None and offset > before - CLOCK_STEP * 1000:
+            return
+        ahead: Any = await self._client.zrangebyscore(LEDGER[0], f"({now}", "+inf")
+        for start in range(0, len(ahead), EXAMINED):
+            part = ahead[start : start + EXAMINED]
+            states: Any = await self._client.hmget(LEDGER[1], part)
+            notes = [each for each, state in zip(part, states, strict=True) if (state or b"").startswith(b"here ")]
+            if notes:  # those of the other states are to be looked at hours later
+                await self._client.zadd(LEDGER[0], dict.fromkeys(notes, now), xx=True, lt=True)
 
     async def settle_one(self, request_id: str, *, running: bool = False) -> None:
         """Counts what this request used, if it has a record, which is about to be ended or deleted. If it runs, only

@@ -18,6 +18,7 @@ from redis.asyncio import Redis
 from redis.asyncio.client import PubSub
 from redis.exceptions import RedisError
 
+from quire_router.clients.redis_failure import describe_failure
 from quire_router.core.retry import supervise
 
 log = logging.getLogger(__name__)
@@ -122,8 +123,8 @@ class OwnerChannel:
 
     def _log_outage(self, error: Exception) -> None:
         if not self._failing:
-            name = type(error).__name__  # a message might repeat a part of what was sent
-            log.warning("other routers cannot ask for the ends of requests (%s); they read the journal alone", name)
+            why = describe_failure(error)
+            log.warning("other routers cannot ask for the ends of requests (%s); they read the journal alone", why)
         self._failing = True
         self._tried.set()
 

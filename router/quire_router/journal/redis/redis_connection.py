@@ -6,6 +6,7 @@ that it had.
 """
 
 import asyncio
+import logging
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -20,6 +21,8 @@ from redis.exceptions import NoPermissionError, ResponseError
 
 from quire_router.clients.redis_client import lua_source
 from quire_router.journal.buffered_journal import MAX_WAIT
+
+log = logging.getLogger(__name__)
 
 _CORRUPTION_MESSAGES = ("WRONGTYPE", "DAMAGED", "string exceeds maximum allowed size", "attempt to")
 
@@ -177,22 +180,37 @@ class RedisHealth:
         pipeline.info("server")
         pipeline.setrange(PROBE, 0, "")
         info, written = await pipeline.execute(raise_on_error=False)
-        if not isinstance(info, ResponseError):  # else this user may not run INFO
-            self._check_run_id(info)
+        if not isinstance(info, ResponseError) and self._check_run_id(info):  # else this user may not run INFO
+            await self._report_settings(info)
         if isinstance(written, ResponseError) and not isinstance(written, NoPermissionError):
             self.mark_unavailable()
             return written
         return None
 
-    def _check_run_id(self, info: dict[str, Any]) -> None:
+    async def _report_settings(self, server: dict[str, Any]) -> None:
+        """Says once of each server what its operator should change."""
+        policy = (await self._client.info("memory")).get("maxmemory_policy", "noeviction")
+        if policy != "noeviction":
+            log.warning(
+                "Redis may evict records, and half a record is damaged: set maxmemory-policy to noeviction, not %s",
+                policy,
+            )
+        if server.get("redis_mode") == "cluster":
+            log.error(
+                "Redis is a cluster, and routers can use one node only: set --redis-url to a Redis without cluster mode"
+            )
+
+    def _check_run_id(self, info: dict[str, Any]) -> bool:
+        """Returns whether this server was not seen before."""
         run_id = str(info.get("run_id", ""))
         if run_id and run_id == self._run_id:
-            return  # its uptime adds nothing, and follows a clock that may go back, even to before the start
+            return False  # its uptime adds nothing, and follows a clock that may go back, even to before the start
         if self._run_id:
             self.mark_unavailable()
         self._run_id = run_id
         uptime = max(0.0, float(info.get("uptime_in_seconds", self._settle)))  # rounded down
         self._settled_at = max(self._settled_at, monotonic() + self._settle - uptime)
+        return True
 
 
 def to_milliseconds(time: tuple[int, int]) -> int:

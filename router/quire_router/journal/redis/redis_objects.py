@@ -12,6 +12,7 @@ from redis.asyncio import Redis
 from redis.exceptions import OutOfMemoryError, RedisError, ResponseError
 
 from quire_router.clients.redis_client import RedisAccess, execute_each, lua_source, redis_client
+from quire_router.clients.redis_failure import describe_failure
 from quire_router.core.errors import journal_unavailable, store_full
 from quire_router.journal.objects import ANY, MAX_NAMES, Excess, Quota, StoredObject
 
@@ -122,7 +123,7 @@ class RedisObjectStore:
             raise store_full() from None
         except (RedisError, OSError, TimeoutError) as error:
             if not self._away:
-                log.warning("files and batches cannot be read or written in Redis: %s", type(error).__name__)
+                log.warning("files and batches cannot be read or written in Redis: %s", describe_failure(error))
             self._away = True
             raise journal_unavailable() from error
         if self._away:

@@ -12,6 +12,7 @@ from typing import Any
 from redis.asyncio import Redis
 from redis.exceptions import NoScriptError, RedisError, ResponseError
 
+from quire_router.clients.redis_failure import describe_failure
 from quire_router.core import metrics
 from quire_router.core.generation import GenerationRequest
 from quire_router.core.usage import Account
@@ -142,8 +143,8 @@ class RedisTarget:
         return isinstance(error, ResponseError)
 
     def describe(self, error: Exception) -> str:
-        """See ``WriteTarget``. Only the type: Redis' messages may repeat a part of a command."""
-        return type(error).__name__
+        """See ``WriteTarget``."""
+        return describe_failure(error)
 
     def mark_unavailable(self) -> None:
         """See ``WriteTarget``."""

@@ -218,6 +218,25 @@ def test_files_of_ones_own_that_were_replaced_are_no_fault_of_the_other_node(
         tls_context(hub.args.tls, server=False)
 
 
+def test_a_node_without_the_token_of_node_0_does_not_join(tmp_path: Path) -> None:
+    """On one machine nodes need no certificates, and every user of it reaches the port."""
+    file = tmp_path / "token"
+    file.write_text("a-token-of-enough-letters")
+    hub = Hub(NodeArgs(nnodes=2, master_addr=MASTER, master_port=free_port(), engine_token_file=file))
+    try:
+        for token in ({}, {"token": "a-token-of-enough-letters"}, {"token": "Bearer another"}, {"token": [1]}):
+            answer = hub.connect(None, {**hello(), **token})
+            assert answer.kind == FrameKind.REFUSED
+            assert (
+                answer.value == "This node does not have the token of node 0: give both the same --engine-token-file."
+            )
+        place = node_rendezvous(hub.args.model_copy(update={"node_rank": 1}))
+        joined = asyncio.run(join(place, FACTS, asyncio.Event()))
+        assert joined.accepted == [2, 3]
+    finally:
+        hub.hub.close()
+
+
 def test_a_node_that_leaves_before_all_are_there_can_join_again(authority: Authority) -> None:
     hub = Hub(node_args(authority, authority.issue(NODE_NAME), nnodes=3))
     try:

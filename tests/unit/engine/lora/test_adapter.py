@@ -2,14 +2,19 @@
 
 import json
 import os
+import shutil
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import torch
 from quire_engine.checkpoint.config import DecoderConfig
+from quire_engine.core.lora import LoRARequest
 from quire_engine.errors import LoRAError
 from quire_engine.lora.adapter import LoRAAdapter, target_shapes
+from quire_engine.server.loras import LoRARegistry
+from quire_proto.errors import QuireError
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, LlamaConfig
 
@@ -255,3 +260,40 @@ def test_broken_folders_are_refused(folder: Path, config: DecoderConfig) -> None
 def test_what_can_be_no_folder_is_refused(config: DecoderConfig, path: str, told: str) -> None:
     with pytest.raises(LoRAError, match=told):
         LoRAAdapter.read(Path("/", path), config, MAX_RANK)
+
+
+async def test_nobody_learns_which_folders_there_are(
+    folder: Path, config: DecoderConfig, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """What is no adapter is answered with one sentence, whatever it is; the log says what it is."""
+    root = tmp_path / "adapters"
+    for name in ("empty", "pipe"):
+        (root / name).mkdir(parents=True)
+    os.mkfifo(root / "pipe" / "adapter_config.json")
+    (root / "loop").symlink_to(root / "loop")
+    (root / "link").symlink_to(folder)
+    inside = Path(shutil.move(folder, root / "inside"))
+    outside = shutil.copytree(inside, folder)
+
+    def check(lora: LoRARequest) -> LoRARequest:
+        adapter = LoRAAdapter.read(Path(lora.lora_path), config, MAX_RANK)
+        return replace(lora, lora_path=Path(lora.lora_path), digest=adapter.digest)
+
+    async def refusal(registry: LoRARegistry, path: str) -> str:
+        with pytest.raises(QuireError) as refused:
+            await registry.load("name", path)
+        assert refused.value.param == "lora_path"
+        return refused.value.message.replace(ascii(path), "PATH")
+
+    anywhere, below = LoRARegistry(check, ["m"]), LoRARegistry(check, ["m"], root)
+    found = {await refusal(anywhere, str(root / name)) for name in ("nowhere", "empty", "pipe", "loop")}
+    assert found == {"There is no adapter at PATH that this engine can read; its log says why."}
+    strange = ["..", "../adapter", str(outside), "link", "/", "/etc", "/etc/nowhere", "a\0b", "a\nb"]
+    found = {await refusal(below, path) for path in ("nowhere", "empty", "pipe", "loop", *strange)}
+    wanted = f"There is no adapter at PATH that this engine can read, below the {root} of --lora-root"
+    assert found == {f"{wanted}; its log says why."}
+    assert "a\nb" not in caplog.text
+    assert "has no adapter_config.json" in caplog.text
+    assert (await below.load("name", "inside")).lora_path == inside
+    assert (await below.load("name", str(inside))).lora_path == inside
+    assert (await anywhere.load("name", str(outside))).lora_path == outside

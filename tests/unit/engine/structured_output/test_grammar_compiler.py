@@ -113,6 +113,46 @@ def test_too_many_at_once_are_refused_until_some_are_compiled(
     assert watched.source.compiled["d"] == 1
 
 
+def test_grammars_of_one_tenant_wait_for_each_other_and_not_those_of_another(watched: Watched) -> None:
+    many = [watched.compiler.submit(regex(f"many {number}"), b"many") for number in range(20)]
+    other = watched.compiler.submit(regex("other"), b"other")
+    until(other.running)
+    assert [future.running() for future in many].count(True) == 1, "a tenant has one thread"
+    watched.source.release()
+    assert made(other)
+    assert all(map(made, many))
+
+
+def test_a_grammar_that_another_tenant_has_asked_for_comes_in_the_first_turn(watched: Watched) -> None:
+    busy = [watched.compiler.submit(regex(f"busy {number}"), b"many") for number in range(9)]
+    shared = watched.compiler.submit(regex("shared"), b"many")
+    assert watched.compiler.submit(regex("shared"), b"other") is shared
+    until(shared.running)
+    watched.source.release()
+    assert all(map(made, [*busy, shared]))
+    assert watched.source.compiled["shared"] == 1
+
+
+def test_one_tenant_has_a_share_of_what_may_wait_and_be_in_use(
+    watched: Watched, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(compilers, "MAX_PENDING", 16)
+    monkeypatch.setattr(compilers, "MAX_ALIVE_BYTES", 9000)
+    for text in ("a", "b"):
+        watched.compiler.submit(regex(text), b"one")
+    with pytest.raises(QuireError, match="too many grammars"):
+        watched.compiler.submit(regex("c"), b"one")
+    watched.compiler.submit(regex("c"), b"two")
+    watched.source.release()
+    until_settled(watched)
+    used = [made(watched.compiler.submit(regex(f"{number}"), b"one")) for number in range(3)]
+    until_settled(watched)
+    with pytest.raises(QuireError, match="too many grammars"):
+        watched.compiler.submit(regex("more"), b"one")
+    assert made(watched.compiler.submit(regex("more"), b"two"))
+    assert len(used) == 3
+
+
 def test_grammars_in_use_are_bounded_until_they_are_released(watched: Watched, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(compilers, "MAX_CACHED", 0)
     monkeypatch.setattr(compilers, "MAX_ALIVE_BYTES", 1500)
@@ -191,7 +231,7 @@ from quire_engine.structured_output.compiler import GrammarCompiler, ModelGramma
 compiler = GrammarCompiler(ModelGrammars(Path({str(MODEL)!r}), 512, [0], num_sandboxes=1))
 assert "llguidance" not in sys.modules
 compiler.prepare()
-compiler._pool.shutdown(wait=True)
+compiler._turns._pool.shutdown(wait=True)
 assert "llguidance.gbnf_to_lark" in sys.modules
 compiler.close()
 """

@@ -215,3 +215,25 @@ def test_two_engines_have_folders_of_their_own_and_one_that_was_killed_leaves_it
 def test_measuring_leaves_no_blocks(folder: Path) -> None:
     assert measure_block_seconds(folder, 1 << 16) > 0
     assert not [path for path in folder.rglob("*") if path.is_file()]
+
+
+def test_a_link_in_the_folder_is_not_followed(folder: Path) -> None:
+    victim = folder / "victim.txt"
+    victim.write_bytes(b"precious")
+    (folder / "index").symlink_to(victim)
+    with pytest.raises(OSError, match="symbolic links"):
+        BlockFile(folder, "", SLOTS, SIZE)
+    assert victim.read_bytes() == b"precious"
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root gives files to others")
+def test_a_folder_that_somebody_else_made_is_left_alone(folder: Path, caplog: pytest.LogCaptureFixture) -> None:
+    for number, uid in ((0, 65_534), (1, 0)):
+        (folder / str(number)).mkdir()
+        os.chown(folder / str(number), uid, uid)
+    (folder / "1").chmod(0o777)
+    lock = FolderLock(folder)
+    assert lock.folder == folder / "2"
+    lock.close()
+    assert [record.levelname for record in caplog.records] == ["WARNING", "WARNING"]
+    assert "belongs to user 65534" in caplog.text

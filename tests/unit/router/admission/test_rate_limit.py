@@ -14,7 +14,7 @@ from quire_router.admission.limits import RateLimiter, ReserveRequest
 from quire_router.admission.redis_rate_limit import RedisRateLimiter
 from quire_router.admission.tenants import MICROSECONDS, WINDOW, Tenant, Tenants, TenantUsage
 
-from tests.support.redis_server import redis_server
+from tests.support.redis_server import redis_server, settable_clock
 
 
 class Clock:
@@ -467,7 +467,7 @@ async def test_a_redis_that_hangs_is_waited_for_only_a_moment():
     with redis_server() as server:
         async with routers(server, 1, patience=0.3, max_concurrent=1) as (one,):
             await until(lambda: comes_back(one))
-            await until(lambda: _is_empty(one._shared._client))
+            await until(lambda: has_no_places(one))
             server.signal(signal.SIGSTOP)
             with await asyncio.wait_for(one.reserve("t", "a", 1), 20):
                 for _ in range(2):
@@ -489,6 +489,46 @@ async def test_the_keys_of_a_tenant_that_was_idle_for_a_minute_expire(redis):
 
 async def _is_empty(client):
     return await client.dbsize() == 0
+
+
+@pytest.fixture
+def settable(tmp_path):
+    with redis_server(clock=settable_clock(tmp_path)) as server:
+        yield server
+
+
+@pytest.mark.parametrize("seconds", [20, 300])
+async def test_a_clock_of_redis_that_goes_back_changes_no_debt_and_no_lease(settable, seconds):
+    async with routers(settable, 2, lease=20.0, requests_per_minute=60, max_concurrent=3) as (one, other):
+        with await one.reserve("t", "lives", 1):
+            dead = await other.reserve("t", "dead", 1)
+            settable.clock.move(-seconds)
+            with await one.reserve("t", "comes", 1):
+                assert one.status("t").requests.remaining >= 57
+                assert (await refusal_of(one)).reason == "max_concurrent"
+            client = one._shared._client
+            for _ in range(2):
+                settable.clock.move(-seconds)
+                await send_all(one._shared)
+                assert await places_in(client) == {"lives", "dead"}
+                ends = await client.zrange("quire:limits:{t:t}:running", 0, -1, withscores=True)
+                now = (await client.time())[0]
+                assert all(now < end / MICROSECONDS < now + 22 for _, end in ends)
+            for number in range(50):
+                await spend(one, str(number), 1, 0)
+                await send_all(one._shared)
+            assert one.status("t").requests.remaining < 30
+            del dead
+
+
+async def test_a_bucket_that_is_ahead_for_an_unknown_reason_is_cut_to_a_window_once(redis):
+    async with routers(redis, 1, requests_per_minute=6000) as (one,):
+        client, name = one._shared._client, "quire:limits:{t:t}:requests"
+        await client.set(name, (await client.time())[0] * MICROSECONDS + 600 * MICROSECONDS)
+        await refusal_of(one)
+        full = int(await client.get(name))
+        await until(admitted(one))
+        assert int(await client.get(name)) == full + 10_000
 
 
 async def test_a_redis_clock_that_goes_back_makes_no_tenant_wait_longer_than_a_window(redis):

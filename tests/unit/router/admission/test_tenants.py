@@ -1,15 +1,18 @@
 """The tenants' file, and what keys become of it."""
 
+import asyncio
 import json
 import os
 from hashlib import sha256
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 from quire_proto.cli import read_settings
 from quire_proto.errors import ErrorCode, QuireError
 from quire_router.admission.limits import RateLimiter
 from quire_router.admission.settings_file import FileWatch, SettingsFileError
-from quire_router.admission.tenants import Tenant, Tenants, TenantUsage
+from quire_router.admission.tenants import MAX_OTHERS, Tenant, Tenants, TenantUsage
 from quire_router.admission.tenants_file import ApiKey, read_tenants
 from quire_router.api.auth import Authenticator, Identity
 from quire_router.components import Components
@@ -438,3 +441,41 @@ async def test_limits_of_a_replaced_file_hold_for_what_was_counted_before():
     assert limiter.status("b") is None
     with pytest.raises(QuireError, match="tokens"):
         await limiter.reserve("a", "4", 10)
+
+
+async def test_tenants_that_use_nothing_leave_memory() -> None:
+    now, tenants = [0], Tenants(default=Tenant(requests_per_minute=10, tokens_per_minute=1000, max_concurrent=4))
+    limits = RateLimiter(tenants, clock=lambda: now[0])
+    running = await limits.reserve("busy", "r", 10)
+    for number in range(4_000):
+        now[0] += 500_000
+        limits.count_poll(f"user {number}")
+        (await limits.reserve(f"user {number}", "r", 10)).settle()
+    assert len(limits._usages) < 400, "those of the last minute, and no more than that again"
+    for number in range(MAX_OTHERS + 10):
+        assert tenants[f"{number}"].requests_per_minute == 10
+    assert len(tenants._others) == MAX_OTHERS
+    assert dict(tenants) == {}
+    assert limits._usages["busy"].running == 1
+    running.settle()
+
+
+@given(st.lists(st.tuples(st.sampled_from("abc"), st.integers(1, 900), st.integers(0, 90)), max_size=40))
+def test_a_tenant_that_was_forgotten_is_admitted_as_one_that_was_not(steps: list[tuple[str, int, int]]) -> None:
+    """The same requests, with and without others that make limiters forget."""
+
+    async def admitted(others: int) -> list[bool]:
+        now, tenants = [0], Tenants(default=Tenant(requests_per_minute=3, tokens_per_minute=1000))
+        limits, answers = RateLimiter(tenants, clock=lambda: now[0]), []
+        for number, (tenant, tokens, seconds) in enumerate(steps):
+            now[0] += seconds * 1_000_000
+            for other in range(others):
+                limits.count_poll(f"other {number} {other}")
+            try:
+                (await limits.reserve(tenant, f"{number}", tokens)).commit_all()
+                answers.append(True)
+            except QuireError:
+                answers.append(False)
+        return answers
+
+    assert asyncio.run(admitted(0)) == asyncio.run(admitted(4))

@@ -10,6 +10,7 @@ import jwt
 import pytest
 from aiohttp import web
 from cryptography.hazmat.primitives.asymmetric import ec, ed25519, rsa
+from cryptography.hazmat.primitives.serialization import Encoding, PublicFormat
 from hypothesis import given
 from hypothesis import strategies as st
 from quire_proto.cli import read_settings
@@ -91,6 +92,18 @@ async def test_a_token_of_the_issuer_says_who_its_caller_is(signer):
         assert verifier.verify(token(issuer, signer)) == "alice"
         assert (await read(issuer, tenant_claim="team")).verify(token(issuer, signer, team="x y/z")) == "x y/z"
         assert (await read(issuer, jwks_url=f"{issuer.url}/keys")).verify(token(issuer, signer)) == "alice"
+
+
+@pytest.mark.parametrize("algorithm", ["RS256", "RS512", "PS256", "PS384"])
+async def test_a_key_that_names_no_algorithm_signs_with_any_of_its_type(algorithm):
+    async with serving() as issuer:
+        issuer.keys = [{name: value for name, value in public("rsa").items() if name != "alg"}]
+        verifier = await read(issuer)
+        assert verifier.verify(token(issuer, algorithm=algorithm)) == "alice"
+        pem = RSA.public_key().public_bytes(Encoding.PEM, PublicFormat.SubjectPublicKeyInfo)
+        for forged in ({"key": EC, "algorithm": "ES256"}, {"key": pem.hex(), "algorithm": "HS256"}):
+            with pytest.raises(QuireError, match="signature"):
+                verifier.verify(token(issuer, **forged))
 
 
 WRONG = {

@@ -19,6 +19,7 @@ def settings(*flags: str, model: str = "m=folder") -> Settings:
 def test_autoscalers_are_not_served_unless_the_settings_say_so() -> None:
     assert not settings().is_asked_for_load
     assert settings("--keda-port", "0").is_asked_for_load
+    assert settings("--keda-port", "0", "--host", "0.0.0.0", "--keda-insecure").is_asked_for_load
 
 
 def test_all_of_it_is_read(tmp_path: Path) -> None:
@@ -63,6 +64,9 @@ def test_keda_is_served_over_tls_if_the_settings_name_a_certificate(tmp_path: Pa
         (("--keda-key", "OTHER"), "--keda-key needs --keda-cert"),
         (("--keda-cert", "CERT", "--keda-key", "OTHER"), "--keda-key: "),
         (("--keda-client-ca", "CERT"), "--keda-client-ca needs --keda-cert"),
+        (("--keda-port", "0", "--host", "0.0.0.0"), "--keda-port needs --keda-client-ca"),
+        (("--keda-port", "0", "--host", "::", "--keda-cert", "CERT", "--keda-key", "KEY"), "needs --keda-client-ca"),
+        (("--keda-client-ca", "CERT", "--keda-cert", "CERT", "--keda-key", "KEY", "--keda-insecure"), "exclude each"),
         (("--keda-port", "0", "--model", "a/b=folder,a_b=folder"), "would both be 'a_b'"),
     ],
 )
@@ -71,7 +75,7 @@ def test_invalid_autoscaling_settings_are_refused_with_a_message(
 ) -> None:
     cluster = Cluster(tmp_path)
     other = cluster.issue(cluster.servers, "other")
-    files = {"CERT": str(cluster.router.certificate), "OTHER": str(other.key)}
+    files = {"CERT": str(cluster.router.certificate), "KEY": str(cluster.router.key), "OTHER": str(other.key)}
     with pytest.raises(SystemExit):
         settings(*(files.get(flag, flag) for flag in flags))
     (line,) = capsys.readouterr().err.splitlines()

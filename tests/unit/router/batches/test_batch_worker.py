@@ -7,7 +7,7 @@ from collections.abc import Callable
 from copy import deepcopy
 from dataclasses import replace
 from secrets import token_hex
-from time import time
+from time import monotonic, time
 from typing import Any, TypeVar, cast
 
 import pytest
@@ -15,6 +15,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from prometheus_client import REGISTRY
 from quire_proto.errors import ErrorCode, QuireError
+from quire_proto.sampling import FinishReason
 from quire_proto.text.chat_template import ChatTemplate
 from quire_proto.text.tokenizer import ModelTokenizer
 from quire_router.api.auth import Authenticator
@@ -23,7 +24,7 @@ from quire_router.api.service import ApiService
 from quire_router.batches.batch import WINDOW, Batch, Line, LineAnswer
 from quire_router.batches.batch_store import ACTIVE, Batches
 from quire_router.batches.files import CHUNK_BYTES, Files, FileSettings
-from quire_router.batches.worker import LEASE, MAX_RUNNING, TURN, BatchWorker
+from quire_router.batches.worker import LEASE, LINE_WINDOW, MAX_RUNNING, TURN, BatchWorker
 from quire_router.journal.objects import MemoryObjectStore, read_objects
 
 from tests.support.batch_stage import (
@@ -229,8 +230,9 @@ async def test_a_router_works_on_as_many_batches_of_each_tenant() -> None:
     await places.stop()
 
 
-async def test_where_there_are_more_tenants_than_places_each_has_its_turn() -> None:
+async def test_where_there_are_more_tenants_than_places_each_has_its_turn(monkeypatch: pytest.MonkeyPatch) -> None:
     places, worked = Places(), set[str]()
+    monkeypatch.setattr("quire_router.batches.worker.monotonic", lambda: places.now)
     tenants = [f"tenant {number}" for number in range(2 * MAX_RUNNING)]
     for tenant in tenants:
         await places.add(tenant, 1)
@@ -242,6 +244,42 @@ async def test_where_there_are_more_tenants_than_places_each_has_its_turn() -> N
         places.now += TURN + 1
     assert worked == set(tenants)
     await places.stop()
+
+
+@pytest.mark.parametrize("how", ["a request ran out of time", "the clock was set"])
+async def test_lines_whose_window_ended_unseen_have_expired_as_any_others(how: str) -> None:
+    fleet, count, gate = Fleet(), LINE_WINDOW + 8, asyncio.Event()
+    fleet.runner.script = (gate, "done", FinishReason.STOP)
+    await store_batch(fleet.api, jsonl([line(f"line {number}") for number in range(count)]))
+    living = asyncio.create_task(fleet.live(Life(IMMORTAL), "a router"))
+    await until(lambda: len(fleet.runner.generations) == LINE_WINDOW)
+    if how == "the clock was set":
+        fleet.later = WINDOW + 3600
+    else:
+        over = QuireError(ErrorCode.DEADLINE, "The time for this request was over before its answer had ended.")
+        fleet.runner.script = (over,)
+    gate.set()
+    await asyncio.wait_for(living, 20)
+    batch = await fleet.api.batches.get("batch_1", "")
+    output, errors = await content_of(fleet.api, batch.output_file_id), await content_of(fleet.api, batch.error_file_id)
+    assert (batch.status, len(output) + len(errors), bool(errors)) == ("expired", count, True)
+    assert {each["response"]["status_code"] for each in output} <= {200}
+    assert {each["error"]["code"] for each in errors} == {"batch_expired"}
+    assert len({each["custom_id"] for each in output + errors}) == count
+
+
+async def test_a_lease_that_nobody_renews_is_over_though_a_clock_that_was_ahead_wrote_it(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr("quire_router.batches.worker.LEASE", 0.2)
+    fleet = Fleet()
+    batch = await store_batch(fleet.api, jsonl([line("a")]))
+    batch.owner, batch.lease_until = "it died", time() + 3600
+    assert await fleet.store.put(batch.id, batch.to_json(), 1, 9000)
+    began = monotonic()
+    await asyncio.wait_for(fleet.live(Life(IMMORTAL), "the other"), 20)
+    assert (await fleet.api.batches.get("batch_1", "")).status == "completed"
+    assert monotonic() - began > 0.2
 
 
 class ListingStore(MemoryObjectStore):

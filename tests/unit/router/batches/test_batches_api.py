@@ -17,8 +17,11 @@ from quire_proto.errors import ErrorCode, QuireError
 from quire_proto.sampling import FinishReason
 from quire_router.admission.tenants import Tenant, Tenants
 from quire_router.admission.tenants_file import ApiKey, TenantsFile
-from quire_router.api.request_limits import BodyBudget
-from quire_router.batches.batch import Batch
+from quire_router.api.auth import Authenticator
+from quire_router.api.request_limits import BodyBudget, ConcurrencyLimit
+from quire_router.api.rest.batch_lines import BatchLines
+from quire_router.api.service import ApiService
+from quire_router.batches.batch import Batch, Line
 from quire_router.batches.batch_store import Batches
 from quire_router.batches.files import CHUNK_BYTES, FileInfo, Files, FileSettings
 from quire_router.core.errors import journal_unavailable
@@ -28,7 +31,16 @@ from quire_router.journal.sqlite.sqlite_journal import SqliteJournal
 
 from tests.support.batch_stage import batch_stage, jsonl, line
 from tests.support.journal_kinds import KINDS, Databases, databases
-from tests.support.scripted_api import MODEL, Limits, ask, script_of
+from tests.support.scripted_api import (
+    CHAT_TEMPLATE,
+    MODEL,
+    Limits,
+    ScriptedPool,
+    ScriptedRunner,
+    ask,
+    script_of,
+    tokenizer_with,
+)
 from tests.support.waiting import until
 
 KEYS = ["k" * 16, "l" * 16]
@@ -458,6 +470,28 @@ async def test_batches_are_listed_with_their_metadata():
         ]
         assert [each.id async for each in api.batches.list(limit=2)] == [each.id for each in reversed(made)]
         assert [each.metadata async for each in api.batches.list()] == [{"n": "2"}, {"n": "1"}, {"n": "0"}]
+
+
+async def test_lines_of_a_tenant_that_was_removed_wait_until_it_is_there_again():
+    runner, tenants, now = ScriptedRunner(), Tenants([Tenant("a", listed=True)]), int(time())
+    service = ApiService(
+        dict.fromkeys([MODEL], tokenizer_with(CHAT_TEMPLATE)),
+        ScriptedPool(),
+        runner,
+        Authenticator(()),
+        ConcurrencyLimit(8),
+    )
+    lines, batch = BatchLines(service, tenants), Batch("batch_1", "a", "", CHAT, "file-1", now, now + 1000, listed=True)
+    body = json.dumps(line("x")["body"]).encode()
+    assert (await lines.run(batch, Line(0, "x", body))).status == 200
+    tenants.replace_all(Tenants([Tenant("b", listed=True)]))
+    with pytest.raises(QuireError, match="waits"):
+        await lines.run(batch, Line(1, "x", body))
+    assert len(runner.generations) == 1
+    tenants.replace_all(Tenants([Tenant("a", listed=True)]))
+    assert (await lines.run(batch, Line(1, "x", body))).status == 200
+    assert not lines._under_way
+    service.close()
 
 
 async def test_batches_that_are_made_at_once_are_bounded_together(monkeypatch):

@@ -301,8 +301,8 @@ async def test_an_adopted_request_keeps_its_remaining_time_whatever_the_former_r
             await flushed(former)
             await redis.hincrby(keys("r")[0], "opened", -100_000)  # a hundred seconds are over
             record, _ = await taken(journal, "r")
-            assert record.generation.deadline is not None
-            assert 400 < record.generation.deadline - time() <= 500.5
+            assert record.generation.seconds_left is not None
+            assert 400 < record.generation.seconds_left <= 500.5
             former_again = await former.read("r")
             assert former_again is not None
             assert former_again.generation == generation

@@ -8,6 +8,7 @@ from array import array
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field, replace
 from itertools import count
+from pathlib import Path
 from time import time
 from typing import Any, ClassVar
 
@@ -36,7 +37,7 @@ from quire_router.journal.redis.redis_journal import RedisJournal
 from redis.exceptions import ConnectionError as RedisConnectionError
 
 from tests.support.journals import append_tokens
-from tests.support.redis_server import RedisServer, redis_server
+from tests.support.redis_server import RedisServer, redis_server, settable_clock
 
 ROUTERS = 2
 SETTINGS = JournalSettings(lease=9, settle=0, pause=0.001)  # leases expire when the test says so
@@ -445,6 +446,34 @@ def test_a_request_that_runs_is_looked_at_again_later(server: RedisServer, route
         seconds, _ = client.time()
         assert client.zscore(LEDGER[0], "r") > seconds * 1000 - 10_000
     assert usage_of(router) == []
+
+
+@pytest.mark.parametrize("starts_later", [False, True])
+def test_a_note_is_looked_at_in_time_after_a_clock_that_went_back(tmp_path: Path, starts_later: bool) -> None:
+    with redis_server(clock=settable_clock(tmp_path)) as own:
+        assert own.clock is not None
+        dying = Router(own.url)
+        looks = None if starts_later else Router(own.url)
+        if looks is not None:
+            looks.run(settled(looks.journal))
+        lease = dying.open(request_of())
+        append_tokens(dying.journal, lease, 0, [5, 6])
+        dying.run(dying.journal.flush())
+        released = dying.open(request_of("released", stream=True))
+        append_tokens(dying.journal, released, 0, [5])
+        dying.journal.release(released, Usage(3, 1))
+        dying.run(dying.journal.flush())
+        own.clock.move(-600)
+        looks = looks or Router(own.url)
+        with redis.Redis.from_url(own.url) as client:
+            client.hset(keys("r")[0], "lease_expires", 1)
+            looks.run(settled(looks.journal, -1.0))
+            assert usage_of(looks) == [("shop", "m", 2, 6, 0, 3)]
+            seconds, _ = client.time()
+            assert client.zscore(LEDGER[0], "released") > (seconds + 3600) * 1000
+        for each in (dying, looks):
+            each.run(each.journal.close())
+            each.runner.close()
 
 
 def test_a_record_that_is_gone_without_a_trace_of_its_usage_is_a_warning(

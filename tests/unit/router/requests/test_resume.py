@@ -7,7 +7,7 @@ from collections import defaultdict
 from collections.abc import AsyncGenerator, AsyncIterator
 from contextlib import aclosing, asynccontextmanager
 from dataclasses import replace
-from time import time
+from time import monotonic, time
 from typing import TypeVar
 
 import pytest
@@ -585,14 +585,14 @@ async def test_a_resumed_stream_has_its_own_deadline() -> None:
         record = await place.lifecycle.record("r")
         assert record is not None
         with pytest.raises(QuireError, match="time to read this answer was over") as caught:
-            await collect(place.lifecycle.resume(record, StreamCursor(1), time() + 0.1))
+            await collect(place.lifecycle.resume(record, StreamCursor(1), monotonic() + 0.1))
         assert caught.value.code is ErrorCode.DEADLINE
         assert not first.done()
         first.cancel()
         with pytest.raises(asyncio.CancelledError):
             await first
         await asyncio.sleep(0.3)
-        again = asyncio.create_task(collect(place.lifecycle.resume(record, StreamCursor(1), time() + 20)))
+        again = asyncio.create_task(collect(place.lifecycle.resume(record, StreamCursor(1), monotonic() + 20)))
         submit = await place.engine.submit()
         place.engine.send(output(submit.request_id, tokens("c"), 2, STOP))
         assert delta_text(await again) == "abc"
@@ -606,7 +606,7 @@ async def test_a_reader_whose_deadline_passes_releases_the_request_it_resumed(ba
         record = await place.lifecycle.record("r")
         assert record is not None
         with pytest.raises(QuireError, match="time to read this answer was over") as caught:
-            await collect(place.lifecycle.resume(record, StreamCursor(1), time() + 0.05))
+            await collect(place.lifecycle.resume(record, StreamCursor(1), monotonic() + 0.05))
         after = await place.lifecycle.record("r")
         assert after is not None
         assert caught.value.code is ErrorCode.DEADLINE

@@ -3,6 +3,9 @@ leaves nothing behind.
 """
 
 import asyncio
+import sys
+from dataclasses import replace
+from time import monotonic, time
 
 import pytest
 from opentelemetry.sdk.trace import TracerProvider
@@ -14,6 +17,7 @@ from quire_proto.errors import ErrorCode, QuireError
 from quire_proto.sampling import FinishReason, SamplingParams
 from quire_router.core.generation import GenerationRequest, Usage
 from quire_router.discovery.base import Endpoint
+from quire_router.requests.dispatch import queued_request
 from quire_router.requests.state import MAX_MOVES
 
 from tests.support.byte_tokenizer import tokens
@@ -202,6 +206,24 @@ async def test_a_request_that_takes_too_long_ends_with_its_deadline() -> None:
         assert caught.value.code is ErrorCode.DEADLINE
         assert (await place.engine.cancel()).request_id == "r"
         await place.left_nothing("r", FinishReason.ERROR, "")
+
+
+@pytest.mark.parametrize("step", [-4_000, 4_000])
+async def test_a_wall_clock_that_is_set_changes_no_requests_time(step: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    async with open_runner(ready=0) as place:
+        made = replace(request(), deadline=time() + 0.6)
+        for name, module in list(sys.modules.items()):
+            if name.startswith("quire_router.") and getattr(module, "time", None) is time:
+                monkeypatch.setattr(module, "time", lambda: time() + step)
+        assert queued_request(made).deadline == pytest.approx(monotonic() + 0.6, abs=0.3)
+        task = asyncio.create_task(collect(place.lifecycle.run(made)))
+        await asyncio.sleep(0.1)
+        assert not task.done()
+        await place.engine.start()
+        await place.engine.submit()
+        with pytest.raises(QuireError) as caught:
+            await asyncio.wait_for(task, 20)
+        assert caught.value.code is ErrorCode.DEADLINE
 
 
 # No engine
