@@ -47,10 +47,14 @@ _COLUMNS = ("requests", "prompt_tokens", "cached_tokens", "completion_tokens")
 Evaluate = Callable[..., Awaitable[Any]]
 
 
-def expect_arguments(request_id: str, account: Account, usage: Usage | None) -> tuple[str | int, ...]:
-    """The keys and arguments of ``usage_expect.lua``; ``usage`` when the request is about to end or to be released."""
+def expect_arguments(
+    request_id: str, account: Account, usage: Usage | None, *, again: bool = False
+) -> tuple[str | int, ...]:
+    """The keys and arguments of ``usage_expect.lua``; ``usage`` when the request is about to end or to be released, and
+    ``again`` for one that has the id of another, which was counted, and whose record is gone.
+    """
     counts = ("", "", "") if usage is None else _counts(usage)
-    return *LEDGER, request_id, f"{account.tenant} {account.model}", *counts
+    return *LEDGER, request_id, f"{account.tenant} {account.model}", *counts, "again" if again else ""
 
 
 def count_arguments(request_id: str, usage: Usage, settings: JournalSettings, *, ended: bool) -> tuple[str | int, ...]:

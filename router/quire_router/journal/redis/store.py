@@ -77,11 +77,15 @@ class RedisStore:
         terms = lease.owner, lease.epoch, *open_arguments(generation, self._settings)
         if generation.background:
             await self._index(lease.request_id)
-        note = expect_arguments(lease.request_id, Account.of(generation), None)
-        await self._evaluate(USAGE_EXPECT, len(LEDGER), *note)
+        account = Account.of(generation)
+        noted = await self._evaluate(USAGE_EXPECT, len(LEDGER), *expect_arguments(lease.request_id, account, None))
         names = *keys(lease.request_id), tombstone(lease.request_id)
         reply = await self._evaluate(OPEN, len(names), *names, *terms)
-        return bool(reply == ScriptReply.DONE)
+        opened = bool(reply == ScriptReply.DONE)
+        if opened and not noted:  # its key was used before, for a request that was deleted or has expired
+            note = expect_arguments(lease.request_id, account, None, again=True)
+            await self._evaluate(USAGE_EXPECT, len(LEDGER), *note)
+        return opened
 
     async def claim(self, request_id: str, owner: str, name: str) -> StoredRecord | None:
         """Takes the lease on a record that has none; None if it cannot. ``name`` is the claim's own, so it can be

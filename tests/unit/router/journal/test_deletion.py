@@ -293,3 +293,25 @@ async def test_who_deletes_twice_at_once_deletes_once(routers: tuple[RedisJourna
     owner, other = routers
     await ended_and_written(owner)
     assert sorted(await asyncio.gather(owner.delete("r"), other.delete("r"))) == [False, True]
+
+
+@pytest.mark.parametrize("ends", [True, False], ids=["ended", "running"])
+async def test_a_key_that_is_used_again_after_its_request_was_deleted_is_counted_again(
+    journal: AnyJournal, ends: bool
+) -> None:
+    for number in range(3):
+        generation = replace(small_request("again"), created=number + 1)
+        lease = await journal.open_if_absent(generation)
+        assert lease is not None
+        append_tokens(journal, lease, 0, [5, 6, 7])
+        if ends or number == 2:
+            journal.finish(lease, FinishReason.STOP, usage=USED)
+            await flushed(journal)
+            assert await journal.delete("again")
+        else:
+            await flushed(journal)
+            assert await journal.delete("again")
+            journal.finish(lease, FinishReason.ABORT, usage=USED)
+        await flushed(journal)
+    rows = await journal.usage(0, time() + 3600)
+    assert [(row.requests, row.completion_tokens) for row in rows] == [(3, 9)]
