@@ -9,10 +9,10 @@ local now = tonumber(redis.call('TIME')[1])
 
 local function leave(each)
   local before = tonumber(redis.call('HGET', SIZES, each) or '')
-  if before then
-    redis.call('HINCRBY', SIZES, 'total', -before)
-    redis.call('HDEL', SIZES, each)
+  if before and before > 0 then -- Redis takes no -0
+    redis.call('HINCRBY', SIZES, 'total', string.format('-%.0f', before))
   end
+  redis.call('HDEL', SIZES, each)
   redis.call('ZREM', EXPIRATIONS, each)
 end
 

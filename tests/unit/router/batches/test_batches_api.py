@@ -482,7 +482,7 @@ async def test_lines_of_a_tenant_that_was_removed_wait_until_it_is_there_again()
         ConcurrencyLimit(8),
     )
     lines, batch = BatchLines(service, tenants), Batch("batch_1", "a", "", CHAT, "file-1", now, now + 1000, listed=True)
-    body = json.dumps(line("x")["body"]).encode()
+    body = json.dumps(line("x")).encode()
     assert (await lines.run(batch, Line(0, "x", body))).status == 200
     tenants.replace_all(Tenants([Tenant("b", listed=True)]))
     with pytest.raises(QuireError, match="waits"):

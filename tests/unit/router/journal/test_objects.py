@@ -203,6 +203,16 @@ async def test_a_tenant_leaves_as_much_of_a_store_free_as_it_has_itself(
         await store.discharge(account_of(about, ""), "x")
 
 
+@pytest.mark.parametrize("kind", KINDS)
+async def test_a_name_without_bytes_counts_and_leaves(kind: str, stores: Databases) -> None:
+    async with store_of(kind, stores) as store:
+        await store.charge("empty", "gone", 0, 0.0)
+        for _ in range(3):
+            assert await store.charge("empty", "x", 0, TTL, Quota(1)) is None
+            assert await store.charge("empty", "y", 0, TTL, Quota(1)) is Excess.NAMES
+            await store.discharge("empty", "x")
+
+
 async def test_a_part_keeps_its_object_for_longer() -> None:
     now = 0.0
     store = MemoryObjectStore(clock=lambda: now)
