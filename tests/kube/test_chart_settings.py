@@ -53,6 +53,18 @@ def test_routers_and_engines_agree(example: Examples, reader: Reader, values: st
         assert read_tokens(engine.engine_token_file) == read_tokens(settings.engine_token_file)
 
 
+@pytest.mark.parametrize("optional", [True, False, None])
+def test_both_sides_speak_plain_text_too_only_while_tls_is_optional(
+    helm: Helm, reader: Reader, optional: bool | None
+) -> None:
+    values = with_values(example_values("cpu-demo"), tls__mode="helm")
+    release = helm.render(values if optional is None else with_values(values, tls__optional=optional))
+    (router,), (engine,) = components(release, "router"), components(release, "engine")
+    tls = reader.read(release, router).engine_tls
+    assert tls is not None
+    assert tls.optional == reader.read(release, engine).tls_optional == bool(optional)
+
+
 @pytest.mark.parametrize("values", EXAMPLES)
 def test_routers_look_for_every_models_engines(example: Examples, reader: Reader, values: str) -> None:
     release = example(values, "1.37")
