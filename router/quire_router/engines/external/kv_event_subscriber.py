@@ -20,6 +20,7 @@ import zmq.asyncio
 from quire_proto.cli import join_host_port
 
 from quire_router.core import metrics
+from quire_router.engines.external.http_client import offload
 from quire_router.engines.external.kv_events import BadEventError, EventBatch, ReportedCache, read_batch
 
 log = logging.getLogger(__name__)
@@ -31,6 +32,7 @@ REPLAY_TIMEOUT = 5.0  # seconds, until the next message
 
 _END = (1 << 64) - 1  # -1
 _SEQUENCE_BYTES = 8
+_EVENTS_PER_TURN = 128  # about a millisecond
 _REST = 4.0
 """Seconds of rest for each second that messages took: at most a fifth of the router's time."""
 _RECONNECT_INTERVAL = 0.1  # seconds
@@ -82,7 +84,7 @@ class KvEventSubscriber:
 
     async def _on_message(self, frames: Sequence[bytes]) -> None:
         try:
-            sequence, batch = _parse(frames[1:])
+            sequence, batch = await _parse(frames[1:])
         except BadEventError as error:
             self._on_bad(error)
             return
@@ -92,9 +94,9 @@ class KvEventSubscriber:
             self._next = 0
         if sequence > self._next:
             await self._replay()
-        self._take(sequence, batch)
+        await self._take(sequence, batch)
 
-    def _take(self, sequence: int, batch: EventBatch) -> None:
+    async def _take(self, sequence: int, batch: EventBatch) -> None:
         """Applies a batch, unless it was applied before. Of a gap before it nothing can be known any more."""
         if sequence < self._next:
             return
@@ -108,7 +110,9 @@ class KvEventSubscriber:
         if batch.bad:
             self._on_bad(BadEventError("an event is damaged"), batch.bad)
         dropped = self._cache.dropped
-        for event in batch.events:
+        for number, event in enumerate(batch.events, 1):
+            if number % _EVENTS_PER_TURN == 0:
+                await asyncio.sleep(0)
             try:
                 self._cache.apply(event)
             except BadEventError as error:
@@ -151,7 +155,7 @@ class KvEventSubscriber:
                 frames = frames[-2:]  # behind an empty one, and in newer versions the topic
                 if frames[0] == _END.to_bytes(_SEQUENCE_BYTES, "big"):
                     return
-                self._take(*_parse(frames))
+                await self._take(*await _parse(frames))
                 await asyncio.sleep(_REST * (monotonic() - began))
 
     def _socket(self, kind: int) -> Any:
@@ -165,11 +169,11 @@ class KvEventSubscriber:
         return socket
 
 
-def _parse(frames: Sequence[bytes]) -> tuple[int, EventBatch]:
+async def _parse(frames: Sequence[bytes]) -> tuple[int, EventBatch]:
     """Number and batch of a message. Raises ``BadEventError`` if it is none."""
     if len(frames) != 2 or len(frames[0]) != _SEQUENCE_BYTES:
         raise BadEventError("a message has other parts than a number and a batch")
     sequence = int.from_bytes(frames[0], "big")
     if sequence == _END:
         raise BadEventError("a message has no number")
-    return sequence, read_batch(frames[1])
+    return sequence, await offload(frames[1], read_batch)

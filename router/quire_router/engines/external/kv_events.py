@@ -23,6 +23,7 @@ _DEVICE = (None, "GPU")
 _FULL_ATTENTION = (None, "full_attention", "mla_attention", "sink_full_attention")
 _MIN_BLOCK_SIZE = 8  # tokens
 _MAX_HASH_BYTES = 64
+MAX_EVENTS = 16_384  # of a batch: reading one that is damaged takes more than a microsecond
 
 
 class BadEventError(ValueError):
@@ -104,6 +105,8 @@ def read_batch(payload: bytes) -> EventBatch:
         batch = (_batch_of_map if _is_map(payload) else _batch_of_array).decode(payload)
     except (msgspec.MsgspecError, ValueError, RecursionError) as error:
         raise BadEventError(f"no batch of KV events: {error}") from None
+    if len(batch.events) > MAX_EVENTS:
+        raise BadEventError(f"a batch has {len(batch.events)} events, and no step of a server has {MAX_EVENTS}")
     events: list[Event] = []
     bad = 0
     for raw in batch.events:

@@ -2,6 +2,7 @@
 
 import contextlib
 from base64 import b64encode
+from time import process_time
 from typing import Any
 
 import msgspec
@@ -274,3 +275,14 @@ def test_no_event_raises_anything_else_and_all_stays_in_bounds(events: list[Any]
 def test_no_payload_raises_anything_else(payload: bytes) -> None:
     with contextlib.suppress(BadEventError):
         read_batch(payload)
+
+
+@pytest.mark.parametrize(
+    "event", [{}, 1, ["AllBlocksCleared"], {"type": "Other"}], ids=["damaged", "number", "known", "unknown"]
+)
+def test_a_batch_with_more_events_than_a_step_has_is_not_read(event: object) -> None:
+    payload = msgspec.msgpack.encode([1.0, [event] * 40_000])
+    begun = process_time()
+    with pytest.raises(BadEventError, match="40000 events"):
+        read_batch(payload)
+    assert process_time() - begun < 0.5
