@@ -55,6 +55,7 @@ from quire_router.engines.sleep_controller import SleepController
 from quire_router.engines.sleep_plan import SleepSettings
 from quire_router.engines.update_sharing import UpdateSharing, WorkerPlace
 from quire_router.journal.codec import JournalSettings
+from quire_router.journal.fleet_secret import FleetSecret
 from quire_router.journal.memory import MemoryJournal
 from quire_router.journal.objects import MemoryObjectStore, Quota
 from quire_router.placement.engine_table import EngineTable
@@ -161,11 +162,15 @@ class Components:
             if settings.allow_lora_updates
             else None
         )
+        self._objects = _object_store(redis, self.journal)
+        self._fleet_secret = FleetSecret(self._objects)
         self.service = ApiService(
             tokenizers,
             self.fleet,
             self.runner,
-            Authenticator((key.get_secret_value() for key in settings.api_key), tenants, self.tokens),
+            Authenticator(
+                (key.get_secret_value() for key in settings.api_key), tenants, self.tokens, self._fleet_secret
+            ),
             ConcurrencyLimit(settings.max_concurrent_requests),
             allow_priority=settings.allow_priority,
             refuse_unknown=settings.unknown_parameters == "refuse",
@@ -178,6 +183,7 @@ class Components:
             responses_retention=settings.responses_retention,
             read_usage=self.journal.usage,
             targets=None if self._targets_file is None else self._targets,
+            fleet_secret=self._fleet_secret,
         )
         self.queue.on_queued = self.service.bodies.release_queued
         self.sleep = SleepController(
@@ -191,15 +197,18 @@ class Components:
         self.picker = None if settings.picker_port is None else self._create_picker(settings, limits)
         self._deletion_costs = self._create_deletion_costs(settings, router_id, worker)
         self._background_jobs = BackgroundJobs(self.runner, self.index, self.journal)
-        self._objects = _object_store(redis, self.journal)
         files = Files(
             self._objects,
             FileSettings(settings.max_file_bytes, settings.max_tenant_file_bytes, settings.file_retention),
         )
         batches = Batches(self._objects, files)
         self.response_quota = ResponseQuota(self._objects, settings.max_tenant_response_bytes)
-        lines = BatchLines(self.service, tenants.tenants, self.response_quota)
-        batch_worker = BatchWorker(batches, lines, owner=router_id, max_line_bytes=settings.max_body_bytes)
+        batch_worker = BatchWorker(
+            batches,
+            BatchLines(self.service, tenants.tenants, self.response_quota),
+            owner=router_id,
+            max_line_bytes=settings.max_body_bytes,
+        )
         self.batches = BatchApi(batches, batch_worker)
         quota = Quota(settings.max_tenant_conversations, settings.max_tenant_conversation_bytes)
         self.conversations = Conversations(self._objects, settings.responses_retention, quota)
@@ -236,6 +245,7 @@ class Components:
             self.lora_updater.start()
             stack.push_async_callback(self.lora_updater.close)
         stack.push_async_callback(self._objects.close)
+        stack.push_async_callback(supervise("fleet secret", self._fleet_secret.run).stop)
         stack.push_async_callback(supervise("batches", self.batches.worker.run).stop)
         if self._deletion_costs is not None:
             stack.push_async_callback(supervise("deletion costs", self._deletion_costs.run, vital=False).stop)

@@ -29,9 +29,9 @@ from quire_router.admission.settings_file import (
     versions_of,
 )
 from quire_router.admission.tenants import Tenant, Tenants, check_key
+from quire_router.core.tenant_ids import is_derived
 
 _NAME = re.compile(r"[A-Za-z0-9]([A-Za-z0-9_.-]{0,61}[A-Za-z0-9])?")
-_KEY_ID = re.compile(r"[0-9a-f]{12}")
 _POLICY = {"models", "weight", "priority", "allow_priority", "allow_fleet", "requests_per_minute", "tokens_per_minute"}
 _POLICY |= {"allow_lora_updates", "max_concurrent", "max_queued", "retention"}
 
@@ -89,8 +89,8 @@ def _check_models(models: list[str]) -> list[str]:
 def _check_name(name: str) -> str:
     if not _NAME.fullmatch(name):
         raise ValueError("must be 1 to 63 letters, digits, '-', '_' and '.', with a letter or digit at both ends")
-    if _KEY_ID.fullmatch(name):
-        raise ValueError("must not be twelve hexadecimal digits, as the names that keys without a tenant get")
+    if is_derived(name):
+        raise ValueError("must not look like the names that keys and tokens without a tenant get, as 0123456789ab")
     return name
 
 
@@ -159,16 +159,20 @@ class _File(BaseModel):
     tenants: list[_Entry] | None = None
 
 
-def read_tenants(path: Path, *, has_keys: bool = False, has_issuer: bool | None = None) -> TenantsFile:
+def read_tenants(
+    path: Path, *, has_keys: bool = False, has_issuer: bool | None = None, must_close: bool = False
+) -> TenantsFile:
     """Returns the tenants in ``path``, which is JSON if its name ends in ``.json`` and else TOML. Names of key files
     are relative to its folder. ``has_keys`` and ``has_issuer`` say whether callers can also have one of ``--api-key``,
-    or a token; None: that is not known. Raises ``SettingsFileError`` when the file or one of its key files cannot be
-    used, and when it lets nobody in, or everybody beside keys.
+    or a token; None: that is not known. One that ``must_close`` is not open. Raises ``SettingsFileError`` when the file
+    or one of its key files cannot be used, and when it lets nobody in, or everybody beside keys.
     """
     versions = versions_of([path])
     content = read_content(path, _File)
     entries = content.tenants or []
     _check_somebody_is_let_in(path, content, has_keys=has_keys, has_issuer=has_issuer)
+    if content.open and must_close:
+        raise SettingsFileError(f"{path}: open: everybody would be let in, in spite of --require-key: leave out one.")
     files = [each.file for entry in entries for each in entry.keys if each.file is not None]
     files += [name for entry in entries for name in entry.key_files]
     versions |= versions_of(path.parent / name for name in files)

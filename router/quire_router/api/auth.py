@@ -17,6 +17,8 @@ from quire_proto.errors import QuireError
 from quire_router.admission.tenants import Tenant, Tenants
 from quire_router.admission.tenants_file import ApiKey, TenantsFile
 from quire_router.core.errors import key_expired, key_invalid, key_missing, model_forbidden, several_keys
+from quire_router.core.tenant_ids import FORMER_BYTES, ID_BYTES, OIDC
+from quire_router.journal.fleet_secret import FleetSecret
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,7 +42,7 @@ class Identity:
 
 
 ANONYMOUS = Identity()
-_TENANT_BYTES, _SALT_BYTES = 6, 16
+_SALT_BYTES = 16
 
 
 class _Caller:
@@ -107,15 +109,21 @@ class Authenticator:
 
     Each of ``keys`` is a tenant of its own, unless the ``file`` assigns it to one. A tenant of the file is identified
     by its name, so that its keys can change. Its salt is that of its first key: it cannot be derived from a name that
-    others know, and a key that moves into the file keeps what is cached.
+    others know, and a key that moves into the file keeps what is cached. Salts of those who have tokens alone are keyed
+    with the ``fleet_secret``.
     """
 
     def __init__(
-        self, keys: Iterable[str], file: TenantsFile | None = None, tokens: TokenVerifier | None = None
+        self,
+        keys: Iterable[str],
+        file: TenantsFile | None = None,
+        tokens: TokenVerifier | None = None,
+        fleet_secret: FleetSecret | None = None,
     ) -> None:
         self._own = [ApiKey.of(key) for key in keys]
         self._tokens = tokens
         self._secret = token_bytes(32)
+        self._fleet_secret = fleet_secret
         self._required = bool(self._own) or tokens is not None
         self.replace(file or TenantsFile(open=True))
 
@@ -128,10 +136,9 @@ class Authenticator:
         self._keys: dict[bytes, tuple[_Caller, float | None]] = {}
         self._named: dict[str, _Caller] = {}
         for name, own in file.keys.items():
-            # All keys of one tenant share it. Where it has none, who has its tokens needs a salt as well.
-            secret = own[0].secret if own else f"tenant:{name}"
-            caller = self._named[name] = _Caller(secret, file.tenants[name], file.tenants)
-            self._keys.update((self._lookup(key.digest), (caller, key.expires)) for key in own)
+            if own:  # all keys of one tenant share it
+                caller = self._named[name] = _Caller(own[0].secret, file.tenants[name], file.tenants)
+                self._keys.update((self._lookup(key.digest), (caller, key.expires)) for key in own)
         for key in self._own:
             caller = _Caller(key.secret, None, file.tenants)
             self._keys.setdefault(self._lookup(key.digest), (caller, None))
@@ -172,12 +179,18 @@ class Authenticator:
         if self._tokens is None or token.count(".") != 2:
             raise _credentials_error(authorizations)
         claim = self._tokens.verify(token)
-        if (name := self._claims.get(claim)) is not None:
+        name = self._claims.get(claim)
+        if name in self._named:
             return self._named[name].identity()
-        label = claim.encode()
-        tenant = f"oidc-{blake2b(label, digest_size=_TENANT_BYTES, person=b'quire tenant').hexdigest()}"
-        salt = blake2b(label, digest_size=_SALT_BYTES, person=b"quire salt").digest()
-        return Identity(tenant, salt, self._tenants[tenant])
+        if name is not None:
+            return Identity(name, self._salt(f"tenant:{name}"), self._tenants[name])
+        tenant = _id_of_claim(claim)
+        return Identity(tenant, self._salt(claim), self._tenants[tenant])
+
+    def _salt(self, name: str) -> bytes:
+        """Returns the cache salt of who has no key, which others cannot compute from the name."""
+        key = b"" if self._fleet_secret is None else self._fleet_secret.value
+        return blake2b(name.encode(), key=key, digest_size=_SALT_BYTES, person=b"quire salt").digest()
 
     def _lookup(self, digest: bytes) -> bytes:
         return blake2b(digest, key=self._secret, digest_size=32).digest()
@@ -195,5 +208,13 @@ def _derive(key: bytes) -> tuple[str, bytes]:
     """Returns a tenant's id and cache salt. Both are written to databases, so guessing keys against them must be slow:
     sixteen characters may be a phrase. Every router derives the same ones, hence scrypt's fixed salt.
     """
-    derived = scrypt(key, salt=b"quire caller", n=2**14, r=8, p=1, dklen=_TENANT_BYTES + _SALT_BYTES)
-    return derived[:_TENANT_BYTES].hex(), derived[_TENANT_BYTES:]
+    derived = scrypt(key, salt=b"quire caller", n=2**14, r=8, p=1, dklen=ID_BYTES + _SALT_BYTES)
+    former, rest = derived[:FORMER_BYTES], derived[FORMER_BYTES:]
+    return former.hex() + rest[_SALT_BYTES:].hex(), rest[:_SALT_BYTES]
+
+
+def _id_of_claim(claim: str) -> str:
+    label = claim.encode()
+    former = blake2b(label, digest_size=FORMER_BYTES, person=b"quire tenant")
+    rest = blake2b(label, digest_size=ID_BYTES - FORMER_BYTES, person=b"quire tenant id")
+    return OIDC + former.hexdigest() + rest.hexdigest()

@@ -25,6 +25,7 @@ from quire_router.core.errors import (
     too_much_stored,
 )
 from quire_router.core.generation import MAX_CONVERSATION_CHARACTERS
+from quire_router.core.tenant_ids import owns
 from quire_router.journal import records
 from quire_router.journal.objects import ANY, CONVERSATIONS, Excess, ObjectStore, Quota, account_of
 
@@ -181,7 +182,7 @@ class Conversations:
     async def _find(self, conversation_id: str, tenant: str) -> tuple[Conversation, int]:
         found = await self._store.get(conversation_id) if _ID.fullmatch(conversation_id) else None
         conversation = None if found is None else records.read(Conversation, conversation_id, found.data)
-        if found is None or conversation is None or conversation.tenant != tenant:
+        if found is None or conversation is None or not owns(tenant, conversation.tenant):
             raise conversation_not_found(conversation_id)
         return conversation, found.version
 

@@ -129,9 +129,11 @@ class RequestOptions:
     timeout: float | None = None
     target: str = ""
 
-    def request_id(self, caller: Identity) -> str:
-        """Returns the request id that follows from the key, the same at every router; empty without a key."""
-        return _opaque_id("idempotency", caller, self.key) if self.key else ""
+    def request_id(self, caller: Identity, secret: bytes = b"") -> str:
+        """Returns the request id that follows from the key, the same at every router; empty without a key. Nobody can
+        compute it without the ``secret``.
+        """
+        return _opaque_id("idempotency", caller.tenant, self.key, secret) if self.key else ""
 
 
 NO_OPTIONS = RequestOptions()
@@ -275,13 +277,13 @@ def _seed_from_id(generation: GenerationRequest) -> GenerationRequest:
 
 def opaque_session(caller: Identity, label: str) -> str:
     """Returns an opaque name for a tenant's session."""
-    return _opaque_id("session", caller, label)
+    return _opaque_id("session", caller.tenant, label)
 
 
-def _opaque_id(kind: str, caller: Identity, label: str) -> str:
+def _opaque_id(kind: str, tenant: str, label: str, secret: bytes = b"") -> str:
     """Returns an opaque name for a tenant's ``label``."""
-    words = f"{kind}\0{caller.tenant}\0{label}".encode()
-    return blake2b(words, digest_size=_ID_BYTES, person=b"quire label").hexdigest()
+    words = f"{kind}\0{tenant}\0{label}".encode()
+    return blake2b(words, key=secret, digest_size=_ID_BYTES, person=b"quire label").hexdigest()
 
 
 class EnginePoolView(Protocol):

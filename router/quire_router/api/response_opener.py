@@ -20,6 +20,7 @@ from quire_router.api.stored_requests import RequestStore, StoredRequest, parse_
 from quire_router.api.tools_and_reasoning import name_schema_at_fault
 from quire_router.core.errors import key_conflict, key_unavailable
 from quire_router.core.generation import Delta, GenerationRequest, OwnedDeltaStream, StreamCursor
+from quire_router.core.tenant_ids import owns
 from quire_router.journal.base import RequestRecord
 
 _ATTEMPTS, _RETRY_INTERVAL = 5, 0.05  # seconds between attempts
@@ -107,7 +108,7 @@ class ResponseOpener:
         if stored is None:
             return None
         first, second = stored.first, prepared.first
-        if (first.tenant, first.digest) != (second.tenant, second.digest):
+        if not owns(second.tenant, first.tenant) or first.digest != second.digest:
             raise key_conflict()
         return stored
 

@@ -57,7 +57,9 @@ from quire_router.core import metrics
 from quire_router.core.errors import MODEL_NOT_KNOWN_YET, model_missing, model_not_known_yet, unknown_model
 from quire_router.core.generation import GenerationRequest, Usage
 from quire_router.core.response_options import Api
+from quire_router.core.tenant_ids import former_id
 from quire_router.core.usage import UsageRow
+from quire_router.journal.fleet_secret import FleetSecret
 
 _TRACER = trace.get_tracer("quire.router")
 _REQUEST_LABEL = re.compile(r"[A-Za-z0-9_-]{1,64}")
@@ -117,6 +119,7 @@ class ApiService:
         read_usage: UsageReader | None = None,
         sampling_defaults: Mapping[str, Mapping[str, Any]] | None = None,
         targets: ModelTargets | None = None,
+        fleet_secret: FleetSecret | None = None,
     ) -> None:
         self.keys = keys
         self.concurrency = concurrency
@@ -132,6 +135,7 @@ class ApiService:
         self._hold_timeout = hold_timeout
         self._responses_retention = responses_retention
         self._durable = durable
+        self._fleet_secret = fleet_secret
         self._read_usage = read_usage
         self._tenant_limits = tenant_limits
         self._validator = Validator(
@@ -160,6 +164,21 @@ class ApiService:
             except QuireError as error:
                 _record_error(span, error)
                 raise
+
+    async def keyed_id(self, options: RequestOptions, caller: Identity) -> str:
+        """Returns the id of a request with an idempotency key, empty without one: the same at each router. Without API
+        keys nobody can compute it from the idempotency key, which is all that a stranger would need to read the answer.
+        """
+        if not options.key:
+            return ""
+        if not caller.tenant and self._fleet_secret is not None:
+            return options.request_id(caller, await self._fleet_secret.shared())
+        if former := former_id(caller.tenant):
+            before = options.request_id(replace(caller, tenant=former))
+            with suppress(QuireError):  # where records cannot be read now, it is a new request
+                if await self._store.exists(before):
+                    return before
+        return options.request_id(caller)
 
     async def prepare(
         self,

@@ -16,6 +16,7 @@ from quire_router.api.prepared_request import PreparedRequest, Runner
 from quire_router.core.errors import prompts_lost, request_not_found, unknown_model
 from quire_router.core.generation import NO_USAGE, GenerationRequest, StreamCursor, Usage
 from quire_router.core.response_options import ResponseOptions
+from quire_router.core.tenant_ids import owns
 from quire_router.journal.base import RequestRecord, decode_error
 
 _ID = re.compile(r"(?:chatcmpl-|cmpl-|msg_|resp_)?([A-Za-z0-9_-]{1,64})", re.ASCII)
@@ -95,7 +96,7 @@ class RequestStore:
         name = _parse_id(request_id)
         for delay in _RETRY_DELAYS:
             record = await self._runner.record(name)
-            if record is not None and record.generation.tenant == caller.tenant:
+            if record is not None and owns(caller.tenant, record.generation.tenant):
                 return await self._with_other_prompts(record)
             await asyncio.sleep(delay)
         raise request_not_found()
@@ -105,12 +106,17 @@ class RequestStore:
         name = _parse_id(request_id)
         for delay in _RETRY_DELAYS:
             (record,) = await self._runner.statuses([name], surely=not delay)
-            if record is not None and record.generation.tenant == caller.tenant:
+            if record is not None and owns(caller.tenant, record.generation.tenant):
                 parts = record.generation.parts[1:]
                 others = await self._runner.statuses(parts, surely=False) if parts else []
                 return StoredRequest((record, *(other for other in others if other is not None)))
             await asyncio.sleep(delay)
         raise request_not_found()
+
+    async def exists(self, request_id: str) -> bool:
+        """Returns whether there is a record of exactly this id. Raises ``QuireError``."""
+        (record,) = await self._runner.statuses([request_id], surely=False)
+        return record is not None
 
     async def peek(self, request_id: str) -> StoredRequest | None:
         """Returns the request of exactly this id at once, or None. Raises ``QuireError``."""

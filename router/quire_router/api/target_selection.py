@@ -17,6 +17,7 @@ from quire_router.api.auth import Identity
 from quire_router.api.prepared_request import EnginePoolView, RequestOptions, Runner
 from quire_router.core import metrics
 from quire_router.core.generation import GenerationRequest
+from quire_router.core.tenant_ids import owns
 
 
 class TargetSelection:
@@ -87,7 +88,7 @@ class TargetSelector:
         """Returns the request that came first with this id; None if there is none, or the journal is away."""
         with suppress(QuireError):
             (record,) = await self._runner.statuses([request_id], surely=False)
-            if record is not None and record.generation.tenant == caller.tenant:
+            if record is not None and owns(caller.tenant, record.generation.tenant):
                 return record.generation
         return None
 

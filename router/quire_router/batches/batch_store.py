@@ -7,8 +7,9 @@ from time import time
 from quire_proto.errors import QuireError
 
 from quire_router.batches.batch import Batch
-from quire_router.batches.files import FileInfo, Files, listed
+from quire_router.batches.files import FileInfo, Files, owned_objects
 from quire_router.core.errors import batch_ended, batch_not_found, share_full, too_much_stored
+from quire_router.core.tenant_ids import ids_of, owns
 from quire_router.journal import records
 from quire_router.journal.objects import BATCHES, Excess, ObjectStore, Quota, account_of, read_objects
 
@@ -74,8 +75,7 @@ class Batches:
         """Yields the batches of a tenant, the newest first, or those that come ``after`` one of them. Raises
         ``QuireError`` INVALID if there is none of that id.
         """
-        names = await listed(self.store, collection_of(tenant), after)
-        async with aclosing(read_objects(self.store, collection_of(tenant), names)) as objects:
+        async with aclosing(owned_objects(self.store, collection_of, tenant, after)) as objects:
             async for name, found in objects:
                 yield records.read(Batch, name, found.data) or Batch.unreadable(name, tenant)
 
@@ -99,11 +99,14 @@ class Batches:
         named = batch_id.startswith("batch_") and batch_id.isascii() and len(batch_id) <= 64
         found = await self.store.get(batch_id) if named else None
         batch = None if found is None else records.read(Batch, batch_id, found.data)
-        if found is not None and batch is None and batch_id in await self.store.names(collection_of(tenant)):
+        if found is not None and batch is None and await self._is_listed(batch_id, tenant):
             return Batch.unreadable(batch_id, tenant), found.version
-        if found is None or batch is None or batch.tenant != tenant:
+        if found is None or batch is None or not owns(tenant, batch.tenant):
             raise batch_not_found(batch_id)
         return batch, found.version
+
+    async def _is_listed(self, batch_id: str, tenant: str) -> bool:
+        return any([batch_id in await self.store.names(collection_of(each)) for each in ids_of(tenant)])
 
 
 def collection_of(tenant: str) -> str:

@@ -2,9 +2,11 @@
 this tenant alone, and gone after a time.
 """
 
-from collections.abc import AsyncGenerator, AsyncIterator, Callable, Coroutine, Sequence
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Coroutine
 from contextlib import aclosing
 from dataclasses import asdict, dataclass, replace
+from itertools import groupby
+from operator import itemgetter
 from secrets import token_hex
 from time import time
 from typing import Any
@@ -12,8 +14,9 @@ from typing import Any
 from quire_proto.errors import invalid
 
 from quire_router.core.errors import file_not_found, journal_unavailable, share_full, too_much_stored
+from quire_router.core.tenant_ids import ids_of, owns
 from quire_router.journal import records
-from quire_router.journal.objects import ANY, FILES, Excess, ObjectStore, Quota, account_of, read_objects
+from quire_router.journal.objects import ANY, FILES, Excess, ObjectStore, Quota, StoredObject, account_of, read_objects
 
 CHUNK_BYTES = 256 * 1024
 MAX_FILES = 1_000  # of a tenant
@@ -92,7 +95,7 @@ class Files:
     async def get(self, file_id: str, tenant: str, param: str = "file_id") -> FileInfo:
         """Returns a file of this tenant. Raises ``QuireError`` NOT_FOUND for the parameter that names it."""
         info = await self._find(_name(file_id, param))
-        if info is None or info.tenant != tenant:
+        if info is None or not owns(tenant, info.tenant):
             raise file_not_found(file_id, param)
         return info
 
@@ -111,8 +114,7 @@ class Files:
         """Yields the files of a tenant, of all purposes or of one, the newest first, or those that come ``after`` one
         of them. Raises ``QuireError`` INVALID if there is none of that id.
         """
-        names = await listed(self._store, collection_of(tenant), after, ascending=ascending)
-        async with aclosing(read_objects(self._store, collection_of(tenant), names)) as objects:
+        async with aclosing(owned_objects(self._store, collection_of, tenant, after, ascending=ascending)) as objects:
             async for name, found in objects:
                 info = records.read(FileInfo, name, found.data)
                 if info is not None and purpose in (None, info.purpose):
@@ -226,15 +228,25 @@ class _ChunkWriter:
         self._number += 1
 
 
-async def listed(store: ObjectStore, collection: str, after: str, *, ascending: bool = False) -> Sequence[str]:
-    """Returns the names of a collection, the newest first, or those that come ``after`` one of them. Raises
-    ``QuireError`` INVALID if that is not one of them.
+async def owned_objects(
+    store: ObjectStore, collection_of: Callable[[str], str], tenant: str, after: str, *, ascending: bool = False
+) -> AsyncGenerator[tuple[str, StoredObject]]:
+    """Yields the objects of a tenant's collections with their names, the newest first, or those that come ``after`` one
+    of them. Raises ``QuireError`` INVALID if that is not one of them.
     """
-    names = await store.names(collection)
-    ordered = names if ascending else names[::-1]
-    if after and after not in ordered:
-        raise invalid("after", f"There is no {after[:64]!r} in this list.")
-    return ordered[ordered.index(after) + 1 :] if after else ordered
+    places = [
+        (place, name) for place in map(collection_of, reversed(ids_of(tenant))) for name in await store.names(place)
+    ]
+    ordered = places if ascending else places[::-1]
+    if after:
+        names = [name for _, name in ordered]
+        if after not in names:
+            raise invalid("after", f"There is no {after[:64]!r} in this list.")
+        ordered = ordered[names.index(after) + 1 :]
+    for place, group in groupby(ordered, itemgetter(0)):
+        async with aclosing(read_objects(store, place, [name for _, name in group])) as objects:
+            async for each in objects:
+                yield each
 
 
 async def _create(store: ObjectStore, info: FileInfo, ttl: float) -> None:

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from time import time
 
 from quire_router.core.generation import NO_USAGE, GenerationRequest, Usage
+from quire_router.core.tenant_ids import owns
 
 HOUR = 3600  # seconds
 MAX_ROWS = 100_000  # that a ledger in memory keeps
@@ -101,7 +102,7 @@ class MemoryLedger:
         found = [
             UsageRow(hour, account.tenant, account.model, *counts)
             for (hour, account), counts in self._counts.items()
-            if since <= hour < until and tenant in (None, account.tenant)
+            if since <= hour < until and (tenant is None or owns(tenant, account.tenant))
         ]
         return in_order(found)
 

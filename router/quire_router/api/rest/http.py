@@ -358,6 +358,7 @@ _STATE = "quire.exchange"
 @dataclass
 class HttpExchange:
     """A request and its response, whose errors look as ``format`` says. ``caller`` is set once the key was checked.
+    ``generation_id`` is the id of what a request generates, which its client is told once it may read that.
     ``has_output`` is set with the first delta of a stream. ``resumable`` says that the client can resume the response
     even before that. ``event_ids`` says whether the stream's events have ids, and ``encoder`` writes them.
     """
@@ -367,6 +368,7 @@ class HttpExchange:
     response: HttpResponse
     format: "AnswerFormat"
     caller: Identity = ANONYMOUS
+    generation_id: str = ""
     has_output: bool = False
     resumable: bool = False
     event_ids: bool = False

@@ -96,7 +96,7 @@ class ResponseEndpoints:
 
     async def prepare(self, exchange: HttpExchange, body: ReservedBody, options: RequestOptions) -> PreparedRequest:
         """Returns the request in a body, with what it goes on from. Raises ``QuireError``."""
-        size, request_id, caller = len(body), exchange.request_id, exchange.caller
+        size, request_id, caller = len(body), exchange.generation_id, exchange.caller
         return await prepare_response(
             self._service, body.detach, size, request_id, caller, options, self._conversations, self._quota
         )
@@ -123,7 +123,7 @@ class ResponseEndpoints:
         """
         stored = await self._service.delete(request_id, caller, self._keep_turn)
         if self._quota is not None:
-            await self._quota.discharge(stored.first.request_id, caller.tenant)
+            await self._quota.discharge(stored.first.request_id, stored.first.tenant)
         return stored
 
     async def _keep_turn(self, stored: StoredRequest, caller: Identity) -> None:
@@ -147,6 +147,7 @@ class ResponseEndpoints:
     async def start(self, exchange: HttpExchange, prepared: PreparedRequest) -> None:
         """Starts a response in the background, and sends its state, or its events if they are asked for."""
         stored, replayed = await self._service.responses.start_background(prepared)
+        exchange.request_id = stored.first.request_id
         headers = self._service.response_headers(prepared, replayed=replayed)
         if prepared.first.stream:
             exchange.resumable = True

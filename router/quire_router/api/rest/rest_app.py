@@ -206,10 +206,12 @@ class GenerateHandler:
         exchange.check_json_body(self._limits.max_bytes)
         with counting_rejections():
             options = options_from_headers(exchange.values)
-            keyed_id = options.request_id(exchange.caller)
+            keyed_id = await self._service.keyed_id(options, exchange.caller)
+            shown_id = keyed_id if exchange.caller.tenant else ""  # else whoever has the key would learn it
             if exchange.headers.get(LAST_EVENT_ID):
-                raise _resume_hint(keyed_id)
-        exchange.request_id = keyed_id or exchange.request_id
+                raise _resume_hint(shown_id)
+        exchange.request_id = shown_id or exchange.request_id
+        exchange.generation_id = keyed_id or exchange.request_id
         with (
             self._service.request_scope(self._name, exchange.request_id, exchange.headers),
             self._service.bodies.reserve_incoming(exchange.caller.tenant, exchange.content_length) as body,
@@ -232,6 +234,7 @@ class GenerateHandler:
             await self._start(exchange, prepared)
             return
         answer = await self._service.responses.open(prepared, exchange.caller)
+        exchange.request_id = prepared.first.request_id
         if answer.replayed:
             body.release()  # nothing is queued, and the first request's response may take long
         exchange.resumable = bool(prepared.first.digest)
@@ -243,6 +246,7 @@ class GenerateHandler:
 
     async def _start_request(self, exchange: HttpExchange, prepared: PreparedRequest) -> None:
         stored, replayed = await self._service.responses.start_background(prepared)
+        exchange.request_id = stored.first.request_id
         location = (b"location", f"/v1/requests/{stored.first.request_id}".encode("ascii"))
         headers = x_headers(self._service.response_headers(prepared, replayed=replayed))
         await exchange.response.send(202, to_json(request_object(stored)), [*JSON_HEADERS, location, *headers])
@@ -258,7 +262,7 @@ def _preparing(service: ApiService, parse: Callable[[bytearray], GenerationBody]
 
     async def prepare(exchange: HttpExchange, body: ReservedBody, options: RequestOptions) -> PreparedRequest:
         size = len(body)
-        return await service.prepare(partial(read, body), exchange.request_id, exchange.caller, options, size=size)
+        return await service.prepare(partial(read, body), exchange.generation_id, exchange.caller, options, size=size)
 
     return prepare
 

@@ -18,7 +18,7 @@ from quire_proto.errors import QuireError, internal
 
 from quire_router.api.output_parser import ReasoningCounter, create_parsers
 from quire_router.api.pooled_requests import PooledAnswer, PreparedPooling, scores_of
-from quire_router.api.prepared_request import NO_OPTIONS, RequestOptions
+from quire_router.api.prepared_request import RequestOptions
 from quire_router.api.request_limits import WriteTimeout
 from quire_router.api.response_opener import PENDING, Response
 from quire_router.api.rpc import messages
@@ -269,15 +269,21 @@ class InferenceService(InferenceServicer):
         size: int,
     ) -> None:
         # The library keeps the message as long as its call.
-        with self._request_scope(method, call, options), self._service.bodies.reserve(call.caller.tenant, size):
-            prepared = await self._service.prepare(read, call.request_id, call.caller, options, size=size)
-            await call.begin(self._service.response_headers(prepared))
+        with self._request_scope(method, call), self._service.bodies.reserve(call.caller.tenant, size):
+            keyed_id = await self._service.keyed_id(options, call.caller)
+            if call.caller.tenant:  # else whoever has the key would learn it from any error
+                call.request_id = keyed_id or call.request_id
+            prepared = await self._service.prepare(read, keyed_id or call.request_id, call.caller, options, size=size)
             pending: dict[str, str] = {}
             if prepared.first.background:
                 stored, replayed = await self._service.responses.start_background(prepared)
+                call.request_id = stored.first.request_id
+                await call.begin(self._service.response_headers(prepared))
                 await call.context.write(respond(stored.first, Delta("", []), ""))
             else:
                 answer = await self._service.responses.open(prepared, call.caller)
+                call.request_id = prepared.first.request_id
+                await call.begin(self._service.response_headers(prepared))
                 replayed = answer.replayed
                 pending = await self._send(answer, respond, call.context)
             call.end(
@@ -289,10 +295,9 @@ class InferenceService(InferenceServicer):
             )
 
     @contextmanager
-    def _request_scope(self, method: str, call: RpcCall, options: RequestOptions = NO_OPTIONS) -> Iterator[None]:
+    def _request_scope(self, method: str, call: RpcCall) -> Iterator[None]:
         """Authenticates one call, and holds its slot and span until its end."""
         call.caller = authenticate(self._service.keys, call.context.invocation_metadata())
-        call.request_id = options.request_id(call.caller) or call.request_id
         with self._service.request_scope(f"{SERVICE}/{method}", call.request_id, call.headers):
             yield
 

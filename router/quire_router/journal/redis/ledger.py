@@ -18,6 +18,7 @@ from redis.asyncio import Redis
 from quire_router.clients.redis_client import execute_each
 from quire_router.core import metrics
 from quire_router.core.generation import NO_USAGE, Usage
+from quire_router.core.tenant_ids import owns
 from quire_router.core.usage import HOUR, MAX_COUNTED_AGE, REMEMBERED, Account, UsageRow, in_order, used
 from quire_router.journal.codec import (
     MAX_LEASE,
@@ -185,7 +186,7 @@ async def read_usage(client: Redis, since: float, until: float, tenant: str | No
             pipeline.hgetall(f"{LEDGER[3]}{hour}")
         for hour, counts in zip(part, await pipeline.execute(), strict=True):
             rows += rows_of(hour, counts)
-    return in_order(row for row in rows if tenant in (None, row.tenant))
+    return in_order(row for row in rows if tenant is None or owns(tenant, row.tenant))
 
 
 def rows_of(hour: int, counts: dict[bytes, bytes]) -> list[UsageRow]:

@@ -9,6 +9,7 @@ from pathlib import Path
 
 from quire_router.core import metrics
 from quire_router.core.generation import NO_USAGE, Usage
+from quire_router.core.tenant_ids import former_id
 from quire_router.core.usage import Account, UsageRow, difference, hour_of, largest, used
 from quire_router.journal.codec import TOKEN_BYTES, CorruptRecordError, decode_account, decode_usage, encode_usage
 
@@ -66,8 +67,9 @@ def count_left(connection: sqlite3.Connection, now: float) -> None:
 def read_usage(connection: sqlite3.Connection, since: float, until: float, tenant: str | None) -> list[UsageRow]:
     """Rows of the hours that begin from ``since`` until before ``until``, of one tenant or of all, in order."""
     rows = connection.execute(
-        "SELECT * FROM usage WHERE hour >= ? AND hour < ? AND (?3 IS NULL OR tenant = ?3) ORDER BY hour, tenant, model",
-        (since, until, tenant),
+        "SELECT * FROM usage WHERE hour >= ? AND hour < ? AND (?3 IS NULL OR tenant IN (?3, ?4)) "
+        "ORDER BY hour, tenant, model",
+        (since, until, tenant, former_id(tenant or "") or tenant),
     )
     return [UsageRow(*row) for row in rows]
 

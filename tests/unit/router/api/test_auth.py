@@ -13,6 +13,7 @@ from quire_proto.errors import ErrorCode, QuireError
 from quire_router.admission.tenants_file import read_tenants
 from quire_router.api import auth as identity
 from quire_router.api.auth import ANONYMOUS, Authenticator
+from quire_router.core.tenant_ids import former_id
 
 from tests.support.scripted_api import ask, chat, open_stage, read_answer
 
@@ -172,11 +173,13 @@ async def test_each_key_has_its_own_tenant_and_cache_salt():
 
 
 def test_the_stored_form_of_a_key_is_slow_to_guess_from_and_the_same_in_every_router():
-    derived = hashlib.scrypt(KEY.encode(), salt=b"quire caller", n=2**14, r=8, p=1, dklen=22)
+    derived = hashlib.scrypt(KEY.encode(), salt=b"quire caller", n=2**14, r=8, p=1, dklen=32)
 
     for _ in range(2):
         caller = Authenticator([KEY]).authenticate(f"Bearer {KEY}")
-        assert (caller.tenant, caller.cache_salt) == (derived[:6].hex(), derived[6:])
+        assert (caller.tenant, caller.cache_salt) == ((derived[:6] + derived[22:]).hex(), derived[6:22])
+        former = hashlib.scrypt(KEY.encode(), salt=b"quire caller", n=2**14, r=8, p=1, dklen=22)
+        assert (former_id(caller.tenant), caller.cache_salt) == (former[:6].hex(), former[6:])
 
 
 async def test_a_thousand_keys_open_at_once_and_each_is_derived_once(monkeypatch):

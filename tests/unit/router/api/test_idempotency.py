@@ -4,6 +4,7 @@ import asyncio
 import re
 from array import array
 from collections.abc import AsyncGenerator
+from contextlib import asynccontextmanager
 from threading import current_thread, main_thread
 
 import grpc
@@ -17,6 +18,8 @@ from quire_router.api import prepared_request
 from quire_router.api.auth import Identity
 from quire_router.api.prepared_request import RequestOptions
 from quire_router.core.generation import Delta, GenerationRequest, PromptGroup
+from quire_router.journal.fleet_secret import FleetSecret
+from quire_router.journal.objects import MemoryObjectStore
 
 from tests.support.both_apis import as_proto
 from tests.support.scripted_api import ANSWER, MODEL, Limits, ScriptedRunner, ask, chat, completion, open_stage
@@ -36,6 +39,61 @@ def over_grpc(stage_channel, fields, metadata=METADATA):
 
 
 # Keys
+
+
+@asynccontextmanager
+async def open_router(store, **settings):
+    secret = FleetSecret(store)
+    await secret.agree()
+    async with open_stage(fleet_secret=secret, **settings) as stage:
+        yield stage
+
+
+async def test_without_api_keys_an_id_follows_from_the_key_at_each_router_and_nowhere_else():
+    store, ids = MemoryObjectStore(), []
+    for each in (store, store, MemoryObjectStore()):
+        async with open_router(each) as stage:
+            ids.append((await ask(stage.port, "POST", CHAT, chat(), KEY)).headers["x-request-id"])
+    assert ids[0] == ids[1] != ids[2]
+    assert RequestOptions(key=KEY["idempotency-key"]).request_id(Identity()) not in ids
+
+
+@pytest.mark.parametrize(
+    ("body", "headers"),
+    [
+        (chat(temperature=0.5), {}),
+        (chat(temperature=-5), {}),
+        (chat(model="other"), {}),
+        (chat(), {"last-event-id": "1.2"}),
+    ],
+    ids=["another", "invalid", "unknown", "resume"],
+)
+async def test_without_api_keys_who_guesses_a_key_does_not_learn_the_id(body, headers):
+    async with open_router(MemoryObjectStore()) as stage, stage.channel() as channel:
+        first = await ask(stage.port, "POST", CHAT, chat(), KEY)
+        again = await ask(stage.port, "POST", CHAT, body, KEY | headers)
+        with pytest.raises(grpc.aio.AioRpcError) as refused:
+            await over_grpc(channel, chat(temperature=0.5)).read()
+        error = refused.value
+        said = (error.initial_metadata(), error.trailing_metadata(), error.details())
+    request_id = first.headers["x-request-id"]
+    assert (first.status, again.status >= 400) == (200, True)
+    assert request_id not in f"{again.headers} {again.body} {said}"
+
+
+async def test_a_key_that_came_before_ids_had_16_bytes_is_found():
+    tenant = "0123456789ab" + "c" * 20
+
+    class Former(ScriptedRunner):
+        async def statuses(self, request_ids, *, surely=True):
+            return [object() for _ in request_ids]
+
+    options = RequestOptions(key="k")
+    async with open_stage(runner=Former(ANSWER)) as stage:
+        found = await stage.service.keyed_id(options, Identity(tenant))
+        named = await stage.service.keyed_id(options, Identity("acme"))
+    assert found == options.request_id(Identity("0123456789ab"))
+    assert named == options.request_id(Identity("acme"))
 
 
 @pytest.mark.parametrize(("path", "build"), BOTH)

@@ -4,6 +4,7 @@ import asyncio
 import hmac
 import json
 from contextlib import asynccontextmanager, suppress
+from hashlib import blake2b
 from time import time
 
 import jwt
@@ -21,6 +22,9 @@ from quire_router.api.auth import Authenticator, OidcSettings, check_issuer_addr
 from quire_router.api.oidc import OidcVerifier
 from quire_router.config import Settings
 from quire_router.core import metrics
+from quire_router.core.tenant_ids import former_id
+from quire_router.journal.fleet_secret import FleetSecret
+from quire_router.journal.objects import MemoryObjectStore
 
 from tests.support.scripted_api import ask, chat, open_stage
 
@@ -257,6 +261,29 @@ async def test_callers_with_tokens_are_tenants_of_the_file_or_of_their_own(tmp_p
     assert len({each.tenant for each in (alice, bob, carol, dave)}) == 4
     assert len({each.cache_salt for each in (alice, bob, carol, dave)}) == 4
     assert all(len(each.cache_salt) == 16 for each in (alice, bob, carol, dave))
+
+
+async def test_ids_have_16_bytes_and_salts_follow_from_no_claim_without_the_fleets_secret(tmp_path):
+    path = tmp_path / "tenants.toml"
+    path.write_text('[[tenants]]\nname = "b"\nclaims = ["bob"]\n')
+    store = MemoryObjectStore()
+    secrets = [FleetSecret(store), FleetSecret(store), FleetSecret(MemoryObjectStore())]
+    for secret in secrets:
+        assert await secret.agree()
+    async with serving() as issuer:
+        callers = [
+            [
+                Authenticator((), read_tenants(path), await read(issuer), secret).authenticate(f"Bearer {signed}")
+                for secret in secrets
+            ]
+            for signed in (token(issuer, sub="bob"), token(issuer, sub="dave"))
+        ]
+    for one, same, other in callers:
+        assert one == same
+        assert (one.tenant, one.cache_salt != other.cache_salt) == (other.tenant, True)
+    dave = callers[1][0].tenant
+    assert len(bytes.fromhex(dave.removeprefix("oidc-"))) == 16
+    assert former_id(dave) == f"oidc-{blake2b(b'dave', digest_size=6, person=b'quire tenant').hexdigest()}"
 
 
 async def test_rest_and_grpc_take_a_token_where_they_take_a_key():
