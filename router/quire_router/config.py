@@ -75,6 +75,14 @@ def _split(value: Any) -> Any:
     return [item.strip() for entry in entries for item in entry.split(",") if item.strip()]
 
 
+def _split_keys(value: Any) -> Any:
+    """As ``_split``. An empty text is no list, as of a variable that was left empty; separators alone are a mistake."""
+    keys = _split(value)
+    if not keys and value not in ("", [""], []):
+        raise ValueError("it names no key: leave it out to let everybody in")
+    return keys
+
+
 def _model(entry: str) -> str:
     name, _ = split_model(entry)
     if not MODEL_NAME.fullmatch(name):
@@ -184,7 +192,7 @@ Forwarded = Annotated[list[Annotated[str, AfterValidator(_forwarded)]], NoDecode
 Names = Annotated[list[str], NoDecode, BeforeValidator(_split)]
 IssuerUrl = Annotated[str, AfterValidator(check_issuer_address)]
 EngineKey = Annotated[SecretStr, AfterValidator(_engine_key)]
-Keys = Annotated[list[Annotated[SecretStr, AfterValidator(_key)]], NoDecode, BeforeValidator(_split)]
+Keys = Annotated[list[Annotated[SecretStr, AfterValidator(_key)]], NoDecode, BeforeValidator(_split_keys)]
 
 
 class Settings(CliSettings):
@@ -399,6 +407,9 @@ class Settings(CliSettings):
         default=[],
         description="A key that clients must send; repeatable; none, nor --tenants or an issuer: open to all.",
     )
+    require_key: bool = Field(
+        default=False, description="Do not start where no key would be needed, as where the variable of a key is empty."
+    )
     tenants: Path | None = Field(
         default=None, description="TOML or JSON that names tenants and their limits, read again when it is replaced."
     )
@@ -610,11 +621,13 @@ class Settings(CliSettings):
         return self
 
     @model_validator(mode="after")
-    def _lists_of_who_may_enter_name_somebody(self) -> Self:
-        for name in ("api_key", "scaling_client_name"):
-            if name in self.model_fields_set and not getattr(self, name):
-                flag = f"--{name.replace('_', '-')}"
-                raise ValueError(f"{flag} is given and empty: name one, or leave it out to let everybody in.")
+    def _keys_are_there_where_they_must_be(self) -> Self:
+        if self.require_key and not (self.api_key or self.tenants or self.oidc_issuer_url):
+            raise ValueError(
+                "--require-key needs --api-key, --tenants or --oidc-issuer-url: everybody would be let in."
+            )
+        if "scaling_client_name" in self.model_fields_set and not self.scaling_client_name:
+            raise ValueError("--scaling-client-name is empty, so that any client may ask: name one, or leave it out.")
         return self
 
     def read_tenants(self) -> TenantsFile | None:
@@ -623,7 +636,9 @@ class Settings(CliSettings):
         """
         if self.tenants is None:
             return None
-        return read_tenants(self.tenants, has_keys=bool(self.api_key), has_issuer=self.oidc is not None)
+        return read_tenants(
+            self.tenants, has_keys=bool(self.api_key), must_close=self.require_key, has_issuer=self.oidc is not None
+        )
 
     @property
     def oidc(self) -> OidcSettings | None:

@@ -69,6 +69,10 @@
   value: /etc/quire/tenants/tenants.toml
 {{- end }}
 {{- end }}
+{{- if ne $auth.mode "none" }}
+- name: QUIRE_ROUTER_REQUIRE_KEY
+  value: "true"
+{{- end }}
 {{- with default dict $auth.oidc }}
 {{- if .issuerUrl }}
 - name: QUIRE_ROUTER_OIDC_ISSUER_URL

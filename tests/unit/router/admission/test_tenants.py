@@ -297,13 +297,26 @@ def test_a_file_lets_somebody_in_and_everybody_only_if_it_says_so(content, flags
         assert str(refusal.value).startswith(f"{path}: {problem}")
 
 
-@pytest.mark.parametrize("flag", ["api-key", "scaling-client-name"])
-@pytest.mark.parametrize("value", ["", " , "])
-def test_a_list_of_who_may_enter_is_not_empty(flag, value, capsys, monkeypatch):
-    monkeypatch.setenv(f"QUIRE_ROUTER_{flag.upper().replace('-', '_')}", value)
+@pytest.mark.parametrize(
+    ("flags", "said"),
+    [
+        (["--api-key", " , "], "--api-key: it names no key"),
+        (["--scaling-client-name", ""], "--scaling-client-name is empty, so that any client may ask"),
+        (["--require-key"], "--require-key needs --api-key, --tenants or --oidc-issuer-url"),
+        (["--require-key", "--api-key", ""], "--require-key needs --api-key, --tenants or --oidc-issuer-url"),
+    ],
+)
+def test_a_list_of_who_may_enter_is_not_empty(flags, said, capsys):
     with pytest.raises(SystemExit):
-        read_settings(Settings, ["--model", "/m"])
-    assert f"--{flag} is given and empty" in capsys.readouterr().err
+        read_settings(Settings, ["--model", "/m", *flags])
+    assert said in capsys.readouterr().err
+
+
+def test_a_router_that_requires_keys_takes_no_open_file(tmp_path):
+    path = write(tmp_path, {"open": True}, "tenants.json")
+    settings = read_settings(Settings, ["--model", "/m", "--tenants", str(path), "--require-key"])
+    with pytest.raises(SettingsFileError, match="open: everybody would be let in, in spite of --require-key"):
+        settings.read_tenants()
 
 
 @pytest.mark.parametrize("content", [{"tenants": []}, {"open": True}, {"tenants": [{"name": "b", "claims": ["x"]}]}])
