@@ -5,7 +5,7 @@ when it ends. Redis is the clock, and may go back (``clock.lua``).
 import asyncio
 import logging
 from collections import Counter, defaultdict, deque
-from collections.abc import Awaitable, Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from typing import Any, TypeVar
 
 from quire_proto.supervise import SupervisedTask
@@ -67,7 +67,7 @@ class RedisRateLimiter:
     async def _run_reserve(self, request: ReserveRequest) -> ReserveResult | None:
         try:
             call = self._reserve_script(keys=_keys(request.tenant), args=self._arguments(request))
-            reply = _read(await self._wait_for(call))
+            reply = _read(await _with_timeout(call, self._timeout, lambda: self._answered_at))
         except _FAILURES as error:
             self._record_failure(error)
             self._queue_release(request.tenant, request.request_id)  # it may have been admitted, and the reply was lost
@@ -82,27 +82,6 @@ class RedisRateLimiter:
         if admitted and request.max_concurrent is not None:
             self._running[request.tenant][request.request_id] += 1
         return ReserveResult(bool(admitted), bool(newly_running), request_debt, token_debt, running)
-
-    async def _wait_for(self, call: Awaitable[T]) -> T:
-        """Returns the result of ``call``. Raises ``TimeoutError`` once Redis has answered nobody here for ``timeout``
-        seconds, not counting those in which this loop was blocked (a late timer says nothing of Redis, whose reply may
-        be in the socket), and what ``call`` raises.
-        """
-        loop, task = asyncio.get_running_loop(), asyncio.ensure_future(call)
-        due = loop.time() + self._timeout
-        last = due + _EXCHANGE_TIMEOUT
-        try:
-            while not (await asyncio.wait([task], timeout=max(0.0, due - loop.time())))[0]:
-                now = loop.time()
-                late, silent_at = now - due, self._answered_at + self._timeout
-                if now > last or (late < _LATE_TIMER and now >= silent_at):
-                    raise TimeoutError("Redis does not answer in time")
-                due = max(silent_at, now + min(late, self._timeout))
-            return task.result()
-        finally:
-            if not task.done():
-                task.cancel()
-                await asyncio.wait([task])
 
     def adopt(self, tenant: str, request_id: str) -> None:
         """See ``SharedRateLimiter``."""
@@ -240,6 +219,28 @@ def _read(reply: object) -> list[int]:
     if isinstance(reply, list) and len(reply) == _REPLY and all(isinstance(each, int) for each in reply):
         return reply
     raise RedisError("this is no answer to what was asked")
+
+
+async def _with_timeout(call: Awaitable[T], seconds: float, answered_at: Callable[[], float]) -> T:
+    """Returns the result of ``call``. Raises ``TimeoutError`` once Redis has answered nobody here for ``seconds``, the
+    last time ``answered_at``, not counting those in which this loop was blocked (a late timer says nothing of Redis,
+    whose reply may be in the socket), and what ``call`` raises.
+    """
+    loop, task = asyncio.get_running_loop(), asyncio.ensure_future(call)
+    due = loop.time() + seconds
+    last = due + _EXCHANGE_TIMEOUT
+    try:
+        while not (await asyncio.wait([task], timeout=max(0.0, due - loop.time())))[0]:
+            now = loop.time()
+            late, silent_at = now - due, answered_at() + seconds
+            if now > last or (late < _LATE_TIMER and now >= silent_at):
+                raise TimeoutError("Redis does not answer in time")
+            due = max(silent_at, now + min(late, seconds))
+        return task.result()
+    finally:
+        if not task.done():
+            task.cancel()
+            await asyncio.wait([task])
 
 
 def _batches(entries: Sequence[str]) -> list[Sequence[str]]:
