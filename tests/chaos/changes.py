@@ -11,7 +11,7 @@ from typing import Any
 from tests.chaos.faults import FAULTS, Fault, missed, one
 from tests.chaos.network_faults import NETWORK_FAULTS
 from tests.chaos.redis_faults import REDIS_FAULTS, forget_scripts
-from tests.chaos.serving_faults import SERVING_FAULTS
+from tests.chaos.serving_faults import SERVING_FAULTS, load_adapters_while_engines_die
 from tests.chaos.stack import EnginePart, Form, Part, Stack
 from tests.support.processes import Process, Router
 
@@ -72,7 +72,11 @@ async def upgrade(stack: Stack, _chance: random.Random, _pause: float) -> None:
 CHANGES: tuple[Fault, ...] = (replace_engine, rename_engine, kill_api_server, rotate_certificates, upgrade)
 _ALL = (*FAULTS, *REDIS_FAULTS, *NETWORK_FAULTS, *SERVING_FAULTS, *CHANGES)
 _NEEDS_CLUSTER = (replace_engine, rename_engine, kill_api_server, upgrade)
-_NEEDS_REDIS = (forget_scripts, *(fault for fault in _ALL if "redis" in fault.__name__))
+_NEEDS_REDIS = (
+    forget_scripts,
+    load_adapters_while_engines_die,
+    *(fault for fault in _ALL if "redis" in fault.__name__),
+)
 
 
 def possible(form: Form) -> list[Fault]:
