@@ -54,6 +54,7 @@ class Tenants(dict[str, Tenant]):
         super().__init__((tenant.id, tenant) for tenant in tenants)
         self._default = default or Tenant()
         self._named = frozenset(self)
+        self.setdefault("", replace(self._default, id=""))  # everybody's, where there are no keys
         self._others: OrderedDict[str, Tenant] = OrderedDict()
 
     def __missing__(self, tenant_id: str) -> Tenant:

@@ -1,5 +1,6 @@
 """While a fleet changes from plain text to TLS or back, each router reaches each engine that is one step away."""
 
+import asyncio
 from dataclasses import replace
 from pathlib import Path
 
@@ -8,6 +9,7 @@ import pytest
 from quire.v1.engine_pb2 import DescribeRequest
 from quire.v1.engine_pb2_grpc import EngineStub
 from quire_engine.config import EngineConfig
+from quire_engine.server.connection_mux import ConnectionMux
 from quire_proto.cli import read_settings
 from quire_proto.tls import ClientTls, ServerTls
 from quire_router.engines.connection import EngineConnection
@@ -65,6 +67,18 @@ async def test_a_router_one_step_away_reaches_the_engine(
                 await until(lambda: "cannot be reached" in caplog.text)
                 assert not link.ready
             await link.close()
+
+
+@pytest.mark.parametrize(
+    ("host", "asked"), [("127.0.0.1", "127.0.0.1"), ("0.0.0.0", "127.0.0.1"), ("::1", "::1"), ("::", "127.0.0.1")]
+)
+async def test_the_port_is_reached_over_ipv4_and_ipv6(host: str, asked: str) -> None:
+    mux = ConnectionMux()
+    try:
+        _, writer = await asyncio.open_connection(asked, await mux.listen(host, 0))
+        writer.close()
+    finally:
+        mux.close()
 
 
 async def test_tls_on_such_a_port_still_asks_for_the_certificate(authority: Authority) -> None:
