@@ -157,8 +157,9 @@ def w3c_headers(span: trace.Span) -> dict[str, str]:
 
 def headers_for_servers(traceparent: str, tracestate: str) -> dict[str, str]:
     """The headers by which other people's servers get the trace context that a request has; none without one."""
-    if not traceparent:
-        return {}
-    carrier: dict[str, str] = {}
-    _propagator().inject(carrier, extract_w3c(traceparent, tracestate))
+    given = {"traceparent": traceparent, "tracestate": tracestate}
+    carrier = {name: value for name, value in given.items() if value}
+    if carrier and (propagator := _propagator()) is not _W3C:
+        carrier = {}
+        propagator.inject(carrier, extract_w3c(traceparent, tracestate))
     return carrier
