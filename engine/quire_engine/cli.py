@@ -67,7 +67,7 @@ def main() -> None:
     else:
         reject_unknown_env(EngineConfig, OTHER_VARIABLES)
         config = read_settings(EngineConfig, arguments)
-        set_up_logging(config.log_level.upper())
+        set_up_logging(config.log_level.upper(), config.log_format)
         (_run_engine if config.node_rank == 0 else _run_node)(config)
 
 

@@ -17,6 +17,7 @@ from pydantic_settings import NoDecode, SettingsConfigDict
 from quire_proto.cli import CliSettings, ListenAddress
 from quire_proto.engine_token import TokenFile
 from quire_proto.local_hosts import is_loopback
+from quire_proto.logs import LogFormat
 from quire_proto.tls import CaFile, CertificateFile, KeyFile, ServerTls, check_cert_key, server_tls
 from quire_proto.units import Bytes, Gib, Seconds
 
@@ -678,6 +679,7 @@ class EngineConfig(CliSettings, NodeArgs, EngineArgs):
     log_level: Literal["debug", "info", "warning", "error"] = Field(
         default="info", description="Least severe log line."
     )
+    log_format: LogFormat = Field(default="text", description="Form of log lines: for people, or JSON.")
 
     @model_validator(mode="after")
     def _strangers_are_kept_out(self) -> Self:

@@ -49,9 +49,9 @@ def run(arguments: Sequence[str]) -> None:
     worker = WorkerContext.own()  # first, as it removes its variable, which is not a setting
     reject_unknown_env(Settings)
     settings = read_settings(Settings, arguments)
-    prefix = "" if worker is None else f"[worker {worker.number}] "
-    form = f"%(asctime)s {prefix}%(levelname)s %(name)s: %(message)s"
-    set_up_logging(settings.log_level.upper(), form)
+    set_up_logging(
+        settings.log_level.upper(), settings.log_format, **({} if worker is None else {"worker": worker.number})
+    )
     logging.getLogger("uvicorn.error").setLevel(logging.ERROR)  # below ERROR are clients' mistakes
     raise_descriptor_limit()
     try:

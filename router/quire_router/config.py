@@ -19,6 +19,7 @@ from quire_proto.cli import CliSettings, ListenAddress
 from quire_proto.engine_token import TokenFile
 from quire_proto.extras import install_command
 from quire_proto.local_hosts import ANY_HOST, CONTAINER_HOSTS, is_loopback
+from quire_proto.logs import LogFormat
 from quire_proto.tls import (
     CaFile,
     CertificateFile,
@@ -514,6 +515,7 @@ class Settings(CliSettings):
         default=604_800, description="Seconds that files and batches are stored."
     )
     log_level: Literal["debug", "info", "warning", "error"] = Field(default="info", description="Least level logged.")
+    log_format: LogFormat = Field(default="text", description="Form of log lines: for people, or JSON.")
 
     @model_validator(mode="after")
     def _workers_share(self) -> Self:

@@ -13,6 +13,7 @@ from tempfile import TemporaryDirectory
 from typing import TypeVar
 
 import torch
+from quire_proto.logs import log_format
 from quire_proto.tls import TlsError
 
 from quire_engine.config import NodeArgs
@@ -78,7 +79,8 @@ class MultiprocLeader:
             # What all ranks would log, rank 0 logs alone.
             level = logging.DEBUG if log.isEnabledFor(logging.DEBUG) else logging.ERROR
             addresses = () if self._hub is None else tuple(self._hub.addresses)
-            settings = replace(settings, rendezvous=self._rendezvous, addresses=addresses, log_level=level)
+            settings = replace(settings, log_level=level, log_format=log_format())
+            settings = replace(settings, rendezvous=self._rendezvous, addresses=addresses)
             self._load_call = self._workers.request(RpcMethod.LOAD, [json_to_array(settings.to_plain())])
         except BaseException:
             self.close()

@@ -11,7 +11,7 @@ from threading import Lock
 from typing import Any
 
 import torch
-from quire_proto.logs import set_up_logging
+from quire_proto.logs import LogFormat, set_up_logging
 
 from quire_engine.checkpoint.config import DecoderConfig, ModelConfig
 from quire_engine.config import EngineArgs
@@ -68,6 +68,7 @@ class RankSettings:
     rendezvous: Path = Path()
     addresses: tuple[str, ...] = ()
     log_level: int = 0
+    log_format: LogFormat = "text"
     place: EnginePlace | None = None
 
     @property
@@ -146,6 +147,7 @@ class RankSettings:
             "rendezvous": str(self.rendezvous),
             "addresses": self.addresses,
             "log_level": self.log_level,
+            "log_format": self.log_format,
             "place": None if self.place is None else asdict(self.place),
         }
 
@@ -238,7 +240,7 @@ class RankWorker:
 
     def _load(self, arrays: Sequence[RpcArray]) -> None:
         settings = RankSettings.from_plain(json_from_array(arrays[0]))
-        set_up_logging(settings.log_level, f"%(asctime)s %(levelname)s %(name)s: rank {self._rank}: %(message)s")
+        set_up_logging(settings.log_level, settings.log_format, rank=self._rank)
         torch.set_num_threads(settings.threads)
         device, group = settings.device_for(self._rank), settings.make_group(self._rank)
         profiler = MemoryProfiler(device, settings.lora_bytes)
