@@ -205,6 +205,10 @@ BREACHES: tuple[tuple[Policy, Spoil], ...] = (
         lifetime.engines_may_take_long_to_start,
         lambda r: container(r, "engine")["startupProbe"].update(failureThreshold=3),
     ),
+    (
+        lifetime.a_late_answer_restarts_no_pod,
+        lambda r: container(r, "router")["livenessProbe"].update(failureThreshold=3),
+    ),
     (lifetime.pods_end_after_their_drain, lambda r: own(pod(r, "engine")).update(terminationGracePeriodSeconds=30)),
     (lifetime.pods_end_after_their_drain, lambda r: container(r, "router").update(env=[])),
     (lifetime.budgets_protect_and_let_go, lambda r: first(r, "PodDisruptionBudget").update(spec={"selector": {}})),

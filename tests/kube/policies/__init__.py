@@ -32,6 +32,7 @@ POLICIES: tuple[Policy, ...] = (
     network.policies_name_ports_that_are_there,
     lifetime.probes_mean_three_things,
     lifetime.engines_may_take_long_to_start,
+    lifetime.a_late_answer_restarts_no_pod,
     lifetime.pods_end_after_their_drain,
     lifetime.budgets_protect_and_let_go,
     lifetime.several_replicas_have_a_budget,

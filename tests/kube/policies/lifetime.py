@@ -11,6 +11,8 @@ MARGIN = 10
 """Seconds between the end of a drain and the end of its pod, at the least."""
 LONG_START = 600
 """Seconds that an engine may take to load its model, at the least."""
+LONG_SILENCE, LATE_ANSWER = 60, 10
+"""Seconds before a process counts as hung, and that an answer of a machine that is short of processors may take."""
 PROBES = ("startupProbe", "readinessProbe", "livenessProbe")
 
 
@@ -46,6 +48,15 @@ def engines_may_take_long_to_start(release: Release) -> Iterator[str]:
         budget = probe.get("periodSeconds", 10) * probe.get("failureThreshold", 3)
         if budget < LONG_START:
             yield f"{pod.name} has {budget} s to start"
+
+
+def a_late_answer_restarts_no_pod(release: Release) -> Iterator[str]:
+    """A machine that is short of processors answers late, and a restart costs more than an answer."""
+    for pod in components(release, "router", "engine"):
+        probe = pod.containers[0].get("livenessProbe", {})
+        patience = probe.get("periodSeconds", 10) * probe.get("failureThreshold", 3)
+        if patience < LONG_SILENCE or probe.get("timeoutSeconds", 1) < LATE_ANSWER:
+            yield f"{pod.name} is restarted after {patience} s of answers that take {probe.get('timeoutSeconds', 1)} s"
 
 
 def pods_end_after_their_drain(release: Release) -> Iterator[str]:

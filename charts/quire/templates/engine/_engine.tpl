@@ -160,15 +160,15 @@ spec:
           port: metrics
         periodSeconds: 2
         timeoutSeconds: 3
-        failureThreshold: 2
-      # Alive: its step loop makes progress while there is work.
+        failureThreshold: 5
+      # Alive: its step loop makes progress while there is work. One that is short of processors is not restarted.
       livenessProbe:
         httpGet:
           path: /live
           port: metrics
         periodSeconds: 10
-        timeoutSeconds: 5
-        failureThreshold: 3
+        timeoutSeconds: 10
+        failureThreshold: 6
       resources:
         {{- include "quire.engineResources" $.model | nindent 8 }}
       securityContext:
