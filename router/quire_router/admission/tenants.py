@@ -5,7 +5,7 @@ algorithm (ITU-T I.371), as a single number.
 The caller passes the time. Times are whole microseconds of any clock, so that every result is exact. Does no I/O.
 """
 
-from collections import Counter, OrderedDict
+from collections import Counter, deque
 from collections.abc import Iterable
 from dataclasses import dataclass, field, replace
 
@@ -55,14 +55,13 @@ class Tenants(dict[str, Tenant]):
         self._default = default or Tenant()
         self._named = frozenset(self)
         self.setdefault("", replace(self._default, id=""))  # everybody's, where there are no keys
-        self._others: OrderedDict[str, Tenant] = OrderedDict()
+        self._others: deque[str] = deque()
 
     def __missing__(self, tenant_id: str) -> Tenant:
-        tenant = self._others.get(tenant_id)
-        if tenant is None:
-            tenant = self._others[tenant_id] = replace(self._default, id=tenant_id)
-            if len(self._others) > MAX_OTHERS:
-                self._others.popitem(last=False)
+        tenant = self[tenant_id] = replace(self._default, id=tenant_id)
+        self._others.append(tenant_id)
+        if len(self._others) > MAX_OTHERS:
+            self.pop(self._others.popleft(), None)
         return tenant
 
     def replace_all(self, other: "Tenants") -> None:
