@@ -71,7 +71,7 @@ SENTENCES = st.lists(st.sampled_from([*WORDS, "", "é"]), max_size=6).map(" ".jo
 
 
 @pytest.mark.parametrize("name", PROCESSORS)
-@settings(max_examples=30)
+@settings(max_examples=10)
 @given(pairs=st.lists(st.tuples(SENTENCES, SENTENCES) | SENTENCES, min_size=1, max_size=4), special=st.booleans())
 def test_prompts_are_those_of_the_tokenizer_itself(name: str, pairs: list[Texts], special: bool) -> None:
     """Each text is encoded once, and what the tokenizer adds is put around it."""

@@ -335,7 +335,7 @@ def test_a_template_that_takes_too_much_time_or_memory_is_a_refusal(source):
 
 
 HOSTILE = "a" * 50_000 + "b" + "a" * 50_000
-ARGUMENTS = ["", "s", "half", "s, half", "'punycode'"]
+ARGUMENTS = ["s", "half", "'punycode'"]
 
 
 @pytest.mark.parametrize("value", ["s", "s | safe", "s.encode()", "1"])
