@@ -133,18 +133,24 @@ async def failover_redis(stack: Stack, _chance: random.Random, _pause: float) ->
 async def cut_idle_redis(stack: Stack, chance: random.Random, pause: float) -> None:
     """Redis closes connections that were idle for a second. Requests after that are written as if it did not."""
     router = one(stack.routers, chance)
-    async with stack.redis_lock, router.lock, Redis.from_url(stack.redis.url) as redis:
-        await redis.config_set("timeout", 1)
+    async with stack.redis_lock, router.lock:
+        await _close_idle(stack, 1)
         started = dict[str, bool]()
         try:
             for _ in range(2):
                 await asyncio.sleep(max(2.5, pause / 2))
                 started |= await _begin(router)
         finally:
-            await redis.config_set("timeout", 0)
+            await _close_idle(stack, 0)
         unwritten = [request_id for request_id, is_written in started.items() if not is_written]
         assert not unwritten, f"requests that were not written: {unwritten}"
         await _expect_ends(stack, started)
+
+
+async def _close_idle(stack: Stack, seconds: int) -> None:
+    """Over a connection of its own, which would be closed, too."""
+    async with Redis.from_url(stack.redis.url) as redis:
+        await redis.config_set("timeout", seconds)
 
 
 async def _follows(redis: Redis) -> bool:
