@@ -183,6 +183,7 @@ def distribution_of(module: str, packages: Mapping[str, list[str]]) -> str:
     a GPU needs is not installed.
     """
     shared = {
+        "opentelemetry.exporter.otlp.proto.http": "opentelemetry-exporter-otlp-proto-http",
         "opentelemetry.exporter": "opentelemetry-exporter-otlp-proto-grpc",
         "opentelemetry.sdk": "opentelemetry-sdk",
         "opentelemetry": "opentelemetry-api",

@@ -30,7 +30,7 @@ KEY = "a-key-of-enough-characters"
 CHAT, MESSAGES = "/v1/chat/completions", "/v1/messages"
 PAGE = "architecture.md"
 STEP_FILES = 20
-REQUEST_FILES = 48  # each has a part of the request, of its text, its placement or its way to the engine
+REQUEST_FILES = 50  # each has a part of the request, of its text, its placement or its way to the engine
 HAS_KERNELS = library() is not None and is_fast(torch.bfloat16)
 
 
