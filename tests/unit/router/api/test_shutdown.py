@@ -52,7 +52,7 @@ class RunningRouter:
         reader, writer = await asyncio.open_connection("127.0.0.1", self.port)
         body = json.dumps(STREAM).encode()
         head = (
-            f"POST /v1/completions HTTP/1.1\r\nhost: x\r\ncontent-type: application/json\r\ncontent-length: {len(body)}"
+            f"POST /v1/completions HTTP/1.1\r\nhost: localhost\r\ncontent-type: application/json\r\ncontent-length: {len(body)}"
         )
         writer.write(head.encode() + b"\r\n\r\n" + body)
         self.request_id = (await self.engine.submit()).request_id
