@@ -66,7 +66,8 @@ def test_an_engine_stays_within_its_containers_limit(tmp_path: Path, baseline_mi
     engine = ConfinedEngine(tmp_path, limit, "--swap-space", "0.03", "--max-num-batched-tokens", "1024")
     try:
         engine.wait_ready()
-        table = {line.split("  ")[1]: line for line in engine.text.splitlines() if line.startswith("  ")}
+        rows = (line.partition(" memory: ")[2] for line in engine.text.splitlines() if " memory: " in line)
+        table = {row.split("  ")[0]: row for row in rows}
         assert f"{limit:,.1f} MiB  the container's limit; 90% of it may be taken" in table["limit"]
         work(engine, requests=60, prompt=400, output=4)
         blocks = {tier: engine.metric("quire_engine_blocks", tier=tier) for tier in ("device", "host")}

@@ -515,7 +515,12 @@ def events_of(body: bytes) -> list[tuple[str | None, object]]:
 async def ask(port: int, method: str, path: str, body: object = None, headers: dict[str, str] | None = None) -> Answer:
     """One request over a connection of its own, exactly as written. Its answer is as official documents say."""
     payload = b"" if body is None else body if isinstance(body, bytes) else json.dumps(body).encode()
-    given = {"host": "localhost", "content-type": "application/json", "content-length": str(len(payload)), **(headers or {})}
+    given = {
+        "host": "localhost",
+        "content-type": "application/json",
+        "content-length": str(len(payload)),
+        **(headers or {}),
+    }
     head = "".join(f"{name}: {value}\r\n" for name, value in given.items())
     reader, writer = await asyncio.open_connection("127.0.0.1", port)
     try:

@@ -42,9 +42,9 @@ from quire_engine.worker.memory import (
     CacheBudget,
     CacheSizes,
     MemoryProfiler,
-    format_memory_table,
     largest_step,
     measure_rates,
+    memory_table,
 )
 from quire_engine.worker.model_runner import LoadedModel, ModelRunner, Runner
 from quire_engine.worker.transfer_results import TransferResults
@@ -210,9 +210,8 @@ class TorchExecutor:
         executor.rates = measure_rates(executor, num_tokens, model.config.vocab_size)
         capacity = executor.kv_cache_config
         capacity = replace(capacity, block_bytes=capacity.block_bytes * decided.num_layers // num_layers[0])
-        table = format_memory_table(budget, decided.profile, capacity, model.max_model_len)
-        for line in table.splitlines():
-            log.info("memory, as decided: %s", line)
+        for row in memory_table(budget, decided.profile, capacity, model.max_model_len):
+            log.info("memory: %s", row)
         if config.kv_disk_path is not None:
             block_bytes = executor.kv_cache_config.block_bytes * sum(num_layers) // num_layers[0]
             executor.open_disk(config, config.kv_disk_path, block_bytes)

@@ -2,7 +2,7 @@
 have.
 
 ``MemoryProfiler`` measures a process before the model is loaded, with it, and during the largest step.
-``compute_cache_sizes`` decides from that profile and from the settings, and ``format_memory_table`` explains the
+``compute_cache_sizes`` decides from that profile and from the settings, and ``memory_table`` explains the
 decision in the log. ``DeviceMemory`` is what there is, of a host or of a GPU. The steps that an executor is measured
 with stand at the end. All sizes are in bytes unless a name says otherwise.
 """
@@ -194,8 +194,8 @@ def _no_memory_message(measured: MemoryProfile, usable: int) -> str:
     )
 
 
-def format_memory_table(budget: CacheBudget, measured: MemoryProfile, config: KVCacheConfig, max_length: int) -> str:
-    """The decision as a table for the log. ``max_length`` is the model's longest sequence in tokens."""
+def memory_table(budget: CacheBudget, measured: MemoryProfile, config: KVCacheConfig, max_length: int) -> list[str]:
+    """Returns the decision as rows for the log. ``max_length`` is the model's longest sequence, in tokens."""
     device, host = (count * config.block_bytes for count in (config.device_blocks, config.host_blocks))
     more = "" if all(group.window is None for group in config.groups) else ", and more in long sequences"
     host_tokens = config.host_blocks // len(config.groups) * config.block_size
@@ -210,7 +210,7 @@ def format_memory_table(budget: CacheBudget, measured: MemoryProfile, config: KV
         ("host pool", _mib(host), f"{config.host_blocks} blocks, {host_tokens} tokens"),
         ("longest request", f"{min(max_length, config.usable_tokens)} tokens", f"the model's limit is {max_length}"),
     ]
-    return "\n".join(f"  {name:<16}{size:>16}  {remark}" for name, size, remark in rows)
+    return [f"{name:<16}{size:>16}  {remark}" for name, size, remark in rows]
 
 
 def _describe_limit(budget: CacheBudget, measured: MemoryProfile) -> str:

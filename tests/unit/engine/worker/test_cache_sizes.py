@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from quire_engine.core.block_pool import KVCacheConfig
 from quire_engine.errors import ModelError
-from quire_engine.worker.memory import CacheBudget, CacheSizes, MemoryProfile, compute_cache_sizes, format_memory_table
+from quire_engine.worker.memory import CacheBudget, CacheSizes, MemoryProfile, compute_cache_sizes, memory_table
 
 MIB, GIB = 1 << 20, 1 << 30
 SMALLEST = CacheSizes(2 << 20, 0)
@@ -135,8 +135,8 @@ def test_nothing_left_is_refused_with_all_the_numbers() -> None:
 def test_the_table_shows_the_measurements_and_the_resulting_pools(
     request_: CacheBudget, measured: MemoryProfile, rule: str
 ) -> None:
-    text = format_memory_table(request_, measured, KVCacheConfig(16, 1001, 501, MIB), 32768)
-    lines = {line.split("  ")[1]: line for line in text.splitlines()}
+    rows = memory_table(request_, measured, KVCacheConfig(16, 1001, 501, MIB), 32768)
+    lines = {row.split("  ")[0]: row for row in rows}
     assert rule in lines["limit"]
     assert "500.0 MiB" in lines["weights"]
     assert ("not measured" if measured.peak is None else "200.0 MiB") in lines["activations"]

@@ -51,10 +51,8 @@ class RunningRouter:
         """A streaming request that the engine has just begun to answer."""
         reader, writer = await asyncio.open_connection("127.0.0.1", self.port)
         body = json.dumps(STREAM).encode()
-        head = (
-            f"POST /v1/completions HTTP/1.1\r\nhost: localhost\r\ncontent-type: application/json\r\ncontent-length: {len(body)}"
-        )
-        writer.write(head.encode() + b"\r\n\r\n" + body)
+        head = "POST /v1/completions HTTP/1.1\r\nhost: localhost\r\ncontent-type: application/json"
+        writer.write(f"{head}\r\ncontent-length: {len(body)}\r\n\r\n".encode() + body)
         self.request_id = (await self.engine.submit()).request_id
         self.engine.send(output(self.request_id, [80]))
         answer = asyncio.create_task(read_answer(reader))
