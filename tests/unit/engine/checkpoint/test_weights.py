@@ -318,7 +318,7 @@ def test_a_broken_folder_is_refused_in_one_sentence(folder: Path, broken: Breaka
         (containing(INDEX, "]"), f"{INDEX} is not valid JSON"),
         (containing(INDEX, "{}"), f"{INDEX} has no weight_map"),
         (containing(INDEX, '{"weight_map": {"a": "../model.safetensors"}}'), "'../model.safetensors'"),
-        (containing(INDEX, '{"weight_map": {"a": 3}}'), "names 3"),
+        (containing(INDEX, '{"weight_map": {"a": 3}}'), "names '3'"),
         (containing(INDEX, '{"weight_map": {"a": "model-00001-of-00002.safetensors"}}'), "has no tensor"),
     ],
 )
