@@ -154,7 +154,7 @@ def test_a_worker_that_cannot_be_started_does_not_end_the_others(router: Router)
 
 @pytest.mark.parametrize(
     ("host", "status"),
-    [("x/?", 400), ("a b", 400), ("", 200), ("x#y", 400), ("localhost:y", 200), ("x:y", 403), ("\xff", 400)],
+    [("x/?", 400), ("a b", 400), ("", 200), ("x#y", 400), ("localhost:y", 200), ("x:y", 200), ("\xff", 400)],
 )
 def test_a_page_of_the_metrics_port_does_not_hang_on_the_host(router: Router, host: str, status: int) -> None:
     with socket.create_connection(("127.0.0.1", router.metrics_port), timeout=10) as client:

@@ -2,6 +2,7 @@
 
 import asyncio
 import shutil
+import socket
 import tempfile
 from asyncio import StreamReader, StreamWriter
 from contextlib import suppress
@@ -25,8 +26,11 @@ class ConnectionMux:
         self._open: set[StreamWriter] = set()
 
     async def listen(self, host: str, port: int) -> int:
-        """Begins to accept connections, and returns the port. Raises ``OSError``."""
-        self._server = await asyncio.start_server(self._serve, host, port, limit=_CHUNK)
+        """Begins to accept connections, and returns the port. ``::`` takes IPv4 too. Raises ``OSError``."""
+        family = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0][0]
+        is_dual = family == socket.AF_INET6 and socket.has_dualstack_ipv6()
+        port_socket = socket.create_server((host, port), family=family, dualstack_ipv6=is_dual)
+        self._server = await asyncio.start_server(self._serve, sock=port_socket, limit=_CHUNK)
         return int(self._server.sockets[0].getsockname()[1])
 
     def close(self) -> None:

@@ -73,6 +73,7 @@ class EngineRegistry:
         self.engines: dict[str, Engine] = {}
         self.by_row: dict[int, Engine] = {}
         self.discovered = False
+        self.num_added = 0  # engines, since the start
         self._discovery = discovery
         self._ledger = ledger
         self._settings = settings
@@ -138,6 +139,7 @@ class EngineRegistry:
             engine.update(endpoint)
 
     def _connect(self, address: str) -> None:
+        self.num_added += 1
         kind, url = split_external(address)
         load = self._ledger.add(address, reports_tokens=not kind)
         sharing = None if kind else self._update_sharing  # others' servers are asked by every worker

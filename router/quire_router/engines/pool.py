@@ -135,6 +135,7 @@ class EnginePool:
         self.expected_loras: dict[str, ServedLoRA] = {}
         self._loras: Mapping[str, ServedLoRA] = {}
         self._knows_loras = False
+        self._num_heard = 0  # of the engines that were ever added, those that the above counts
         self._live: dict[tuple[str, ModelVersion], tuple[float, list[Engine]]] = {}  # some, until when that holds
         self._gathered: set[str] = set()  # the models with engines that are ready
         self._gathering: dict[str, asyncio.TimerHandle] = {}
@@ -210,6 +211,7 @@ class EnginePool:
         """Has ``loras`` say what engines have told by now, and what is expected."""
         self._loras = self._find_loras()
         self._knows_loras = self._all_heard()
+        self._num_heard = self._registry.num_added
 
     def knows_loras(self) -> bool:
         """Whether ``loras`` has all adapters that there are. May be called on any thread."""
@@ -433,6 +435,11 @@ class EnginePool:
 
     # Where an engine is late
 
+    def is_alive(self, engine_id: str) -> bool:
+        """Returns whether an engine has given a sign of life just now."""
+        engine = self._engines.get(engine_id)
+        return engine is not None and engine.connection.alive
+
     def _has_substitute(self, engine_id: str) -> bool:
         """Whether another engine can take what one runs that is silent, away or set aside: one that has given a sign of
         life since. Where none does, all may be short of processors, or it may be this router that hears nothing.
@@ -465,6 +472,8 @@ class EnginePool:
         """
         self._candidates_cache.clear()
         self._stale_limits.update(self._models)
+        if self._registry.num_added != self._num_heard:  # what a new engine has is not known yet
+            self._knows_loras = False
         self._throttled_notify.request()
 
     def _notify(self) -> None:

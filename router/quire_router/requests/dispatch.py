@@ -245,7 +245,8 @@ class Dispatcher:
         willing = [row for row in rows.tolist() if ids[row] not in state.refused_by]
         # One that lost the request may do so again, at once, and would look idle each time.
         others = [row for row in willing if ids[row] not in state.lost_by]
-        return np.array(others or willing, np.intp)
+        alive = [row for row in others if self._pool.is_alive(ids[row])] if state.has_moved else others
+        return np.array(alive or others or willing, np.intp)
 
     def _lora_is_gone(self, state: RequestState) -> bool:
         """Whether the request's adapter was unloaded. Where engines merely lack it, as those do that begin again, they

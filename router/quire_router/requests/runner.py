@@ -326,7 +326,7 @@ class RequestRunner:
         log.info("attempt %d of request %s lost engine %s: %s", state.attempt, state.id, engine_id, problem)
         self._fleet_log.add("attempt_lost", engine_id, state.id, attempt=state.attempt, reason=str(problem))
         if isinstance(problem, EngineSilent):  # nothing says that it is the request's fault
-            state.count_move()
+            state.count_move(engine_id)
             return
         state.count_loss(engine_id)
         if state.losses >= self._max_attempts:

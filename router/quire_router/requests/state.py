@@ -195,11 +195,17 @@ class RequestState:
         self.losses = 1 if made > self._tokens_at_loss else self.losses + 1
         self._tokens_at_loss = made
 
-    def count_move(self) -> None:
+    def count_move(self, engine_id: str) -> None:
         """An engine was left because it was silent, or its streams stood still."""
+        self.lost_by.add(engine_id)
         now = monotonic()
         self._moves = self._moves + 1 if now - self._moved_at < MOVE_MEMORY else 1
         self._moved_at = now
+
+    @property
+    def has_moved(self) -> bool:
+        """Whether it has left a silent engine: others may be silent for the same reason."""
+        return self._moves > 0
 
     @property
     def stays_when_silent(self) -> bool:

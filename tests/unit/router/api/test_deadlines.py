@@ -22,7 +22,7 @@ async def left_stream(router: RunningRouter) -> str:
     """The id of a request whose client left after its first token."""
     body = json.dumps({**STREAM, "stream_options": {"include_event_ids": True}}).encode()
     reader, writer = await asyncio.open_connection("127.0.0.1", router.port)
-    head = "POST /v1/completions HTTP/1.1\r\nhost: x\r\ncontent-type: application/json\r\ncontent-length: "
+    head = "POST /v1/completions HTTP/1.1\r\nhost: localhost\r\ncontent-type: application/json\r\ncontent-length: "
     writer.write(f"{head}{len(body)}\r\n\r\n".encode() + body)
     submit = await router.engine.submit()
     router.engine.send(output(submit.request_id, [80]))

@@ -459,14 +459,18 @@ async def test_a_new_request_with_a_last_event_id_is_refused_with_the_address_to
     route: str, key: str | None
 ) -> None:
     path, build = ROUTES[route]
-    headers = {"idempotency-key": key} if key else {}
-    async with open_stage() as stage, httpx.AsyncClient(base_url=stage.url, timeout=60) as client:
+    headers = {"authorization": "Bearer the-key-of-a-client"} | ({"idempotency-key": key} if key else {})
+    async with (
+        open_stage(keys=["the-key-of-a-client"]) as stage,
+        httpx.AsyncClient(base_url=stage.url, timeout=60) as client,
+    ):
         first = await client.post(path, json=build(stream=True), headers=headers)
         again = await client.post(path, json=build(stream=True), headers={**headers, "Last-Event-ID": "2"})
         empty = await client.post(path, json=build(stream=True), headers={**headers, "Last-Event-ID": ""})
         assert len(stage.runner.generations) == (1 if key else 2), "nothing is run for it"
         address = re.findall(r"/v1/requests/\S+/events", again.json()["error"]["message"])[0]
-        rest = await client.get(address.replace("{id}", first.headers["x-request-id"]), headers={"last-event-id": "2"})
+        address_of_first = address.replace("{id}", first.headers["x-request-id"])
+        rest = await client.get(address_of_first, headers={**headers, "last-event-id": "2"})
     assert (again.status_code, again.json()["error"]["param"]) == (400, "last-event-id")
     assert ("{id}" in address) is (key is None), "with a key the address is known"
     assert text_of(json_events(rest.content)) == "wörld"
