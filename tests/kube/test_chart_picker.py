@@ -61,7 +61,7 @@ def test_gateways_show_a_certificate_unless_the_values_say_otherwise(helm: Helm,
         ({"router__picker__tlsSecret": "gateways"}, "router.picker.tlsSecret is set"),
     ],
 )
-def test_a_picker_that_anybody_may_ask_is_named_so(helm: Helm, values: dict[str, Any], said: str) -> None:
+def test_an_insecure_picker_is_marked_insecure(helm: Helm, values: dict[str, Any], said: str) -> None:
     with pytest.raises(HelmError, match=said):
         helm.render(with_values(example_values("endpoint-picker"), **values))
 

@@ -362,7 +362,7 @@ def test_the_digest_is_of_all_metadata_and_read_with_it(tmp_path: Path, monkeypa
     assert len(digests) == 10
 
 
-def test_a_tokenizer_that_somebody_else_left_in_the_cache_is_not_read(
+def test_a_cached_tokenizer_of_another_user_is_not_read(
     folder: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))

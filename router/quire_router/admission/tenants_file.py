@@ -170,7 +170,7 @@ def read_tenants(
     versions = versions_of([path])
     content = read_content(path, _File)
     entries = content.tenants or []
-    _check_somebody_is_let_in(path, content, has_keys=has_keys, has_issuer=has_issuer)
+    _check_access(path, content, has_keys=has_keys, has_issuer=has_issuer)
     if content.open and must_close:
         raise SettingsFileError(f"{path}: open: everybody would be let in, in spite of --require-key: leave out one.")
     files = [each.file for entry in entries for each in entry.keys if each.file is not None]
@@ -192,7 +192,7 @@ def read_tenants(
     return TenantsFile(tenants, keys, claims, policies, versions, content.open)
 
 
-def _check_somebody_is_let_in(path: Path, content: _File, *, has_keys: bool, has_issuer: bool | None) -> None:
+def _check_access(path: Path, content: _File, *, has_keys: bool, has_issuer: bool | None) -> None:
     entries = content.tenants or []
     if content.tenants is None and not content.open:
         raise SettingsFileError(f"{path}: tenants: it is missing: name one, or say open = true to let everybody in.")

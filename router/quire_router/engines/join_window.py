@@ -10,6 +10,8 @@ complete.
 from dataclasses import dataclass
 from math import inf
 
+from quire_router.core.retry import was_held_up
+
 FIRST_SIZE = 4
 MIN_SIZE, MAX_SIZE = 2, 32
 
@@ -28,7 +30,6 @@ are found among a thousand whose hosts are gone.
 """
 
 _SHRINK = 0.7
-_HELD_UP = 3  # intervals that a look may be late by
 
 
 @dataclass(eq=False, slots=True)
@@ -95,7 +96,7 @@ class JoinWindow:
         """To be called every ``LOOK_INTERVAL`` while a join waits. Where no engine answers, the oldest join gives its
         place to another. A router that was held up itself first hears what has come meanwhile.
         """
-        if now - self._looked_at > _HELD_UP * LOOK_INTERVAL:
+        if was_held_up(now - self._looked_at, LOOK_INTERVAL):
             self._progress_at = now
         self._looked_at = now
         if self._under_way and now - self._progress_at >= OVERDUE:

@@ -123,7 +123,7 @@ def test_no_class_excuses_an_error_of_the_server():
     assert outcomes(failed, Classes(CLASSES)) == {"four": Outcome.FAULT}
 
 
-def test_a_class_that_no_failing_case_needs_is_said():
+def test_an_unused_class_is_reported():
     classes = Classes(CLASSES)
     outcomes(LINES, classes)
 

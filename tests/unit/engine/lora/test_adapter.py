@@ -262,7 +262,7 @@ def test_what_can_be_no_folder_is_refused(config: DecoderConfig, path: str, told
         LoRAAdapter.read(Path("/", path), config, MAX_RANK)
 
 
-async def test_nobody_learns_which_folders_there_are(
+async def test_loading_an_adapter_does_not_reveal_which_folders_exist(
     folder: Path, config: DecoderConfig, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     """What is no adapter is answered with one sentence, whatever it is; the log says what it is."""
