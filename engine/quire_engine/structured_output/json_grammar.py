@@ -39,6 +39,7 @@ WHITESPACE = r"( |\n[ \t]{0,32})"
 _HEADER = f'%llguidance {{"ignore_once": true}}\n%ignore /{WHITESPACE}/'
 _COMMA = '","'
 _MAX_STATES = 4000  # of one object whose properties are counted
+MAX_RULES = 8000  # which take 0.6 s of a processor, and more memory than a grammar may have
 _MAX_CHARS = 1 << 22
 
 
@@ -66,7 +67,13 @@ class _Writer:
         self._size = 0
 
     def grammar(self, root: Node, nodes: Sequence[Node]) -> str:
-        """The grammar of ``root``, with a rule for each of ``nodes``."""
+        """The grammar of ``root``, with a rule for each of ``nodes``. Raises ``SchemaError`` for too many rules."""
+        count = sum(_count_rules(shape) for node in nodes if node.is_possible for shape in node.shapes)
+        if count > MAX_RULES:
+            raise SchemaError(
+                f"it makes a grammar of {count:,} rules, and at most {MAX_RULES:,} are supported: an object with "
+                "minProperties or maxProperties has one for each property and each number of properties before it"
+            )
         for node in nodes:
             if node.is_possible:
                 self._rule(f"n{node.number}", " | ".join(self._options(node)))
@@ -207,9 +214,7 @@ class _Writer:
         if others:
             own = list(shape.properties)
             other = self._new_rule(" | ".join(f'{self._name(each, own)} ":" n{each.value.number}' for each in others))
-        # How many properties there are matters up to here: whether there is one, or the bounds.
-        top = 1 if not shape.least and shape.most is None else max(shape.least, shape.most or 0) + 1
-        top = min(top, len(members))
+        top = _max_counted(shape, len(members))
         if top * len(members) > _MAX_STATES:
             raise SchemaError("minProperties and maxProperties are not supported for so many properties")
         ways: list[str | None] = [self._more_members(shape, other, count) for count in range(top + 1)]
@@ -276,3 +281,21 @@ def _times(item: str, least: int, most: int | None) -> str:
     if most is None:
         return f"{item}*" if least == 0 else f"{item}{{{least},}}"
     return f"{item}{{{least},{most}}}"
+
+
+def _count_rules(shape: Shape) -> int:
+    """How many rules a shape takes at most, beside those of its nodes."""
+    if isinstance(shape, ArrayShape):
+        return len(shape.first)
+    if not isinstance(shape, ObjectShape):
+        return 0
+    num_members = sum(node.is_possible for node in shape.properties.values())
+    top = _max_counted(shape, num_members)
+    most = top if shape.most is None else min(top, shape.most)
+    return 1 + sum(min(place, most) + 1 for place in range(num_members))
+
+
+def _max_counted(shape: ObjectShape, num_members: int) -> int:
+    """Up to how many properties it matters how many there are: whether there is one, or the bounds."""
+    is_counted = shape.least or shape.most is not None
+    return min(num_members, max(shape.least, shape.most or 0) + 1 if is_counted else 1)

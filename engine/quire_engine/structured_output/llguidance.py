@@ -30,6 +30,7 @@ from quire_proto.structured_output import Structured, StructuredKind
 
 from quire_engine.core.step import GrammarError
 from quire_engine.structured_output.json_grammar import json_grammar
+from quire_engine.structured_output.repetitions import check_lark, check_regex
 
 if TYPE_CHECKING:
     from llguidance import LLMatcher, LLTokenizer
@@ -314,6 +315,7 @@ def _check_regex(structured: Structured) -> None:
     trailing = len(structured.text) - len(structured.text.rstrip("\\"))
     if trailing % 2:
         raise rejection(structured, "it ends with a backslash that escapes nothing")
+    check_regex(structured.text)
 
 
 def _check_schema(structured: Structured) -> None:
@@ -338,7 +340,9 @@ def prepare(definition: str) -> str:
         if definition.startswith(JSON):
             return lark(_schema_grammar(definition.removeprefix(JSON)))
         if definition.startswith(EBNF):
-            return lark(to_lark(definition.removeprefix(EBNF)))
+            text = to_lark(definition.removeprefix(EBNF))
+            check_lark(text)
+            return lark(text)
         return with_schemas(definition.removeprefix(LARK)) if definition.startswith(LARK) else definition
     except (ValueError, OverflowError) as error:
         raise RejectedError(str(error)) from None
@@ -376,7 +380,9 @@ def with_schemas(text: str) -> str:
         grammars[name] = grammar
         parts += [text[at : found.start()], f"@{name}", "\n" * text.count("\n", found.start(), end)]
         at = end
-    return lark("".join([*parts, text[at:]]), grammars)
+    whole = "".join([*parts, text[at:]])
+    check_lark(whole)
+    return lark(whole, grammars)
 
 
 def rejection(structured: Structured, reason: str) -> QuireError:

@@ -19,7 +19,6 @@ from typing import Any
 from quire_engine.structured_output.expressions import (
     ANY,
     Expression,
-    PatternError,
     Repeat,
     has_length,
     quoted_text,
@@ -35,6 +34,7 @@ from quire_engine.structured_output.json_numbers import (
     read_bound,
 )
 from quire_engine.structured_output.json_patterns import parse_pattern
+from quire_engine.structured_output.repetitions import added_by_counts, check_size
 from quire_engine.structured_output.schema_choices import TYPES, OverlapError, exclusive
 from quire_engine.structured_output.schema_keywords import Schema, SchemaError, unsupported
 from quire_engine.structured_output.schema_members import Members, Names, has_name, subsets
@@ -75,6 +75,7 @@ class SchemaReader:
         self._nodes: dict[tuple[int, ...], Node] = {}
         self._unread: list[tuple[Node, list[Any]]] = []
         self._patterns: dict[str, Expression] = {}
+        self._added_by_counts = 0
         self._overlaps = None if is_lax else SchemaReader(root, is_lax=True)
         self._exclusive: dict[int, list[Any]] = {}
         self._joined_schemas: list[Any] = []  # keeps them: nodes are found by their ids
@@ -341,7 +342,9 @@ class SchemaReader:
         if text not in self._patterns:
             try:
                 self._patterns[text] = parse_pattern(text)
-            except PatternError as error:
+                self._added_by_counts += added_by_counts(self._patterns[text])
+                check_size(self._added_by_counts)
+            except ValueError as error:
                 raise self.error(schema, keyword, f"cannot be used: {error}") from None
         return self._patterns[text]
 
