@@ -6,7 +6,7 @@ from collections.abc import Iterable, Mapping
 from typing import Any
 
 from quire_proto.structured_output import StructuredKind
-from quire_proto.text.answer_stream import AnswerStream, RawAnswerStream, new_answer_parser
+from quire_proto.text.answer_stream import AnswerStream, RawAnswerStream, has_only_content, new_answer_parser
 from quire_proto.text.detokenizer import OutputTextStream, StopMatcher
 from quire_proto.text.tokenizer import ModelTokenizer
 
@@ -32,8 +32,7 @@ def new_text_stream(
     prompt, sampling, stops = request.prompt_token_ids, request.sampling, tuple(params.stops)
     include, skip = params.include_stop_str_in_output, params.skip_special_tokens
     has_grammar = sampling.structured is not None and sampling.structured.kind is StructuredKind.GRAMMAR
-    has_calls = bool(tools) and tokenizer.tool_format is not None
-    if not stops or tools is None or has_grammar or not (has_calls or tokenizer.reasoning is not None):
+    if not stops or tools is None or has_only_content(tokenizer, tools, follows_grammar=has_grammar):
         return tokenizer.new_output_stream(
             prompt, stops, include_stop=include, skip_special_tokens=skip, min_tokens=sampling.min_tokens
         )

@@ -369,7 +369,7 @@ class CompletionBuilder:
         kept, finish_reason = len(output.token_ids), output.finish_reason
         if self._text is not None:
             self._pieces.append(self._text.push(output.token_ids))
-            kept = self._text.stop_token_count - len(self.token_ids)
+            kept = self._text.num_tokens - len(self.token_ids)
             if self._text.stopped:
                 finish_reason = FinishReason.STOP
             elif finish_reason is not None:

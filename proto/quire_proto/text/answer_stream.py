@@ -7,7 +7,6 @@ the model wrote, with all of its marks, cut at the same place.
 
 from collections.abc import Collection, Mapping, Sequence
 
-from quire_proto.sampling import FinishReason
 from quire_proto.text.detokenizer import OutputTextStream, StopMatcher
 from quire_proto.text.harmony import HarmonyParser
 from quire_proto.text.reasoning import ReasoningParser
@@ -71,6 +70,13 @@ def new_answer_parser(
     return AnswerParser(reasoning, new_tool_parser(tokenizer.tool_format, tools, types, exact=exact))
 
 
+def has_only_content(tokenizer: ModelTokenizer, tools: Collection[str], *, follows_grammar: bool) -> bool:
+    """Whether all of a chat's answer is content: its model neither reasons nor can call ``tools``, or the answer
+    ``follows_grammar`` of the client, before which there is no reasoning.
+    """
+    return follows_grammar or not (tokenizer.reasoning or (tools and tokenizer.tool_format))
+
+
 class AnswerStream:
     """Takes an answer's tokens as they arrive and returns its parts. ``text`` is the stream of its text, which finds no
     stop strings itself, and ``matcher`` finds those of its content. A stop string lies within one piece of content.
@@ -94,9 +100,9 @@ class AnswerStream:
         return self._matcher.found
 
     @property
-    def stop_token_count(self) -> int:
-        """As ``OutputTextStream.stop_token_count``."""
-        return self._text.stop_token_count
+    def num_tokens(self) -> int:
+        """As ``OutputTextStream.num_tokens``."""
+        return self._text.num_tokens
 
     def push(self, token_ids: Sequence[int]) -> list[OutputPart]:
         """Returns the parts that are certain now. Empty after a stop."""
@@ -112,13 +118,6 @@ class AnswerStream:
         parts = self._cut([*self._parser.push(self._text.finish()), *self._parser.finish(cut=cut)])
         rest = self._matcher.finish()
         return merge_adjacent([*parts, Content(rest)] if rest and not self._matcher.stopped else parts)
-
-    def read(self, token_ids: Sequence[int], reason: FinishReason | None) -> tuple[str, list[OutputPart] | None]:
-        """Returns the parts that are certain now, all of them if the answer ends for a ``reason``, and no text."""
-        parts = self.push(token_ids)
-        if reason is not None and not self.stopped:
-            parts += self.finish(cut=reason is not FinishReason.STOP)
-        return "", parts
 
     def _cut(self, parts: Sequence[OutputPart]) -> list[OutputPart]:
         """Returns the parts up to the first stop string."""
@@ -165,13 +164,13 @@ class RawAnswerStream:
         return self._answer.stop_string
 
     @property
-    def stop_token_count(self) -> int:
-        """As ``OutputTextStream.stop_token_count``."""
-        return self._answer.stop_token_count
+    def num_tokens(self) -> int:
+        """As ``OutputTextStream.num_tokens``."""
+        return self._answer.num_tokens
 
     def push(self, token_ids: Sequence[int]) -> str:
         """As ``OutputTextStream.push``."""
-        return "".join(map(self._push_token, token_ids))
+        return "".join(map(self.push_token, token_ids))
 
     def finish(self) -> str:
         """As ``OutputTextStream.finish``."""
@@ -179,12 +178,8 @@ class RawAnswerStream:
         self._answer.finish()
         return self._cut() if self.stopped else self._release(0)
 
-    def read(self, token_ids: Sequence[int], reason: FinishReason | None) -> tuple[str, list[OutputPart] | None]:
-        """As ``OutputTextStream.read``."""
-        text = self.push(token_ids)
-        return (text + self.finish() if reason is not None and not self.stopped else text), None
-
-    def _push_token(self, token_id: int) -> str:
+    def push_token(self, token_id: int) -> str:
+        """As ``push`` of one token."""
         if self.stopped:
             return ""
         new = self._text.push_token(token_id)

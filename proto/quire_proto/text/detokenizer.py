@@ -7,9 +7,6 @@ may lie across tokens. ``StopMatcher`` finds the first stop string.
 
 from collections.abc import Callable, Sequence
 
-from quire_proto.sampling import FinishReason
-from quire_proto.text.stream_scanner import OutputPart
-
 Decode = Callable[[Sequence[int]], str]
 StandaloneText = Callable[[int], str | None]
 """The text of a token after whole characters; None if it depends on its neighbours."""
@@ -58,7 +55,7 @@ class OutputTextStream:
         return None if self._matcher is None else self._matcher.found
 
     @property
-    def stop_token_count(self) -> int:
+    def num_tokens(self) -> int:
         """The number of tokens of the output: after a stop, up to the one that completed the stop string."""
         return self._pushed
 
@@ -86,11 +83,6 @@ class OutputTextStream:
         if self._matcher is None:
             return rest
         return self._matcher.push(rest, counts=self.stop_strings_count) + self._matcher.finish()
-
-    def read(self, token_ids: Sequence[int], reason: FinishReason | None) -> tuple[str, list[OutputPart] | None]:
-        """Returns the text that is certain now, all of it if the output ends for a ``reason``; it has no parts."""
-        text = self.push(token_ids)
-        return (text + self.finish() if reason is not None and not self.stopped else text), None
 
     def push_token(self, token_id: int) -> str:
         """As ``push`` of one token."""

@@ -131,6 +131,6 @@ def test_a_stop_string_counts_if_it_ends_behind_the_first_tokens(text, stops, da
         found = [stop for stop in stops if text[:end].endswith(stop)]
         if found:
             assert out == text[: end - max(map(len, found))]
-            assert stream.stop_token_count == end
+            assert stream.num_tokens == end
             return
     assert (out, stream.stopped) == (text, False)

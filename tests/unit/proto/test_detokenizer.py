@@ -243,7 +243,7 @@ def test_a_stop_counts_the_tokens_up_to_the_one_that_completed_it(text, stops, c
 
     needed = [n for n in range(len(ids) + 1) if naive(byte_level().decode(ids[:n]), stops)[1]]
     assert stream.stopped == bool(needed)
-    assert stream.stop_token_count == (needed[0] if needed else len(ids))
+    assert stream.num_tokens == (needed[0] if needed else len(ids))
 
 
 @pytest.mark.parametrize("stop", ["é", "naïve c", "😀"])

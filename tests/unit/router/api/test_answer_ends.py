@@ -11,17 +11,21 @@ from hypothesis import given
 from hypothesis import strategies as st
 from quire.v1.inference_pb2 import ChatResponse
 from quire_proto.sampling import FinishReason, SamplingParams, StopToken
-from quire_router.api.prepared_request import PreparedRequest
+from quire_router.api.auth import ANONYMOUS
+from quire_router.api.prepared_request import PreparedRequest, build_response_options
 from quire_router.api.response_opener import Response
 from quire_router.api.rest.messages_format import MESSAGES
 from quire_router.api.rest.openai_format import CHAT, OpenAiFormat
 from quire_router.api.rest.responses_format import RESPONSES
 from quire_router.api.rpc import messages
 from quire_router.api.rpc.servicer import DeltaMessages
+from quire_router.api.schemas.openai import ChatRequest
 from quire_router.api.schemas.response_items import History
 from quire_router.api.schemas.responses import ResponsesRequest
+from quire_router.api.validation import Validator
 from quire_router.core.generation import Delta, GenerationRequest, StreamCursor, Usage
 from quire_router.core.response_options import ReasoningPlacement, ResponseOptions
+from quire_router.engines.settings import ServedModelLimits
 from quire_router.journal.base import RecordedDelta
 from quire_router.requests.resume import Replayer
 
@@ -164,6 +168,27 @@ def test_a_stop_string_does_not_count_in_reasoning_wherever_that_is_shown(placem
     chat = ended(prepared_for(THINKING_TEMPLATE, ("END",), placement=placement), said).chat
     shown = "<think>so END</think>" if placement is ReasoningPlacement.INLINE else ""
     assert (chat["message"]["content"], chat["stop_reason"]) == (f"{shown}one ", "END")
+
+
+@pytest.mark.parametrize(
+    ("fields", "content", "reasoning"),
+    [
+        ({"response_format": {"type": "json_object"}}, '{"a": "', "so END"),
+        ({"guided_grammar": 'start: "a"'}, "<think>so ", None),  # there is no reasoning before a grammar of the client
+    ],
+)
+def test_a_constraint_on_the_answer_does_not_make_stop_strings_count_in_reasoning(
+    fields: dict[str, Any], content: str, reasoning: str | None
+) -> None:
+    tokenizer = tokenizer_with(THINKING_TEMPLATE)
+    asked = {"model": "m", "messages": [{"role": "user", "content": "hi"}], "stop": "END", **fields}
+    request, limits = ChatRequest.from_fields(asked), ServedModelLimits(4096, tokenizer.vocab_size)
+    (generation,) = Validator({"m": tokenizer}, lambda _: limits).generations(request, "r", ANONYMOUS)
+    options = build_response_options(request, 99)
+    prepared = PreparedRequest((replace(generation, response_options=options.to_json()),), options, tokenizer)
+    deltas = deltas_of(prepared, '<think>so END</think>\n\n{"a": "END"}', FinishReason.STOP)
+    message = whole(CHAT, prepared, deltas)["message"]
+    assert (message["content"], message["reasoning_content"]) == (content, reasoning)
 
 
 def test_a_stop_string_does_not_count_within_the_least_tokens() -> None:
