@@ -99,7 +99,7 @@ class TokenComparison:
 
     def _is_complete(self, index: int) -> bool:
         choice, answer = self._choices[index], self._answer[index]
-        return choice.reason is not None or (answer.text.stopped and choice.equal == len(answer.token_ids))
+        return choice.reason is not None or (answer.stop_string is not None and choice.equal == len(answer.token_ids))
 
     def _advance(self, index: int) -> None:
         choice, answer = self._choices[index], self._answer[index]
@@ -111,7 +111,7 @@ class TokenComparison:
             choice.differs = True
         elif made < wanted:
             choice.differs = choice.reason is not None
-        elif answer.finish_reason is not None and not answer.text.stopped:
+        elif answer.finish_reason is not None and answer.stop_string is None:
             choice.differs = made > wanted or choice.reason not in (None, answer.finish_reason)
 
 

@@ -30,6 +30,7 @@ from quire_router.requests.shadow import ShadowRunner, TokenComparison
 from tests.support.byte_tokenizer import TOKENIZER, tokens
 from tests.support.runner_harness import QUICK, FirstIdle, collect, delta_text
 from tests.support.scripted_engine import LENGTH, STOP, ScriptedEngine, output
+from tests.support.tool_models import THINKING_TEMPLATE, tokenizer_with
 from tests.support.waiting import until
 
 REQUEST = GenerationRequest(
@@ -76,11 +77,13 @@ def test_a_shadow_is_equal_if_its_tokens_and_its_end_are_whichever_comes_first(
         assert comparison.equal_share == same / len(answer)
 
 
-def test_what_is_behind_a_stop_string_does_not_count() -> None:
-    (choice,) = create_choices(replace(REQUEST, stop=("END",)), TOKENIZER, 1)
+@pytest.mark.parametrize("operation", ["text_completion", "chat"])
+def test_what_is_behind_a_stop_string_does_not_count(operation: str) -> None:
+    tokenizer = tokenizer_with(THINKING_TEMPLATE)
+    (choice,) = create_choices(replace(REQUEST, stop=("END",), operation=operation), tokenizer, 1)
     comparison = TokenComparison([choice])
-    comparison.add(0, tokens("one ENDLESS"))
-    choice.process(Output(tokens("one END"), 0))
+    comparison.add(0, tokenizer.encode_plain("one ENDLESS"))
+    choice.process(Output(tokenizer.encode_plain("one END"), 0))
     comparison.end_answer()
     assert comparison.needs_no_more
     assert not comparison.is_different
