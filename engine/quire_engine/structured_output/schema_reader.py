@@ -16,6 +16,8 @@ from fractions import Fraction
 from itertools import chain, permutations, product
 from typing import Any
 
+from quire_proto.text.schema_references import References, places
+
 from quire_engine.structured_output.expressions import (
     ANY,
     Expression,
@@ -38,7 +40,6 @@ from quire_engine.structured_output.repetitions import added_by_counts, check_si
 from quire_engine.structured_output.schema_choices import TYPES, OverlapError, exclusive
 from quire_engine.structured_output.schema_keywords import Schema, SchemaError, unsupported
 from quire_engine.structured_output.schema_members import Members, Names, has_name, subsets
-from quire_engine.structured_output.schema_references import References, places
 from quire_engine.structured_output.schema_shapes import (
     ArrayShape,
     LiteralShape,

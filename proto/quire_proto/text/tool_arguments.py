@@ -3,9 +3,13 @@ Gemma's notation, and those in a whole call that is JSON itself.
 """
 
 import json
+import math
 import re
 from collections.abc import Callable, Collection, Iterator, Mapping
+from functools import cached_property
 from typing import Any
+
+from quire_proto.text.schema_references import ANNOTATIONS, References
 
 ParameterTypes = Mapping[str, Collection[str]]
 """The types of a tool's parameters, but for those that are only a string. ``QUOTED`` is among those of a string that a
@@ -18,24 +22,23 @@ OTHERS = ""
 """What stands in place of a name for all parameters that the schema does not name."""
 QUOTED = "quoted"
 STRING = "string"
-_MAX_DEPTH = 64  # of lists and objects inside of each other
-_MAX_REFERENCES = 32  # that lead from one to the next
+_MAX_DEPTH = 64  # of lists, objects and schemas inside of each other
 _INTEGER = re.compile(r"-?\d+(\.0+)?")
 _JSON_TYPES = {"{": "object", "[": "array", "t": "boolean", "f": "boolean", "n": "null", '"': STRING}
 _TEXT_BOUNDS = frozenset({"type", "enum", "const", "minLength", "maxLength"})
-_ANNOTATIONS = frozenset({"title", "description", "default", "examples", "deprecated", "readOnly", "writeOnly"})
+_COMBINING = ("anyOf", "oneOf", "allOf")
 
 
 def parameter_types(schema: Mapping[str, Any]) -> dict[str, tuple[str, ...]]:
     """The ``ParameterTypes`` of a tool with this schema. A parameter of which the schema does not say a type is a
     string.
     """
-    properties = schema.get("properties")
-    found, known = dict[str, tuple[str, ...]](), KnownTypes()
-    named = dict(properties) if isinstance(properties, Mapping) else {}
-    for name, each in {OTHERS: schema.get("additionalProperties", True), **named}.items():
-        types = schema_types(each, schema, known)
-        if types <= {STRING} and each is not False and not is_bare_text(resolved(each, schema)):
+    found, known = dict[str, tuple[str, ...]](), SchemaTypes(schema)
+    named, others = known.properties()
+    for name, schemas in {OTHERS: others or [True], **named}.items():
+        types = set().union(*map(known.of, schemas))
+        is_bare = all(is_bare_text(known.target(each)) for each in schemas if each is not False)
+        if types <= {STRING} and not is_bare:
             types = {STRING, QUOTED}
         if OTHERS in found or (types and types != {STRING}):
             types = types or {STRING}
@@ -43,49 +46,65 @@ def parameter_types(schema: Mapping[str, Any]) -> dict[str, tuple[str, ...]]:
     return found
 
 
-KnownTypes = dict[str, set[str]]
-"""The types of what was referred to, by the references. Without them a schema that refers to itself several times would
-be read as often as all ways through it are.
-"""
+class SchemaTypes:
+    """The types that the schemas within ``root`` ask for. Each that is referred to is read once: else a schema that
+    refers to itself several times would be read as often as there are ways through it.
+    """
 
+    def __init__(self, root: Mapping[str, Any]) -> None:
+        self._root = root
+        self._known: dict[int, set[str]] = {}
 
-def schema_types(schema: Any, root: Mapping[str, Any], known: KnownTypes, depth: int = 0) -> set[str]:
-    """The types that values of a schema within ``root`` may have; empty if it does not say. Adds to ``known``."""
-    if not isinstance(schema, Mapping) or depth > _MAX_REFERENCES:
-        return set()
-    declared = schema.get("type")
-    types = {declared} if isinstance(declared, str) else set()
-    types |= {each for each in declared if isinstance(each, str)} if isinstance(declared, list) else set()
-    if types:
-        return types | ({"null"} if schema.get("nullable") is True else set())
-    values = schema["enum"] if isinstance(schema.get("enum"), list) else [schema["const"]] if "const" in schema else []
-    types = {json_type(json.dumps(value)) for value in values}
-    if isinstance(reference := schema.get("$ref"), str):
-        if reference not in known:
-            known[reference] = set()  # what it says of itself adds nothing
-            known[reference] = schema_types(referred(reference, root), root, known, depth + 1)
-        types |= known[reference]
-    for key in ("anyOf", "oneOf", "allOf"):
-        for each in schema[key] if isinstance(schema.get(key), list) else ():
-            types |= schema_types(each, root, known, depth + 1)
-    return types
+    @cached_property
+    def references(self) -> References:
+        """Where the references of ``root`` lead; not read where there are none."""
+        return References(self._root)
 
+    def target(self, schema: Any) -> Any:
+        """A schema that is nothing but a reference, as what it refers to."""
+        return self.references.target(schema) if isinstance(schema, Mapping) and "$ref" in schema else schema
 
-def resolved(schema: Any, root: Mapping[str, Any]) -> Any:
-    """A schema that is nothing but a reference, as what it refers to in ``root``."""
-    for _ in range(_MAX_REFERENCES):
-        if not isinstance(schema, Mapping) or schema.keys() - _ANNOTATIONS != {"$ref"}:
-            break
-        schema = referred(str(schema["$ref"]), root)
-    return schema
+    def properties(self) -> tuple[dict[str, list[Any]], list[Any]]:
+        """The schemas of each property that ``root``, or a part that it combines, names; and those of all others."""
+        named, others = dict[str, list[Any]](), list[Any]()
+        unread, seen = [self._root], set[int]()
+        while unread:
+            schema: Any = self.target(unread.pop())
+            if not isinstance(schema, Mapping) or id(schema) in seen:
+                continue
+            seen.add(id(schema))
+            properties = schema.get("properties")
+            for name, each in properties.items() if isinstance(properties, Mapping) else ():
+                named.setdefault(name, []).append(each)
+            if "additionalProperties" in schema:
+                others.append(schema["additionalProperties"])
+            if "$ref" in schema:
+                unread.append(self.references.resolve(schema))
+            unread += [each for key in _COMBINING if isinstance(schema.get(key), list) for each in schema[key]]
+        return named, others
 
-
-def referred(reference: str, root: Mapping[str, Any]) -> Any:
-    """The schema that ``#/…`` names in ``root``; None if there is none."""
-    value: Any = root
-    for key in reference.removeprefix("#").split("/")[1:]:
-        value = value.get(key.replace("~1", "/").replace("~0", "~")) if isinstance(value, Mapping) else None
-    return value if reference.startswith("#") else None
+    def of(self, schema: Any, depth: int = 0) -> set[str]:
+        """The types that values of a schema may have; empty if it does not say."""
+        if not isinstance(schema, Mapping) or depth > _MAX_DEPTH:
+            return set()
+        declared = schema.get("type")
+        types = {declared} if isinstance(declared, str) else set()
+        types |= {each for each in declared if isinstance(each, str)} if isinstance(declared, list) else set()
+        if types:
+            return types | ({"null"} if schema.get("nullable") is True else set())
+        listed = schema.get("enum")
+        values = listed if isinstance(listed, list) else [schema["const"]] if "const" in schema else []
+        types = {json_type(json.dumps(value)) for value in values}
+        if "$ref" in schema:
+            target = self.references.resolve(schema)
+            if id(target) not in self._known:
+                self._known[id(target)] = set()  # what it says of itself adds nothing
+                self._known[id(target)] = self.of(target, depth + 1)
+            types |= self._known[id(target)]
+        for key in _COMBINING:
+            for each in schema[key] if isinstance(schema.get(key), list) else ():
+                types |= self.of(each, depth + 1)
+        return types
 
 
 def is_bare_text(schema: Any) -> bool:
@@ -94,7 +113,12 @@ def is_bare_text(schema: Any) -> bool:
     """
     if schema is True:
         return True
-    if not isinstance(schema, Mapping) or schema.keys() - _TEXT_BOUNDS - _ANNOTATIONS:
+    if not isinstance(schema, Mapping) or schema.keys() - _TEXT_BOUNDS - ANNOTATIONS:
+        return False
+    if schema.get("type", STRING) not in (STRING, [STRING]):
+        return False
+    least, most = schema.get("minLength", 0), schema.get("maxLength", math.inf)
+    if not all(isinstance(bound, int) or bound is math.inf for bound in (least, most)) or not 0 <= least <= most:
         return False
     listed = [*(schema["enum"] if isinstance(schema.get("enum"), list) else []), schema.get("const")]
     return not any(isinstance(text, str) and "<" in text for text in listed)

@@ -15,7 +15,7 @@ from typing import Any
 from quire_proto.structured_output import AVOID, MAX_TEXT, Structured, StructuredKind
 from quire_proto.text.harmony import ENDS as HARMONY_ENDS
 from quire_proto.text.reasoning import ReasoningFormat
-from quire_proto.text.tool_arguments import STRING, KnownTypes, is_bare_text, referred, resolved, schema_types
+from quire_proto.text.tool_arguments import STRING, SchemaTypes, is_bare_text
 from quire_proto.text.tool_formats import (
     HARMONY,
     GemmaCall,
@@ -35,10 +35,12 @@ _NUMBER, _NAME = "/[0-9]{1,3}/", "/[A-Za-z_][A-Za-z0-9_-]{0,63}/"
 _PLAIN_NAME, _TAG_NAME = re.compile(r"[A-Za-z_]\w*"), re.compile(r'[^<>"\n]+')
 _LANGUAGE = "%llguidance {}"
 _TEXT = r"TEXT: /(.|\n)*/"
-_OBJECT_KEYS = frozenset({
-    "type", "properties", "required", "additionalProperties", "minProperties", "maxProperties", "$defs", "definitions",
-    "$schema", "$id", "$comment", "title", "description", "default", "examples", "strict",
+_OTHER_KEYWORDS = frozenset({
+    "$ref", "$dynamicRef", "$recursiveRef", "enum", "const", "allOf", "anyOf", "oneOf", "not", "if", "then", "else",
+    "patternProperties", "propertyNames", "unevaluatedProperties", "dependentRequired", "dependentSchemas",
+    "dependencies",
 })  # fmt: skip
+"""Keywords of objects that the rules of arguments one by one do not hold."""
 
 
 class UnsupportedSchemaError(ValueError):
@@ -317,17 +319,18 @@ class _Members:
         self._number = number
         self._tool = tool
         self._rules: list[str] = []
-        self._known = KnownTypes()
+        self._types = SchemaTypes(tool.schema)
         self._size = 0  # of the rules, which may each repeat the same definitions
-        schema = tool.schema
-        unknown = sorted(schema.keys() - _OBJECT_KEYS)
+        target = self._types.target(tool.schema)
+        schema = target if isinstance(target, Mapping) else {}
+        unknown = sorted(schema.keys() & _OTHER_KEYWORDS)
         if unknown:
             raise UnsupportedSchemaError(tool.name, unknown[0])
         declared, required = schema.get("properties") or {}, schema.get("required") or []
         if not isinstance(declared, Mapping) or not isinstance(required, list):
             raise UnsupportedSchemaError(tool.name, "such a value of properties or required")
         others = schema.get("additionalProperties", {})
-        self._properties = {name: resolved(each, schema) for name, each in declared.items()}
+        self._properties = {name: self._types.target(each) for name, each in declared.items()}
         self._required = [name for name in required if isinstance(name, str)]
         self._properties |= {name: others for name in self._required if name not in self._properties}
         missing = next((name for name in self._required if self._properties[name] is False), None)
@@ -384,25 +387,18 @@ class _Members:
 
     def is_text(self, schema: Any) -> bool:
         """Whether a value of this schema is written as bare text."""
-        types = schema_types(schema, self._tool.schema, self._known)
-        return types <= {STRING} and is_bare_text(schema)
+        return self._types.of(schema) <= {STRING} and is_bare_text(schema)
 
     def tagged_json(self, schema: Any) -> str:
         """The rule of a value in JSON between tags: a string where the schema does not say a type."""
-        if isinstance(schema, Mapping) and not schema_types(schema, self._tool.schema, self._known):
+        if isinstance(schema, Mapping) and "type" not in schema and not self._types.of(schema):
             schema = {**schema, "type": STRING}
         return self.json(schema)
 
     def json(self, schema: Any) -> str:
         """The rule of a value in JSON."""
-        text = json.dumps(schema)
-        definitions = {key: self._tool.schema[key] for key in ("$defs", "definitions") if key in self._tool.schema}
-        if "$ref" in text:
-            references = re.findall(r'"\$ref": "([^"]*)"', text)
-            if any(referred(each, definitions) is None for each in references):
-                raise UnsupportedSchemaError(self._tool.name, "$ref outside of $defs")
-            schema = {**schema, **definitions}
-        return self._rule(f"value_{self._number}_{len(self._rules)}", f"%json {_schema(schema, self._marks)}")
+        own = self._types.references.standalone(schema) if "$ref" in json.dumps(schema) else schema
+        return self._rule(f"value_{self._number}_{len(self._rules)}", f"%json {_schema(own, self._marks)}")
 
     def until(self, schema: Any, mark: str) -> str:
         """The rule of a bare text and the mark behind it."""

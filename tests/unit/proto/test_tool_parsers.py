@@ -7,10 +7,10 @@ from itertools import pairwise
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from quire_proto.text import tool_arguments
 from quire_proto.text.call_reader import MAX_CALL_CHARS
 from quire_proto.text.reasoning import REASONING_FORMATS, THINK, ReasoningParser, detect_reasoning
 from quire_proto.text.response_template import described_marks
+from quire_proto.text.schema_references import References
 from quire_proto.text.stream_scanner import Content, Reasoning, ToolCallArguments, ToolCallStart, merge_adjacent
 from quire_proto.text.tool_arguments import parameter_types, python_arguments, to_json
 from quire_proto.text.tool_formats import (
@@ -596,6 +596,10 @@ def test_literals_of_python_are_what_they_mean(value):
          {"": ("integer",), "a": ("string",)}),
         ({"properties": {"a": {"type": "string", "format": "date"}}}, {"a": ("quoted", "string")}),
         ({"properties": {"a": True}}, {}),
+        ({"properties": {"a": {"type": "string", "minLength": 3, "maxLength": 1}}}, {"a": ("quoted", "string")}),
+        ({"allOf": [{"properties": {"a": {"type": "integer"}}}, {"$ref": "#/$defs/n"}],
+          "$defs": {"n": {"properties": {"b": {"type": "number"}}, "anyOf": [{"$ref": "#"}]}}},
+         {"a": ("integer",), "b": ("number",)}),
         ({}, {}),
     ],
 )  # fmt: skip
@@ -605,9 +609,9 @@ def test_the_types_of_parameters_are_those_of_the_schema(schema, types):
 
 def test_a_schema_that_refers_to_itself_often_is_read_once(monkeypatch):
     reads = []
-    refer = tool_arguments.referred
-    monkeypatch.setattr(tool_arguments, "referred", lambda *given: reads.append(1) or refer(*given))
+    resolve = References.resolve
+    monkeypatch.setattr(References, "resolve", lambda *given: reads.append(1) or resolve(*given))
     often = {"anyOf": [{"$ref": "#/$defs/n"}] * 30 + [{"type": "integer"}, {"$ref": "#/$defs/m"}]}
     schema = {"properties": {"a": {"$ref": "#/$defs/n"}, "b": often}, "$defs": {"n": often, "m": {"type": "null"}}}
     assert parameter_types(schema) == {"a": ("integer", "null"), "b": ("integer", "null")}
-    assert len(reads) < 10
+    assert len(reads) < 100

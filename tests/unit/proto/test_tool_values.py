@@ -126,6 +126,54 @@ def test_a_listed_value_that_contains_a_mark_is_called_whole(model, tool_format)
             assert (content, count, json.loads(calls[0])) == ("", 1, {"e": value}), output
 
 
+DIGIT = {"type": "integer", "minimum": 1, "maximum": 9}
+ONE = {"type": "array", "minItems": 1, "maxItems": 1}
+REFERRING = {
+    "to another property": {"properties": {"a": DIGIT, "b": {**ONE, "items": {"$ref": "#/properties/a"}}}},
+    "to the whole": {"properties": {"a": DIGIT, "b": {"type": "array", "items": {"$ref": "#"}, "maxItems": 1}}},
+    "from the root": {"$ref": "#/definitions/f", "definitions": {"f": {"properties": {"a": DIGIT, "b": DIGIT}}}},
+    "to a place of its own": {"properties": {"a": DIGIT, "b": {"$ref": "#/components/n"}}, "components": {"n": DIGIT}},
+    "with an escape": {"properties": {"a": DIGIT, "b": {"$ref": "#/$defs/n%20[1]~1"}}, "$defs": {"n [1]/": DIGIT}},
+    "by an anchor": {"properties": {"a": DIGIT, "b": {"$ref": "#n"}}, "$defs": {"n": {**DIGIT, "$anchor": "n"}}},
+    "by a name": {"properties": {"a": DIGIT, "b": {"$ref": "n"}}, "$defs": {"n": {**DIGIT, "$id": "n"}}, "$id": "x:f"},
+    "from a property of that name": {
+        "properties": {"a": DIGIT, "b": {"type": "object", "properties": {"default": {"$ref": "#/properties/a"}}}}
+    },
+}
+
+
+@pytest.mark.parametrize("how", REFERRING)
+@pytest.mark.parametrize("name", ["qwen3-coder", "lfm2", "gemma-4"])
+def test_a_parameter_is_held_to_what_it_refers_to(model, name, how):
+    def closed(schema):
+        return {**schema, "required": ["a", "b"], "additionalProperties": False} if "properties" in schema else schema
+
+    schema = closed(REFERRING[how]) | {"definitions": {"f": closed(REFERRING["from the root"]["definitions"]["f"])}}
+    text = tool_call_grammar(BY_NAME[name], [ToolSpec("get", schema)], forced=True, parallel=False)
+    grammar = model[2].compile(Structured(StructuredKind.GRAMMAR, text))
+    outputs = [output for seed in range(12) if (output := walk(model, grammar, Random(seed))) is not None]
+    assert outputs
+    for output in outputs:
+        content, calls, _ = read(BY_NAME[name], output, schema, exact=True)
+        assert (content, [*Draft202012Validator(schema).iter_errors(json.loads(calls[0]))]) == ("", []), output
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        {"$ref": "#/$defs/none"},
+        {"type": "string", "minLength": 3, "maxLength": 1},
+        {"type": "string", "maxLength": -1},
+        {"type": []},
+    ],
+)
+def test_a_parameter_that_no_value_satisfies_is_refused_by_its_keyword(model, wrong):
+    schema = {"properties": {"a": wrong}, "required": ["a"]}
+    text = tool_call_grammar(BY_NAME["qwen3-coder"], [ToolSpec("get", schema)], forced=True, parallel=False)
+    with pytest.raises(QuireError, match=r"\$ref|Length|type"):
+        model[2].compile(Structured(StructuredKind.GRAMMAR, text))
+
+
 # Written freely
 
 
