@@ -3,7 +3,8 @@ must hold (``LineReader``), and what is kept of each answer (``encode_result``).
 """
 
 import json
-from collections.abc import Callable, Mapping, Sequence
+import re
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import asdict, dataclass, field
 from hashlib import blake2b
 from secrets import token_hex
@@ -12,6 +13,7 @@ from typing import Any, Final, Protocol, Self, TypeVar
 from quire_proto.errors import QuireError
 
 from quire_router.core.complexity import check_complexity
+from quire_router.core.errors import invalid_body
 from quire_router.journal import records
 
 EMBEDDINGS: Final = "/v1/embeddings"
@@ -114,15 +116,22 @@ class Batch:
 
 @dataclass(frozen=True, slots=True)
 class Line:
-    """One request of a batch: its number in the file, from 0, its client's name for it, and its ``text``."""
+    """One request of a batch: its number in the file, from 0, its client's name for it, and its ``text``; or the
+    ``refusal`` of one that is beyond the bounds of any body, without the text.
+    """
 
     number: int
     custom_id: str
     text: bytes
     model: str | None = None
+    refusal: str = ""
 
     def body(self) -> bytes:
-        """Returns its body as JSON. Belongs into a thread where the line is long."""
+        """Returns its body as JSON. Belongs into a thread where the line is long. Raises ``QuireError`` INVALID with
+        the refusal, if there is one.
+        """
+        if self.refusal:
+            raise invalid_body(self.refusal)
         return json.dumps(json.loads(self.text)["body"]).encode()
 
 
@@ -165,8 +174,9 @@ class LineError(ValueError):
 
 
 class LineReader:
-    """Reads the requests of a batch for ``endpoint`` from its file, piece by piece, on any thread. A line has at most
-    ``max_bytes``. ``error`` is why no more can be read; None while more can.
+    """Reads the requests of a batch for ``endpoint`` from its file, piece by piece, on any thread. Of a line with more
+    than ``max_bytes``, which fails alone, only the ends are kept. ``error`` is why no more can be read; None while more
+    can.
     """
 
     def __init__(self, endpoint: str, max_bytes: int) -> None:
@@ -178,7 +188,7 @@ class LineReader:
 
     def size_with(self, piece: bytes) -> int:
         """Returns how many bytes are read with this piece at most."""
-        return self._size + len(piece)
+        return min(self._size, self._max_bytes) + len(piece)
 
     def feed(self, piece: bytes) -> list[Line | LineError]:
         """Returns the lines that end in the next piece, and errors where a line is none. Blank lines do not count."""
@@ -186,39 +196,45 @@ class LineReader:
         self._add(head)
         if not lines:
             return []
-        first = b"".join(self._pieces)
-        self._pieces, self._size = [], 0
-        self._add(lines.pop())
-        return self._read([first, *lines])
+        first, rest = self._take(), lines.pop()
+        self._add(rest)
+        return self._read([first, *((line, len(line)) for line in lines)])
 
     def end(self) -> list[Line | LineError]:
         """Returns the last line, if the file does not end with an empty one."""
-        return self._read([b"".join(self._pieces)])
+        return self._read([self._take()])
 
     def _add(self, piece: bytes) -> None:
         self._pieces.append(piece)
         self._size += len(piece)
-        if self._size > self._max_bytes and self.error is None:
-            self.error = self._too_long(self._number + 1)
+        if self._size > self._max_bytes:
+            text = b"".join(self._pieces)
+            self._pieces = [text[:_END_BYTES], text[-_END_BYTES:]]
 
-    def _read(self, lines: Sequence[bytes]) -> list[Line | LineError]:
+    def _take(self) -> tuple[bytes, int]:
+        """Returns the line so far, or its ends, and its size."""
+        line = b"".join(self._pieces), self._size
+        self._pieces, self._size = [], 0
+        return line
+
+    def _read(self, lines: Iterable[tuple[bytes, int]]) -> list[Line | LineError]:
         found: list[Line | LineError] = []
-        for line in filter(bytes.strip, lines):
+        for text, size in lines:
+            if not text.strip():
+                continue
             if self._number >= MAX_LINES:
                 self.error = LineError("too_many_requests", f"The file has more than {MAX_LINES} lines.")
-            elif len(line) > self._max_bytes:
-                self.error = self._too_long(self._number + 1)
-            if self.error is not None:
                 break
             try:
-                found.append(read_line(line, self._number, self._endpoint))
+                if size > self._max_bytes:
+                    refusal = f"This line has more than {self._max_bytes} bytes."
+                    found.append(_refused_line(text, self._number, "line_too_long", refusal))
+                else:
+                    found.append(read_line(text, self._number, self._endpoint))
             except LineError as error:
                 found.append(error)
             self._number += 1
         return found
-
-    def _too_long(self, number: int) -> LineError:
-        return LineError("line_too_long", f"This line has more than {self._max_bytes} bytes.", number)
 
 
 def read_line(text: bytes, number: int, endpoint: str) -> Line:
@@ -226,9 +242,10 @@ def read_line(text: bytes, number: int, endpoint: str) -> Line:
     at = number + 1
     try:
         check_complexity(text)
-        fields = json.loads(text)
     except QuireError as error:
-        raise LineError("invalid_request", error.message.replace("The body", "This line"), at) from None
+        return _refused_line(text, number, "invalid_request", error.message.replace("The body", "This line"))
+    try:
+        fields = json.loads(text)
     except (ValueError, RecursionError):
         raise LineError("invalid_json_line", "This line is not parseable as valid JSON.", at) from None
     if not isinstance(fields, dict):
@@ -248,6 +265,28 @@ def read_line(text: bytes, number: int, endpoint: str) -> Line:
         raise LineError("invalid_request", "A request of a batch cannot be streamed.", at, "body.stream")
     model = body.get("model")
     return Line(number, custom_id, text, model if isinstance(model, str) else None)
+
+
+_END_BYTES = 8192  # which hold the fields around the body
+_TEXT = rb'"(?:\\.|[^"\\])*+"'
+_OTHER = rb'"(?:method|url)"\s*:\s*' + _TEXT + rb"\s*"
+_CUSTOM_ID = rb'"custom_id"\s*:\s*(' + _TEXT + rb")\s*"
+_CUSTOM_ID_FIRST = re.compile(rb"\s*\{\s*(?:" + _OTHER + rb",\s*)*" + _CUSTOM_ID + rb"[,}]")
+_CUSTOM_ID_LAST = re.compile(rb",\s*" + _CUSTOM_ID + rb"(?:,\s*" + _OTHER + rb")*\}\s*\Z")
+
+
+def _refused_line(text: bytes, number: int, code: str, refusal: str) -> Line:
+    """Returns a line that is not parsed, but fails alone if it is an object that names its ``custom_id`` before or
+    after its body. Raises ``LineError`` with the ``code`` for another.
+    """
+    found = _CUSTOM_ID_FIRST.match(text, 0, _END_BYTES) or _CUSTOM_ID_LAST.search(text, max(0, len(text) - _END_BYTES))
+    try:
+        custom_id = json.loads(found[1]) if found else ""
+    except ValueError:
+        custom_id = ""
+    if not 1 <= len(custom_id) <= MAX_CUSTOM_ID:
+        raise LineError(code, refusal, number + 1)
+    return Line(number, custom_id, b"", refusal=refusal)
 
 
 def encode_result(line: Line, answer: LineAnswer | None, error: dict[str, str] | None) -> bytes:

@@ -412,6 +412,21 @@ async def test_requests_that_are_refused_are_in_the_error_file():
     assert bad["response"]["body"]["error"]["message"] == direct.error["message"]
 
 
+async def test_a_line_beyond_the_bounds_of_a_body_fails_alone_with_its_own_error():
+    last = dict(reversed(line("name at the end", "x" * 100_000).items()))
+    async with batch_stage() as stage:
+        api = stage.openai()
+        batch = await run(api, jsonl([line("long", "x" * 10_000), line("good"), last]))
+        (good,) = await lines_of(api, batch.output_file_id)
+        refused = await lines_of(api, batch.error_file_id)
+    assert (batch.status, batch.errors) == ("completed", None)
+    assert batch.request_counts.to_dict() == {"total": 3, "completed": 1, "failed": 2}
+    assert good["custom_id"] == "good"
+    for each, name in zip(refused, ("long", "name at the end"), strict=True):
+        assert (each["custom_id"], each["response"]["status_code"]) == (name, 400)
+        assert each["response"]["body"]["error"]["message"] == "This line has more than 10000 bytes."
+
+
 @pytest.mark.parametrize(
     ("content", "code", "number", "param"),
     [
@@ -426,7 +441,7 @@ async def test_requests_that_are_refused_are_in_the_error_file():
         (jsonl([{**line("a"), "body": 1}]), "missing_required_parameter", 1, "body"),
         (jsonl([line("a", url=COMPLETIONS)]), "mismatched_url", 1, "url"),
         (jsonl([line("a", stream=True)]), "invalid_request", 1, "body.stream"),
-        (jsonl([line("a", "x" * 10_000)]), "line_too_long", 1, None),
+        (b'["' + b"x" * 10_000 + b'"]', "line_too_long", 1, None),
     ],
 )
 async def test_a_file_that_holds_no_batch_fails_it_before_anything_runs(content, code, number, param):
