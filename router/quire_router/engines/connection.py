@@ -236,6 +236,7 @@ class EngineConnection:
         if self._task is not None:
             await self._task.stop()
         self._declare_lost()
+        self._reconnect_limiter.forget(self.retry_now)
 
     def submit(self, message: engine_pb2.Submit) -> OutputStream:
         """Sends a request. Raises ``EngineLost`` if the engine is not connected, ``EngineFull`` if too many wait."""
@@ -511,6 +512,7 @@ class EngineConnection:
         self._connected, self._lost = True, False
         self._opened_at = asyncio.get_running_loop().time()
         self._stop_grace()
+        self._reconnect_limiter.opened(self.retry_now)
         if self._broken_at is not None and not snapshot.resumed:  # as loud as the loss was
             seconds = asyncio.get_running_loop().time() - self._broken_at
             log.warning("engine %s is back after %.1f s", self.address, seconds)
@@ -525,6 +527,8 @@ class EngineConnection:
         self._ack_timer, self._unacknowledged, self._unacknowledged_bytes = None, 0, 0
         loop = asyncio.get_running_loop()
         self._broken_at = None if self.session.draining else loop.time()
+        if not self.session.draining:
+            self._reconnect_limiter.lost(self.retry_now)
         if self.session.in_flight:
             self._on_late()
         self._grace_timer = loop.call_later(self.settings.grace, self._declare_lost)

@@ -3,12 +3,13 @@ when each opens its session, and ``UpdateRate``, how often each hears of its eng
 """
 
 import asyncio
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator, Callable, Iterator
 from contextlib import asynccontextmanager, contextmanager
 from enum import IntEnum
 from heapq import heappop, heappush
 from itertools import count
 
+from quire_router.engines.common_losses import CommonLosses
 from quire_router.engines.join_window import LOOK_INTERVAL, Join, JoinWindow
 
 MAX_RECONNECTS_PER_SECOND = 100
@@ -26,12 +27,13 @@ class JoinRank(IntEnum):
 class ReconnectLimiter:
     """When the connections of one pool open their sessions. Those that wait for their next try are counted, so that
     each tries less often the more there are; and as many try at a time as the ``JoinWindow`` allows, in the order of
-    their ranks.
+    their ranks. A connection is known by its ``retry``, which ends its pause.
     """
 
     def __init__(self) -> None:
         self._disconnected = 0
         self._window = JoinWindow()
+        self._losses = CommonLosses[Callable[[], None]]()
         self._waiting: list[tuple[JoinRank, int, asyncio.Future[Join]]] = []  # a heap
         self._arrivals = count()
         self._timer: asyncio.TimerHandle | None = None
@@ -49,6 +51,19 @@ class ReconnectLimiter:
     def spacing(self) -> float:
         """Seconds between two tries of one connection with which all make ``MAX_RECONNECTS_PER_SECOND``."""
         return self._disconnected / MAX_RECONNECTS_PER_SECOND
+
+    def lost(self, retry: Callable[[], None]) -> None:
+        """A connection has lost its session."""
+        self._losses.lost(retry, _now())
+
+    def opened(self, retry: Callable[[], None]) -> None:
+        """A connection has a session: those that have lost theirs with it are tried now."""
+        for other in self._losses.opened(retry):
+            other()
+
+    def forget(self, retry: Callable[[], None]) -> None:
+        """A connection is closed."""
+        self._losses.forget(retry)
 
     @asynccontextmanager
     async def turn(self, rank: JoinRank = JoinRank.NEW) -> AsyncIterator["JoinTurn"]:

@@ -27,7 +27,7 @@ from quire_proto.tracing import headers_for_servers
 from quire_router.core.errors import engine_refused
 from quire_router.core.fleet_view import EngineCondition
 from quire_router.core.generation import LoRA
-from quire_router.core.retry import supervise
+from quire_router.core.retry import fair_timeout, supervise
 from quire_router.engines.attempt import EngineFull, EngineLost, EngineStalled, Output, RequestUnsupported
 from quire_router.engines.base import KvListener, LoadListener
 from quire_router.engines.channel import ConnectFailure, ConnectFailureLog
@@ -47,7 +47,7 @@ from quire_router.engines.external.server_kind import ChoiceRequest, ServerKind,
 from quire_router.engines.external.sglang_server import SglangServer
 from quire_router.engines.external.vllm_server import VllmServer
 from quire_router.engines.output_stream import ExpectedOutput, OutputStream
-from quire_router.engines.rates import ReconnectLimiter
+from quire_router.engines.rates import JoinRank, ReconnectLimiter
 from quire_router.engines.settings import ConnectionSettings, KnownModel
 
 if TYPE_CHECKING:
@@ -204,6 +204,7 @@ class ExternalEngine:
         choices = self._lose_all("the engine is not used any more")
         await asyncio.gather(*choices, return_exceptions=True)
         await self._close_http()
+        self._reconnect_limiter.forget(self.retry_now)
 
     def expect_cached(self, hashes: Sequence[bytes]) -> None:
         """Adds the blocks to those that the server should have."""
@@ -432,8 +433,13 @@ class ExternalEngine:
         if self._http is None or not self._running:
             await self._close_http()
             self._http = HttpClient(self._url, api_key=self.settings.api_key, tls=self.settings.tls)
-        async with asyncio.timeout(self.settings.connect_timeout):
+        rank = JoinRank.NEW if self.description is None else JoinRank.KNOWN
+        async with (
+            self._reconnect_limiter.turn(JoinRank.URGENT if self._running else rank) as turn,
+            fair_timeout(self.settings.connect_timeout),
+        ):
             description = await self._kind.describe(self._http, self._models)
+            turn.answered()
             await self._compare(self._http, description)
             load = await self._kind.load(self._http)
         self.generation += 1
@@ -441,6 +447,7 @@ class ExternalEngine:
         capacity = (description.blocks_total or _ASSUMED_BLOCKS) if description.prefix_caching else 0
         self._cache = PredictedCache(capacity, self._report_kv_event)
         self._connected, self._broken = True, False
+        self._reconnect_limiter.opened(self.retry_now)
         self._liveness.on_message()
         log.info("engine %s is connected (%s)", self.address, f"{self._kind.title} {description.version}".strip())
         self._on_change()
@@ -488,7 +495,7 @@ class ExternalEngine:
         while True:
             await self._pause(self._poll_period)
             try:
-                async with asyncio.timeout(self.settings.poll_silence):
+                async with fair_timeout(self.settings.poll_silence):
                     load = await self._kind.load(self._http)
             except TimeoutError:
                 if self._liveness.stalled:
@@ -539,6 +546,7 @@ class ExternalEngine:
         """
         if self._connected:
             self._connected = False
+            self._reconnect_limiter.lost(self.retry_now)
             self._on_change()
         self._on_lost()
 
