@@ -12,10 +12,10 @@ from collections import Counter
 from collections.abc import AsyncGenerator, Callable, Sequence
 from dataclasses import dataclass, field
 from enum import IntEnum
-from heapq import heappop, heappush
 from time import monotonic
 from typing import Final, Protocol
 
+from quire_router.admission.fair_queue import LazyHeap
 from quire_router.core.errors import store_full
 
 MAX_MEMORY_BYTES = 256 * 2**20  # of all objects in memory
@@ -102,7 +102,7 @@ class ObjectStore(Protocol):
         ...
 
     async def enter(self, collection: str, name: str, ttl: float) -> None:
-        """Adds a name to a collection, which expires ``ttl`` seconds after the last one came."""
+        """Adds a name to a collection, or keeps it there, for ``ttl`` seconds from now on."""
         ...
 
     async def leave(self, collection: str, *names: str) -> None:
@@ -111,7 +111,7 @@ class ObjectStore(Protocol):
 
     async def names(self, collection: str) -> list[str]:
         """Returns the names of a collection in the order in which they came, ``MAX_NAMES`` at most. Their objects may
-        have expired.
+        not be there any more.
         """
         ...
 
@@ -163,82 +163,70 @@ def fits_share(account: str, own: int, total: int, max_bytes: int) -> bool:
 
 @dataclass(slots=True)
 class _MemoryAccount:
-    """When each name expires, and its bytes; ``total`` of all. ``expirations`` is a heap, also of what was replaced.
-    ``kinds`` has the totals of all accounts of one kind.
+    """The bytes of each name, in the order in which they came, and when it expires; ``total`` of all. ``kinds`` has the
+    totals of all accounts of one kind.
     """
 
     kind: str
     kinds: Counter[str]
-    entries: dict[str, tuple[float, int]] = field(default_factory=dict)
+    sizes: dict[str, int] = field(default_factory=dict)
     total: int = 0
-    expirations: list[tuple[float, str]] = field(default_factory=list)
+    expirations: LazyHeap[str] = field(default_factory=LazyHeap)
 
     def expire(self, now: float) -> None:
-        while self.expirations and self.expirations[0][0] <= now:
-            expires, name = heappop(self.expirations)
-            if self.entries.get(name, (0.0, 0))[0] == expires:
-                self.remove(name)
+        while self.expirations and self.expirations.key(name := self.expirations.first()) <= now:
+            self.remove(name)
 
     def put(self, name: str, expires: float, size: int) -> None:
-        self.remove(name)
-        self.entries[name] = (expires, size)
-        self._add(size)
-        heappush(self.expirations, (expires, name))
+        self._add(size - self.sizes.get(name, 0))
+        self.sizes[name] = size
+        self.expirations.put(name, expires)
 
     def remove(self, name: str) -> None:
-        self._add(-self.entries.pop(name, (0.0, 0))[1])
+        self.expirations.discard(name)
+        self._add(-self.sizes.pop(name, 0))
 
     def _add(self, size: int) -> None:
         self.total += size
         self.kinds[self.kind] += size
 
 
-class _MemoryAccounts:
-    """The accounts of a store of ``max_bytes``. Those of which everything has expired leave."""
+class _MemoryAccounts(dict[str, _MemoryAccount]):
+    """Accounts by their names. Those of which everything has expired leave."""
 
-    def __init__(self, max_bytes: int, clock: Callable[[], float]) -> None:
-        self._max_bytes = max_bytes
+    def __init__(self, clock: Callable[[], float]) -> None:
+        super().__init__()
+        self.kinds: Counter[str] = Counter()
         self._clock = clock
-        self._accounts: dict[str, _MemoryAccount] = {}
-        self._kinds: Counter[str] = Counter()
         self._sweep_at = _FEW
 
-    def charge(self, account: str, name: str, size: int, ttl: float, quota: Quota) -> Excess | None:
-        now, counted = self._clock(), self._account(account)
-        counted.expire(now)
-        _, before = counted.entries.get(name, (0.0, None))
-        excess = excess_of(quota, len(counted.entries), counted.total, before, size)
-        if excess is not None:
-            return excess
-        more = size - (before or 0)
-        if quota != ANY and more > 0 and not self._fits(account, counted.total, more):
-            self._expire_all()
-            if not self._fits(account, counted.total, more):
-                return Excess.SHARE
-            self._accounts[account] = counted
-        counted.put(name, now + ttl, size)
-        return None
+    def current(self, account: str) -> _MemoryAccount:
+        """Returns an account without what has expired; an empty one where there is none."""
+        found = self.get(account) or _MemoryAccount(kind_of(account), self.kinds)
+        found.expire(self._clock())
+        return found
 
-    def discharge(self, account: str, name: str) -> None:
-        if (counted := self._accounts.get(account)) is not None:
-            counted.remove(name)
-            if not counted.entries:
-                del self._accounts[account]
+    def put(self, account: str, name: str, size: int, ttl: float) -> None:
+        """Counts a name, instead of what was counted of it before."""
+        if account not in self and len(self) >= self._sweep_at:
+            self.expire_all()
+            self._sweep_at = max(_FEW, 2 * len(self))
+        counted = self[account] = self.current(account)
+        counted.put(name, self._clock() + ttl, size)
 
-    def _account(self, account: str) -> _MemoryAccount:
-        if account not in self._accounts and len(self._accounts) >= self._sweep_at:
-            self._expire_all()
-            self._sweep_at = max(_FEW, 2 * len(self._accounts))
-        return self._accounts.setdefault(account, _MemoryAccount(kind_of(account), self._kinds))
+    def discard(self, account: str, *names: str) -> None:
+        """Counts names no more."""
+        if (counted := self.get(account)) is not None:
+            for name in names:
+                counted.remove(name)
+            if not counted.sizes:
+                del self[account]
 
-    def _fits(self, account: str, own: int, more: int) -> bool:
-        return fits_share(account, own + more, self._kinds[kind_of(account)] + more, self._max_bytes)
-
-    def _expire_all(self) -> None:
-        for name, each in list(self._accounts.items()):
-            each.expire(self._clock())
-            if not each.entries:
-                del self._accounts[name]
+    def expire_all(self) -> None:
+        """Removes what has expired from all accounts."""
+        for name in list(self):
+            if not self.current(name).sizes:
+                del self[name]
 
 
 @dataclass(slots=True)
@@ -258,10 +246,7 @@ class MemoryObjectStore:
 
     def __init__(self, max_bytes: int = MAX_MEMORY_BYTES, clock: Callable[[], float] = monotonic) -> None:
         self._objects: dict[str, _MemoryObject] = {}
-        self._collections: dict[str, dict[str, None]] = {}
-        self._expirations: dict[str, float] = {}  # of collections
-        self._sweep_at = _FEW
-        self._accounts = _MemoryAccounts(max_bytes, clock)
+        self._collections, self._accounts = _MemoryAccounts(clock), _MemoryAccounts(clock)
         self._max_bytes = max_bytes
         self._bytes = 0
         self._clock = clock
@@ -313,38 +298,44 @@ class MemoryObjectStore:
 
     async def enter(self, collection: str, name: str, ttl: float) -> None:
         """See ``ObjectStore``."""
-        if collection not in self._collections and len(self._collections) >= self._sweep_at:
-            now = self._clock()
-            for each in [each for each, expires in self._expirations.items() if expires <= now]:
-                self._collections.pop(each, None)
-                del self._expirations[each]
-            self._sweep_at = max(_FEW, 2 * len(self._collections))
-        self._collections.setdefault(collection, {})[name] = None
-        self._expirations[collection] = max(self._expirations.get(collection, 0.0), self._clock() + ttl)
+        self._collections.put(collection, name, 0, ttl)
 
     async def leave(self, collection: str, *names: str) -> None:
         """See ``ObjectStore``."""
-        left = self._collections.get(collection, {})
-        for name in names:
-            left.pop(name, None)
-        if not left:
-            self._collections.pop(collection, None)
-            self._expirations.pop(collection, None)
+        self._collections.discard(collection, *names)
 
     async def names(self, collection: str) -> list[str]:
         """See ``ObjectStore``."""
-        return list(self._collections.get(collection, ()))[:MAX_NAMES]
+        return list(self._collections.current(collection).sizes)[:MAX_NAMES]
 
     async def charge(self, account: str, name: str, size: int, ttl: float, quota: Quota = ANY) -> Excess | None:
         """See ``ObjectStore``."""
-        return self._accounts.charge(account, name, size, ttl, quota)
+        counted = self._accounts.current(account)
+        before = counted.sizes.get(name)
+        excess = excess_of(quota, len(counted.sizes), counted.total, before, size)
+        more = size - (before or 0)
+        if excess is None and quota != ANY and more > 0 and not self._fits(account, counted.total, more):
+            excess = Excess.SHARE
+        if excess is None:
+            self._accounts.put(account, name, size, ttl)
+        return excess
 
     async def discharge(self, account: str, name: str) -> None:
         """See ``ObjectStore``."""
-        self._accounts.discharge(account, name)
+        self._accounts.discard(account, name)
 
     async def close(self) -> None:
         """There is nothing to close."""
+
+    def _fits(self, account: str, own: int, more: int) -> bool:
+        """Returns whether an account of ``own`` bytes may have ``more`` (see ``fits_share``)."""
+
+        def fits() -> bool:
+            return fits_share(account, own + more, self._accounts.kinds[kind_of(account)] + more, self._max_bytes)
+
+        if not fits():
+            self._accounts.expire_all()
+        return fits()
 
     def _find(self, name: str) -> _MemoryObject | None:
         found = self._objects.get(name)

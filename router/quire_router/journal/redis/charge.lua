@@ -1,19 +1,18 @@
 -- Counts the bytes of a name in an account, instead of those that were counted of it before. KEYS: expirations, a sorted
 -- set of the names by when (s) they expire; sizes, a hash of their bytes, and of 'total'. ARGV: name, bytes (empty: the
--- name leaves), seconds until it expires, the most names and the most bytes (empty: any), seconds for which the keys
--- stay at least.
+-- name leaves), seconds until it expires, the most names and the most bytes (empty: any).
 -- Returns 0; or 1 for too many names and 2 for too many bytes, and has changed nothing then but what had expired.
 local EXPIRATIONS, SIZES = KEYS[1], KEYS[2]
 local name, size = 'of ' .. ARGV[1], tonumber(ARGV[2])
 local now = tonumber(redis.call('TIME')[1])
 
-local function leave(each)
+local function leave(each) -- a Redis that is out of memory takes HINCRBY in a script that has written already
   local before = tonumber(redis.call('HGET', SIZES, each) or '')
+  redis.call('ZREM', EXPIRATIONS, each)
+  redis.call('HDEL', SIZES, each)
   if before and before > 0 then -- Redis takes no -0
     redis.call('HINCRBY', SIZES, 'total', string.format('-%.0f', before))
   end
-  redis.call('HDEL', SIZES, each)
-  redis.call('ZREM', EXPIRATIONS, each)
 end
 
 for _, each in ipairs(redis.call('ZRANGEBYSCORE', EXPIRATIONS, '-inf', now, 'LIMIT', 0, 1000)) do
@@ -33,7 +32,8 @@ end
 redis.call('HSET', SIZES, name, string.format('%.0f', size))
 redis.call('HINCRBY', SIZES, 'total', string.format('%.0f', size - (before or 0)))
 redis.call('ZADD', EXPIRATIONS, now + tonumber(ARGV[3]), name)
+local last = redis.call('ZRANGE', EXPIRATIONS, -1, -1, 'WITHSCORES')[2]
 for _, key in ipairs(KEYS) do
-  redis.call('EXPIRE', key, math.max(tonumber(ARGV[6]), tonumber(ARGV[3])))
+  redis.call('EXPIRE', key, string.format('%.0f', math.max(1, last - now)))
 end
 return 0

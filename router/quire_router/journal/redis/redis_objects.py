@@ -1,11 +1,10 @@
 """Objects in Redis: the text of ``NAME`` in the hash ``quire:{NAME}:object``, its parts in ``quire:{NAME}:parts``, and
-collections as sorted sets, by when each name came; accounts in two keys (``charge.lua``).
+collections and accounts in two keys each (``enter.lua``, ``charge.lua``).
 """
 
 import logging
 from collections.abc import Awaitable, Callable, Sequence
 from math import ceil
-from time import time
 from typing import Any, TypeVar
 
 from redis.asyncio import Redis
@@ -17,7 +16,6 @@ from quire_router.core.errors import journal_unavailable, store_full
 from quire_router.journal.objects import ANY, MAX_NAMES, Excess, Quota, StoredObject
 
 log = logging.getLogger(__name__)
-COLLECTION_TTL = 2_764_800  # seconds at least, from the last name that came: longer than what they name
 T = TypeVar("T")
 
 
@@ -30,6 +28,7 @@ class RedisObjectStore:
         self._client: Redis = redis_client(access, timeout=timeout, connections=8)
         self._replace = self._client.register_script(lua_source(__package__, "object"))
         self._charge = self._client.register_script(lua_source(__package__, "charge"))
+        self._enter = self._client.register_script(lua_source(__package__, "enter"))
         self._away = False  # as the log has it
 
     async def get(self, name: str) -> StoredObject | None:
@@ -83,34 +82,34 @@ class RedisObjectStore:
 
     async def enter(self, collection: str, name: str, ttl: float) -> None:
         """See ``ObjectStore``."""
+        await self._call(lambda: self._enter(_collection(collection), [name, ceil(ttl)]))
+
+    async def leave(self, collection: str, *names: str) -> None:
+        """See ``ObjectStore``."""
 
         async def exchange() -> Any:
             pipeline = self._client.pipeline(transaction=True)
-            pipeline.zadd(_collection(collection), {name: time()}, nx=True)
-            pipeline.expire(_collection(collection), max(COLLECTION_TTL, ceil(ttl)))
+            for key in _collection(collection):
+                pipeline.zrem(key, *names)
             return await pipeline.execute()
 
         await self._call(exchange)
 
-    async def leave(self, collection: str, *names: str) -> None:
-        """See ``ObjectStore``."""
-        await self._call(lambda: self._client.zrem(_collection(collection), *names))
-
     async def names(self, collection: str) -> list[str]:
         """See ``ObjectStore``."""
-        found: Any = await self._call(lambda: self._client.zrange(_collection(collection), 0, MAX_NAMES - 1))
+        found: Any = await self._call(lambda: self._client.zrange(_collection(collection)[0], 0, MAX_NAMES - 1))
         return [name.decode() for name in found]
 
     async def charge(self, account: str, name: str, size: int, ttl: float, quota: Quota = ANY) -> Excess | None:
         """See ``ObjectStore``."""
         limits = ["" if most is None else most for most in (quota.max_names, quota.max_bytes)]
-        arguments = [name, size, ceil(ttl), *limits, COLLECTION_TTL]
+        arguments = [name, size, ceil(ttl), *limits]
         excess = await self._call(lambda: self._charge(_account(account), arguments))
         return Excess(excess) if excess else None
 
     async def discharge(self, account: str, name: str) -> None:
         """See ``ObjectStore``."""
-        await self._call(lambda: self._charge(_account(account), [name, "", 0, "", "", COLLECTION_TTL]))
+        await self._call(lambda: self._charge(_account(account), [name, ""]))
 
     async def close(self) -> None:
         """Closes the connections."""
@@ -150,8 +149,9 @@ def _parts(name: str) -> str:
     return f"quire:{{{name}}}:parts"
 
 
-def _collection(name: str) -> str:
-    return f"quire:collection:{name}"
+def _collection(name: str) -> list[str]:
+    key = f"quire:collection:{name}"
+    return [key, f"quire:{{{key}}}:expirations"]  # in the same slot
 
 
 def _account(name: str) -> list[str]:

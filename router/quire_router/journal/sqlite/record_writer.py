@@ -28,6 +28,7 @@ from quire_router.journal.codec import (
 )
 from quire_router.journal.journal_writer import WriteReply
 from quire_router.journal.sqlite.database import FileTakenError, JournalFile, session_number, transaction
+from quire_router.journal.sqlite.sqlite_objects import has_expired_objects, sweep_objects
 from quire_router.journal.sqlite.usage_table import add_usage, count_left, count_usage
 from quire_router.journal.write_buffer import BufferedWrite, DroppedUsage, RequestEnd
 
@@ -83,7 +84,7 @@ class RecordWriter:
         self._data_version = 0  # another one means that another connection has written
         self._now = 0.0  # of the transaction, in seconds
         self.has_garbage = True  # what was deleted, also by the last router, may still be in the WAL
-        self._next_usage_sweep = 0.0
+        self._next_hourly_sweep = 0.0
         with self._transaction():
             count_left(self._connection, self._now)
 
@@ -175,7 +176,7 @@ class RecordWriter:
         pages, free = self._pages()
         is_full = pages - free > FULL_SHARE * self._max_pages
         until, most = (MAX_TIME, EVICTED_RECORDS) if is_full else (time(), SWEPT_RECORDS)
-        self._sweep_usage()
+        self._sweep_hourly()
         due = "SELECT record FROM records WHERE expires <= ? ORDER BY expires LIMIT ?"
         if not self._connection.execute(due, (until, 1)).fetchone():
             return False
@@ -187,6 +188,13 @@ class RecordWriter:
             self.has_garbage = True
             return len(records) == most
 
+    def sweep_objects(self) -> bool:
+        """Deletes some of the objects that have expired. Returns whether there may be more of them."""
+        if not has_expired_objects(self._connection):
+            return False
+        self.write_objects(sweep_objects)
+        return True
+
     def vacuum(self) -> None:
         """Gives back free pages if they are many, and empties the WAL: what was deleted is in neither file any more."""
         pages, free = self._pages()
@@ -196,14 +204,15 @@ class RecordWriter:
         busy, _, _ = self._connection.execute("PRAGMA wal_checkpoint(TRUNCATE)").fetchone()
         self.has_garbage = bool(busy)  # somebody reads an older state
 
-    def _sweep_usage(self) -> None:
-        """Deletes the hours that are too old, and what is remembered of those that were counted, once an hour."""
-        if time() >= self._next_usage_sweep:
+    def _sweep_hourly(self) -> None:
+        """Once an hour deletes old hours of usage, ids of requests that were counted, and accounts' expired names."""
+        if time() >= self._next_hourly_sweep:
             with self._transaction():
                 oldest = int(self._now - self._settings.usage_retention)
                 self._connection.execute("DELETE FROM usage WHERE hour < ?", (oldest,))
                 self._connection.execute("DELETE FROM counted WHERE at < ?", (int(self._now - REMEMBERED),))
-            self._next_usage_sweep = self._now + HOUR
+                self._connection.execute("DELETE FROM accounts WHERE expires <= ?", (int(self._now),))
+            self._next_hourly_sweep = self._now + HOUR
 
     def probe(self) -> None:
         """Writes a page with nothing new on it."""

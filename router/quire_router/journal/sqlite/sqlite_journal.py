@@ -172,12 +172,12 @@ class SqliteStore:
         return await self._read(read, self._file.reader)
 
     async def clean(self) -> None:
-        """Deletes records whose time is over, and from time to time takes what was deleted out of the files: the pages
-        that are free, if they are many, and the WAL.
+        """Deletes records and objects whose time is over, and from time to time takes what was deleted out of the
+        files: the pages that are free, if they are many, and the WAL.
         """
         if self._abandoned:
             await self.flush([])
-        while await self._write(self._records.sweep):
+        while await self._write(self._records.sweep) or await self._write(self._records.sweep_objects):
             pass
         if self._records.has_garbage and monotonic() - self._cleaned >= CLEANUP_PERIOD:
             self._cleaned = monotonic()

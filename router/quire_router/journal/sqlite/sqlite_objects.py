@@ -118,7 +118,10 @@ class SqliteObjectStore:
 
     async def enter(self, collection: str, name: str, ttl: float) -> None:
         """See ``ObjectStore``."""
-        query = "INSERT INTO members (collection, name, expires) VALUES (?, ?, ?) ON CONFLICT DO NOTHING"
+        query = (
+            "INSERT INTO members (collection, name, expires) VALUES (?, ?, ?) "
+            "ON CONFLICT DO UPDATE SET expires = excluded.expires"
+        )
         await self._write(lambda connection: _execute(connection, query, collection, name, int(time() + ttl)))
 
     async def leave(self, collection: str, *names: str) -> None:
@@ -132,9 +135,9 @@ class SqliteObjectStore:
 
     async def names(self, collection: str) -> list[str]:
         """See ``ObjectStore``."""
-        query = "SELECT name FROM members WHERE collection = ? ORDER BY member LIMIT ?"
+        query = "SELECT name FROM members WHERE collection = ? AND expires > ? ORDER BY member LIMIT ?"
         return await self._read(
-            lambda connection: [name for (name,) in connection.execute(query, (collection, MAX_NAMES))]
+            lambda connection: [name for (name,) in connection.execute(query, (collection, time(), MAX_NAMES))]
         )
 
     async def charge(self, account: str, name: str, size: int, ttl: float, quota: Quota = ANY) -> Excess | None:
@@ -215,6 +218,17 @@ def _execute(connection: sqlite3.Connection, statement: str, *values: object) ->
 def _sweep(connection: sqlite3.Connection, name: str) -> None:
     """Deletes some of what has expired, and ``name`` if it has."""
     connection.execute("DELETE FROM objects WHERE name = ? AND expires <= ?", (name, time()))
+    sweep_objects(connection)
+
+
+def has_expired_objects(connection: sqlite3.Connection) -> bool:
+    """Returns whether there is something for ``sweep_objects``."""
+    query = "SELECT EXISTS (SELECT 1 FROM {} WHERE expires <= ?)"
+    return any(connection.execute(query.format(each), (time(),)).fetchone()[0] for each in ("objects", "members"))
+
+
+def sweep_objects(connection: sqlite3.Connection) -> None:
+    """Deletes some of the objects, and of the names in collections, that have expired."""
     connection.execute(
         "DELETE FROM objects WHERE name IN (SELECT name FROM objects WHERE expires <= ? LIMIT ?)", (time(), _SWEPT)
     )

@@ -1,8 +1,11 @@
 """The contract of all object stores: who has not read the last version replaces nothing, and a part is written once."""
 
 import sqlite3
+import tracemalloc
 from collections.abc import AsyncIterator, Iterator
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, closing
+from pathlib import Path
+from tempfile import TemporaryDirectory
 
 import pytest
 from quire_proto.errors import ErrorCode, QuireError
@@ -230,9 +233,71 @@ async def test_accounts_and_collections_in_memory_leave_when_they_have_expired()
         now += 1
         await store.charge(account_of("files", str(number)), "x", 1, 5)
         await store.enter(str(number), "x", 5)
-    assert len(store._accounts._accounts) < 200
+    assert len(store._accounts) < 200
     assert len(store._collections) < 200
     assert set(await store.names("999")) == {"x"}
+
+
+async def test_what_is_charged_again_and_again_takes_no_more_memory() -> None:
+    store, account = MemoryObjectStore(), account_of("files", "a")
+    for _ in range(2000):
+        await store.charge(account, "x", 1, TTL)
+        await store.enter("list", "x", TTL)
+    tracemalloc.start()
+    for _ in range(2000):
+        await store.charge(account, "x", 1, TTL)
+        await store.enter("list", "x", TTL)
+    grown, _ = tracemalloc.get_traced_memory()
+    tracemalloc.stop()
+    assert grown < 20_000
+
+
+@pytest.mark.parametrize("kind", KINDS)
+async def test_a_name_leaves_its_collection_when_it_expires_though_others_come(kind: str, stores: Databases) -> None:
+    async with store_of(kind, stores) as store:
+        await store.enter("expiring", "kept", TTL)
+        for name in ("x", "y"):
+            await store.enter("expiring", name, 0.0)
+        await store.enter("expiring", "again", 0.0)
+        await store.enter("expiring", "again", TTL)
+        assert await store.names("expiring") == ["kept", "again"]
+
+
+async def test_what_expires_in_a_file_leaves_it_though_nobody_writes(stores: Databases) -> None:
+    with TemporaryDirectory() as folder:
+        journal = SqliteJournal(Path(folder) / "journal")
+        await journal.objects.add_part("old", 0, b"part", 0.0)
+        await journal.objects.enter("list", "old", 0.0)
+        await journal.objects.charge("files:gone", "old", 4, 0.0)
+        await journal.objects._store.clean()
+        await journal.close()
+        with closing(sqlite3.connect(Path(folder) / "journal")) as connection:
+            for table in ("objects", "parts", "members", "accounts", "account_totals"):
+                assert connection.execute(f"SELECT count(*) FROM {table}").fetchone() == (0,), table
+
+
+async def test_a_redis_that_is_out_of_memory_lets_go_of_what_was_charged(stores: Databases) -> None:
+    async with store_of("redis", stores) as store, redis_at(stores.redis) as redis:
+        await store.charge("full", "x", 100, TTL)
+        await redis.config_set("maxmemory", 1)
+        try:
+            with pytest.raises(QuireError) as refused:
+                await store.charge("full", "y", 1, TTL)
+            assert refused.value.code is ErrorCode.OVERLOADED
+            await store.discharge("full", "x")
+        finally:
+            await redis.config_set("maxmemory", 0)
+        assert await store.charge("full", "y", 100, TTL, Quota(1, 100)) is None
+
+
+async def test_an_account_in_redis_stays_as_long_as_its_longest_name(stores: Databases) -> None:
+    async with store_of("redis", stores) as store, redis_at(stores.redis) as redis:
+        await store.charge("long", "x", 1, 1e8)
+        await store.charge("long", "y", 1, TTL)
+        await store.enter("long", "x", 1e8)
+        await store.enter("long", "y", TTL)
+        for key in await redis.keys("quire:*long*"):
+            assert await redis.ttl(key) > 9e7, key
 
 
 async def test_accounts_in_redis_do_not_stay_for_ever(stores: Databases) -> None:
