@@ -14,7 +14,7 @@ from secrets import token_hex
 from time import time
 from typing import Any
 
-from quire_proto.errors import invalid
+from quire_proto.errors import ErrorCode, QuireError, invalid
 
 from quire_router.admission.limits import counting_refusals
 from quire_router.core.errors import (
@@ -96,10 +96,14 @@ class Conversations:
         made = Conversation(f"conv_{token_hex(24)}", tenant, int(time()), metadata)
         if data:
             made = _with_turn(made, 0, size=len(data))
-        await self._charge(made, self._quota)
-        if data:
-            await self._write(made.id, 0, data)
-        await self._put(made, 0)
+        try:
+            await self._charge(made, self._quota)
+            if data:
+                await self._write(made.id, 0, data)
+            await self._put(made, 0)
+        except BaseException:
+            await self.delete(made)
+            raise
         return made
 
     async def get(self, conversation_id: str, tenant: str) -> Conversation:
@@ -124,6 +128,8 @@ class Conversations:
             await self._charge(changed, self._quota if limited else ANY)
             if await self._put(changed, version):
                 return changed
+            if await self._store.get(conversation_id) is None:  # it was deleted meanwhile
+                await self._discharge(found)
         raise conversation_locked(conversation_id)
 
     async def add_items(self, conversation_id: str, tenant: str, data: bytes) -> Conversation:
@@ -166,18 +172,25 @@ class Conversations:
 
     async def write_response(self, conversation: Conversation, turn: Turn, data: bytes) -> None:
         """Writes the items of a response that has ended, if nobody else has."""
-        if await self._write(conversation.id, turn.number, data):
+        if not await self._write(conversation.id, turn.number, data):
+            return
+        try:
             await self.change(
                 conversation.id,
                 conversation.tenant,
                 lambda found, _: replace(found, stored=_stored(found) + len(data)),
                 limited=False,
             )
+        except QuireError as error:
+            if error.code is ErrorCode.NOT_FOUND:
+                await self._store.delete(conversation.id)  # what was written just now
+            raise
 
     async def delete(self, conversation: Conversation) -> None:
         """Deletes a conversation with its items; its responses stay."""
+        await self._discharge(conversation)  # before: if this fails, the client can repeat the request
         await self._store.delete(conversation.id)
-        await self._store.discharge(account_of(CONVERSATIONS, conversation.tenant), conversation.id)
+        await self._discharge(conversation)  # a change in between has charged it again
 
     async def _find(self, conversation_id: str, tenant: str) -> tuple[Conversation, int]:
         found = await self._store.get(conversation_id) if _ID.fullmatch(conversation_id) else None
@@ -191,6 +204,9 @@ class Conversations:
 
     async def _write(self, conversation_id: str, number: int, data: bytes) -> bool:
         return await self._store.add_part(conversation_id, number, data, self._retention)
+
+    async def _discharge(self, conversation: Conversation) -> None:
+        await self._store.discharge(account_of(CONVERSATIONS, conversation.tenant), conversation.id)
 
     async def _charge(self, conversation: Conversation, quota: Quota) -> None:
         """Counts a conversation as it is about to be. Raises ``QuireError`` OVERLOADED where that is too much."""

@@ -4,8 +4,6 @@ from collections.abc import AsyncGenerator
 from contextlib import aclosing
 from time import time
 
-from quire_proto.errors import QuireError
-
 from quire_router.batches.batch import Batch
 from quire_router.batches.files import FileInfo, Files, owned_objects
 from quire_router.core.errors import batch_ended, batch_not_found, share_full, too_much_stored
@@ -41,12 +39,13 @@ class Batches:
                 raise too_much_stored(f"There are {MAX_ACTIVE} batches that have not ended, as many as there may be.")
             # Listed when it is there: routers that look for batches take names without a record out of the lists.
             await self.store.put(batch.id, data, 0, ttl)
-        except QuireError:
+            for collection in (collection_of(tenant), _readers_of(batch.input_file_id), ACTIVE):
+                await self.store.enter(collection, batch.id, ttl)
+        except BaseException:
+            await self.store.delete(batch.id)
             await self.store.discharge(account, batch.id)
             await self.store.discharge(_active_account(tenant), batch.id)
             raise
-        for collection in (collection_of(tenant), _readers_of(batch.input_file_id), ACTIVE):
-            await self.store.enter(collection, batch.id, ttl)
 
     async def forget(self, batch: Batch) -> None:
         """A batch has ended: it counts no more among those that have not, and its results are files."""

@@ -122,9 +122,9 @@ class Files:
 
     async def delete(self, info: FileInfo) -> None:
         """Deletes a file."""
+        await self.discharge(info.tenant, info.id)  # before: if this fails, the client can repeat the request
         await self._store.delete(info.id)
         await self._store.leave(collection_of(info.tenant), info.id)
-        await self.discharge(info.tenant, info.id)
 
     async def read(self, info: FileInfo) -> AsyncGenerator[bytes]:
         """Yields the chunks of a file. Raises ``QuireError`` NOT_FOUND when it was deleted meanwhile."""

@@ -121,10 +121,13 @@ class ResponseEndpoints:
         """Ends and forgets a request of any API; returns its state just before. A conversation keeps what a response
         has added to it, and its tenant's quota counts it no more. Raises ``QuireError``.
         """
-        stored = await self._service.delete(request_id, caller, self._keep_turn)
+        return await self._service.delete(request_id, caller, self._prepare_delete)
+
+    async def _prepare_delete(self, stored: StoredRequest, caller: Identity) -> None:
+        """Does what a delete does beside it, before: what fails can be asked for again."""
+        await self._keep_turn(stored, caller)
         if self._quota is not None:
             await self._quota.discharge(stored.first.request_id, stored.first.tenant)
-        return stored
 
     async def _keep_turn(self, stored: StoredRequest, caller: Identity) -> None:
         """Copies what a response that is about to be deleted has added to its conversation, which keeps that. Raises
