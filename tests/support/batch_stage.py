@@ -12,6 +12,7 @@ from quire_router.admission.tenants import Tenants
 from quire_router.api.rest.batch_endpoints import BatchApi
 from quire_router.api.rest.batch_lines import BatchLines
 from quire_router.api.service import ApiService
+from quire_router.api.stored_quota import ResponseQuota
 from quire_router.batches.batch import WINDOW, Batch
 from quire_router.batches.batch_store import Batches
 from quire_router.batches.files import CHUNK_BYTES, FileInfo, Files, FileSettings
@@ -32,9 +33,10 @@ def batch_api(
     owner: str = "me",
     settings: FileSettings | None = None,
     clock: Callable[[], float] = time,
+    quota: ResponseQuota | None = None,
 ) -> BatchApi:
     batches = Batches(store, Files(store, settings or FileSettings()))
-    lines = BatchLines(service, Tenants())
+    lines = BatchLines(service, Tenants(), quota)
     return BatchApi(batches, BatchWorker(batches, lines, owner=owner, max_line_bytes=10_000, clock=clock))
 
 
@@ -43,17 +45,18 @@ async def batch_stage(
     *args: Any,
     store: ObjectStore | None = None,
     settings: FileSettings | None = None,
+    quota: ResponseQuota | None = None,
     **more: Any,
 ) -> AsyncIterator[Stage]:
     """The scripted API with files and batches, and a worker that runs until the block ends."""
     working: list[asyncio.Task[None]] = []
 
     def build(service: ApiService) -> BatchApi:
-        api = batch_api(service, store or MemoryObjectStore(), settings=settings)
+        api = batch_api(service, store or MemoryObjectStore(), settings=settings, quota=quota)
         working.append(asyncio.create_task(api.worker.run()))
         return api
 
-    async with open_stage(*args, batches=build, **more) as stage:
+    async with open_stage(*args, batches=build, quota=quota, **more) as stage:
         try:
             yield stage
         finally:

@@ -106,6 +106,8 @@ class BatchLines:
             except QuireError as error:
                 # No client has this key: the line was begun with another prompt, as templates may name the date.
                 if error.code is not ErrorCode.CONFLICT:
+                    if self._quota is not None:
+                        await self._quota.discharge(request_id, caller.tenant)
                     raise
             try:
                 stored = await self._service.recorded(request_id, caller)

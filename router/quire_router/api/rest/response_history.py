@@ -416,7 +416,8 @@ async def prepare_response(  # noqa: PLR0917 - as ``ApiService.prepare``
     and it counts in its tenant's ``quota``. Raises ``QuireError``.
     """
     request = await service.parse(lambda: ResponsesRequest.from_json(body()), caller, size=size)
-    history = await HistoryReader(service, conversations).read(request, caller, request_id)
+    reader = HistoryReader(service, conversations)
+    history = await reader.read(request, caller, request_id)
     options = replace(options, target=history.model)
     prepared = await service.prepare(
         lambda: request.to_chat(history.read(), request_id), request_id, caller, options, size=size + history.size
@@ -425,5 +426,10 @@ async def prepare_response(  # noqa: PLR0917 - as ``ApiService.prepare``
         await quota.charge(prepared)
     if conversations is not None and request.conversation is not None and history.conversation is not None:
         known, failed = len(history.conversation.items), history.conversation.failed
-        await conversations.add_response(request.conversation, caller.tenant, request_id, known, failed)
+        try:
+            await conversations.add_response(request.conversation, caller.tenant, request_id, known, failed)
+        except QuireError:
+            if quota is not None and await reader.status(request_id, caller) is None:  # else it came before
+                await quota.discharge(request_id, caller.tenant)
+            raise
     return prepared

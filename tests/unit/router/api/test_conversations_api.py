@@ -501,6 +501,16 @@ async def test_all_stored_responses_of_a_tenant_have_so_many_bytes():
         assert (await ask(stage.port, "POST", RESPONSES, body, first)).status == 200
 
 
+async def test_a_response_that_its_conversation_has_no_room_for_counts_no_more():
+    stored = MemoryObjectStore()
+    async with stage_with(most=Quota(max_bytes=320), quota=ResponseQuota(stored)) as stage:
+        conversation = await make(stage)
+        statuses = [(await respond(stage, conversation, "x", {"idempotency-key": str(each)})).status for each in "ab"]
+        assert statuses == [200, 429]
+        assert (await respond(stage, conversation, "x", {"idempotency-key": "a"})).status in (200, 429)
+    assert [len(account.sizes) for account in stored._accounts.values()] == [1]
+
+
 @pytest.mark.parametrize("path", [RESPONSES, "/v1/requests"])
 async def test_a_response_that_is_deleted_at_any_route_counts_no_more(path):
     async with stage_with(quota=ResponseQuota(MemoryObjectStore(), RECORD_BYTES + 3000)) as stage:

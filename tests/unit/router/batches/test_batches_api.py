@@ -21,6 +21,7 @@ from quire_router.api.auth import Authenticator
 from quire_router.api.request_limits import BodyBudget, ConcurrencyLimit
 from quire_router.api.rest.batch_lines import BatchLines
 from quire_router.api.service import ApiService
+from quire_router.api.stored_quota import ResponseQuota
 from quire_router.batches.batch import Batch, Line
 from quire_router.batches.batch_store import Batches
 from quire_router.batches.files import CHUNK_BYTES, FileInfo, Files, FileSettings
@@ -425,6 +426,20 @@ async def test_a_line_beyond_the_bounds_of_a_body_fails_alone_with_its_own_error
     for each, name in zip(refused, ("long", "name at the end"), strict=True):
         assert (each["custom_id"], each["response"]["status_code"]) == (name, 400)
         assert each["response"]["body"]["error"]["message"] == "This line has more than 10000 bytes."
+
+
+async def test_a_response_that_could_not_begin_counts_no_more(monkeypatch):
+    async def refuse(_: Any) -> None:
+        raise QuireError(ErrorCode.INVALID, "This key may use 1 token a minute.")
+
+    store = MemoryObjectStore()
+    async with batch_stage(quota=ResponseQuota(store)) as stage:
+        monkeypatch.setattr(stage.runner, "run_once", refuse)
+        asked = {"custom_id": "a", "method": "POST", "url": RESPONSES, "body": {"model": MODEL, "input": "hi"}}
+        batch = await run(stage.openai(), jsonl([asked]), RESPONSES)
+        (answer,) = await lines_of(stage.openai(), batch.error_file_id)
+    assert answer["response"]["status_code"] == 400
+    assert not store._accounts
 
 
 @pytest.mark.parametrize(
