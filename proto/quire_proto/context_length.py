@@ -31,9 +31,16 @@ def check_length(
         raise invalid(prompt, "The prompt is empty.")
     if prompt_tokens + max_tokens <= max_model_len:
         return
-    if output is None or prompt_tokens >= max_model_len:
-        raise context_length_exceeded(max_model_len, prompt_tokens, None if output is None else max_tokens, prompt)
-    raise context_length_exceeded(max_model_len, prompt_tokens, max_tokens, prompt, output)
+    what = MESSAGES if prompt == MESSAGES else PROMPT
+    if output is not None:
+        parts = f"{prompt_tokens} in the {what}, {max_tokens} in the completion"
+        requested = f"you requested {prompt_tokens + max_tokens} tokens ({parts})"
+        param = prompt if prompt_tokens >= max_model_len else output
+        raise _error(max_model_len, requested, f"{what} or completion", param)
+    if prompt_tokens > max_model_len:
+        raise _error(max_model_len, f"your {what} resulted in {prompt_tokens} tokens", what, prompt)
+    parts = f"{prompt_tokens} in the {what}, at least 1 in the completion"
+    raise _error(max_model_len, f"you requested at least {prompt_tokens + 1} tokens ({parts})", what, prompt)
 
 
 def check_pooled_length(num_tokens: int, max_model_len: int) -> None:
@@ -47,23 +54,6 @@ def check_pooled_length(num_tokens: int, max_model_len: int) -> None:
 def far_too_long(limit: int, least: int, what: str) -> QuireError:
     """Returns the error of a prompt that has at least ``least`` tokens, of which not all were counted."""
     return _error(limit, f"your {what} resulted in at least {least} tokens", what, PROMPT)
-
-
-def context_length_exceeded(
-    limit: int, prompt_tokens: int, output_tokens: int | None, prompt: str, param: str | None = None
-) -> QuireError:
-    """Returns the error of a prompt in the field ``prompt`` that leaves no room for ``output_tokens``, None if no
-    client has named a number. ``param`` is the field at fault, by default the prompt's.
-    """
-    what = MESSAGES if prompt == MESSAGES else PROMPT
-    if output_tokens is not None:
-        parts = f"{prompt_tokens} in the {what}, {output_tokens} in the completion"
-        requested = f"you requested {prompt_tokens + output_tokens} tokens ({parts})"
-        return _error(limit, requested, f"{what} or completion", param or prompt)
-    if prompt_tokens > limit:
-        return _error(limit, f"your {what} resulted in {prompt_tokens} tokens", what, param or prompt)
-    parts = f"{prompt_tokens} in the {what}, at least 1 in the completion"
-    return _error(limit, f"you requested at least {prompt_tokens + 1} tokens ({parts})", what, param or prompt)
 
 
 def from_server(message: str) -> QuireError | None:

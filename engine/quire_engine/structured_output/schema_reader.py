@@ -224,11 +224,7 @@ class SchemaReader:
     # Shapes
 
     def _shapes(self, schemas: list[Any]) -> list[Shape]:
-        shapes: dict[int, Shape] = {}
-        for way in self._ways(schemas):
-            for shape in self._shapes_of(way):
-                shapes[len(shapes)] = shape
-        return list(shapes.values())
+        return [shape for way in self._ways(schemas) for shape in self._shapes_of(way)]
 
     def _shapes_of(self, way: Way) -> Iterator[Shape]:
         listed = [(schema, keyword) for schema in way for keyword in ("enum", "const") if keyword in schema]

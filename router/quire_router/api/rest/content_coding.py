@@ -16,6 +16,7 @@ _INLINE: Final = 16 * 1024  # bytes that are decoded on the event loop: what is 
 _MAX_CODINGS: Final = 2
 _MAX_BETWEEN: Final = 256 * 2**20  # bytes between two codings
 _GZIP, _ZLIB, _RAW = 16 + zlib.MAX_WBITS, zlib.MAX_WBITS, -zlib.MAX_WBITS
+_WINDOWS: Final[Mapping[str, int | None]] = {"gzip": _GZIP, "x-gzip": _GZIP, "deflate": None}
 
 
 def decoding(receive: Receive, values: Sequence[str]) -> Receive:
@@ -26,9 +27,9 @@ def decoding(receive: Receive, values: Sequence[str]) -> Receive:
     codings = [name for name in names if name not in ("", "identity")]
     if not codings:
         return receive
-    if len(codings) > _MAX_CODINGS or not all(name in _DECODERS for name in codings):
+    if len(codings) > _MAX_CODINGS or not all(name in _WINDOWS for name in codings):
         raise unsupported_coding(", ".join(codings))
-    return _DecodedBody(receive, [_DECODERS[name]() for name in reversed(codings)]).receive
+    return _DecodedBody(receive, [_Decoder(_WINDOWS[name]) for name in reversed(codings)]).receive
 
 
 async def decode_whole(body: bytes, values: Sequence[str], limit: int, reserve: Callable[[int], None]) -> bytes:
@@ -141,14 +142,3 @@ class _Decoder:
         if self._window is None:
             raise body_malformed("something follows its end")
         self._inflater = zlib.decompressobj(self._window)
-
-
-def _gzip() -> _Decoder:
-    return _Decoder(_GZIP)
-
-
-def _deflate() -> _Decoder:
-    return _Decoder(None)
-
-
-_DECODERS: Final[Mapping[str, Callable[[], _Decoder]]] = {"gzip": _gzip, "x-gzip": _gzip, "deflate": _deflate}

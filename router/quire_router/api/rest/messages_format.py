@@ -177,7 +177,6 @@ _INVALID = "invalid_request_error"
 _HTTP_KINDS = {404: "not_found_error", 408: "timeout_error", 413: "request_too_large", 501: "api_error"}
 _KINDS = {
     ErrorCode.CONFLICT: _INVALID,
-    ErrorCode.CONFLICT: _INVALID,
     ErrorCode.UNAVAILABLE: "overloaded_error",
     ErrorCode.INTERNAL: "api_error",
 }

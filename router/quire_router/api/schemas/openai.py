@@ -205,8 +205,6 @@ def _from_other_fields(request: StructuredBody) -> Iterator[_StructuredField]:
 
 MAX_MESSAGES = 4096
 
-MAX_MESSAGES = 4096
-
 
 class StreamOptions(StrictModel):
     """How a stream is sent. ``continuous_usage_stats`` is vLLM's: the usage so far in every chunk."""
