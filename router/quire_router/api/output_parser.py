@@ -168,7 +168,7 @@ def _new_parser(prepared: PreparedRequest) -> AnswerParser:
     )
 
 
-def count_reasoning(prepared: PreparedRequest, parser: OutputParser, token_ids: Sequence[int]) -> int:
+def _count_reasoning(prepared: PreparedRequest, parser: OutputParser, token_ids: Sequence[int]) -> int:
     """Returns how many tokens of an answer that ``parser`` has read are reasoning, with its marks: those up to its end,
     wherever that was split. A choice that reasons has one piece of it, at its beginning.
     """
@@ -200,7 +200,7 @@ class ReasoningCounter:
     def total(self) -> int:
         """The tokens so far."""
         choices = zip(self._parsers, self._token_ids, strict=True)
-        return sum(count_reasoning(self._prepared, parser, token_ids) for parser, token_ids in choices)
+        return sum(_count_reasoning(self._prepared, parser, token_ids) for parser, token_ids in choices)
 
 
 def _count_before_others(prepared: PreparedRequest, token_ids: Sequence[int]) -> int:

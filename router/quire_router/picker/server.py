@@ -28,7 +28,7 @@ from quire_router.api.forwarded_requests import api_path
 from quire_router.api.request_limits import ReservedBody
 from quire_router.api.rest.content_coding import decode_whole
 from quire_router.api.rest.http import JSON_HEADERS, HttpError, body_too_slow, to_json
-from quire_router.api.rest.openai_format import model_object
+from quire_router.api.rest.model_infos import model_object
 from quire_router.api.rest.rest_app import format_of_errors
 from quire_router.api.rpc.context import Context, client_may_leave
 from quire_router.api.rpc.grpc_server import CallLimits, bind, connection_options, server_options

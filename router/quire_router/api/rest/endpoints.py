@@ -6,6 +6,7 @@
 from collections.abc import Awaitable, Callable, Container, Mapping, Sequence
 from contextlib import aclosing
 from importlib.metadata import version
+from typing import Any
 from urllib.parse import parse_qsl
 
 from prometheus_client import CONTENT_TYPE_LATEST, generate_latest
@@ -28,8 +29,8 @@ from quire_router.api.rest.http import (
 )
 from quire_router.api.rest.item_list import read_query
 from quire_router.api.rest.messages_format import MESSAGES
-from quire_router.api.rest.model_infos import ANTHROPIC_VERSION, model_info, model_info_page
-from quire_router.api.rest.openai_format import CHAT, COMPLETION, model_object, request_object
+from quire_router.api.rest.model_infos import ANTHROPIC_VERSION, model_info, model_info_page, model_object
+from quire_router.api.rest.openai_format import CHAT, COMPLETION, error_object, usage_object
 from quire_router.api.rest.openapi import openapi
 from quire_router.api.rest.responses_format import RESPONSES
 from quire_router.api.rest.sse import KeepAlive, SseStream, collect, stream
@@ -156,6 +157,22 @@ def format_of(generation: GenerationRequest) -> AnswerFormat:
 
 _PATH = "/v1/requests/{id}"
 _AFTER = "after"
+
+
+def request_object(stored: StoredRequest) -> dict[str, Any]:
+    """Returns the state of a stored request."""
+    first, error = stored.first, stored.error
+    failure = {} if error is None else error_object(error, first.request_id)
+    return {
+        "id": first.request_id,
+        "object": "request",
+        "status": stored.status,
+        "model": first.model_name,
+        "created": int(first.created),
+        "background": first.background,
+        "usage": usage_object(stored.usage),
+        **failure,
+    }
 
 
 class RequestEndpoints:

@@ -22,7 +22,7 @@ from quire_proto.errors import ErrorCode, QuireError, internal
 from quire_proto.sampling import FinishReason
 from quire_proto.text.stream_scanner import Content, OutputPart, Reasoning, ToolCallArguments, ToolCallStart
 
-from quire_router.api.output_parser import call_digest, choice_name, count_reasoning, create_parsers
+from quire_router.api.output_parser import ReasoningCounter, call_digest, choice_name, create_parsers
 from quire_router.api.prepared_request import PreparedRequest
 from quire_router.api.response_opener import PENDING
 from quire_router.api.rest.answer_format import ErrorResponse, EventEncoder, error_headers
@@ -229,26 +229,25 @@ class _Reader:
     ``is_plain`` where all of it is text.
     """
 
-    __slots__ = ("_limited_by_context", "_parser", "_prepared", "_token_ids", "choice", "is_plain", "stop_fields")
+    __slots__ = ("_limited_by_context", "_parser", "_thinking", "choice", "is_plain", "stop_fields")
 
     def __init__(self, prepared: PreparedRequest) -> None:
         self.choice = choice_name(prepared.first.request_id, 0)
         self.stop_fields: dict[str, Any] | None = None
         self.is_plain = not prepared.is_parsed
-        self._prepared = prepared
         self._parser = create_parsers(prepared)[0]
-        self._token_ids: list[int] = []
+        self._thinking = ReasoningCounter(prepared, [self._parser])
         self._limited_by_context = prepared.response_options.limited_by_context
 
     def parts(self, delta: Delta) -> Sequence[OutputPart]:
         """Returns what a delta consists of."""
-        if not self.is_plain:
-            self._token_ids += delta.token_ids
+        self._thinking.add(delta)
         return self._parser.parts(delta)
 
-    def count_thinking(self) -> int:
-        """Returns how many tokens of the answer are thinking, with its marks."""
-        return count_reasoning(self._prepared, self._parser, self._token_ids)
+    @property
+    def thinking_tokens(self) -> int:
+        """How many tokens of the answer are thinking, with its marks."""
+        return self._thinking.total
 
     def end(self, delta: Delta, calls: int) -> None:
         """Records the end of the answer, in which ``calls`` were made."""
@@ -329,7 +328,7 @@ class MessageEncoder:
         if self._cursor.usage:
             return stop
         self._cursor.usage = True
-        told = usage_object(usage, self._reader.count_thinking())
+        told = usage_object(usage, self._reader.thinking_tokens)
         fields = {"type": "message_delta", "delta": self._reader.stop_fields, "usage": told}
         return self._with_id(event(fields), str(self._cursor)) + stop
 
@@ -366,7 +365,7 @@ class MessageBuilder:
             raise internal()
         content = {"content": [*self._content()]}
         message = {**message_object(self._prepared), **content, **self._reader.stop_fields}
-        return to_json({**message, "usage": message_usage(usage, self._reader.count_thinking())})
+        return to_json({**message, "usage": message_usage(usage, self._reader.thinking_tokens)})
 
     def _content(self) -> Iterator[dict[str, Any]]:
         calls = 0

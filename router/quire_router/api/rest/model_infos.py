@@ -1,4 +1,6 @@
-"""Models as Anthropic's API lists them: ``/v1/models`` for requests with the header ``anthropic-version``."""
+"""Models as ``/v1/models`` lists them: in the form of OpenAI's API, or in that of Anthropic's for requests with the
+header ``anthropic-version``.
+"""
 
 import re
 from collections.abc import Mapping, Sequence
@@ -15,8 +17,18 @@ MAX_LISTED, DEFAULT_LISTED = 1000, 20
 _NUMBER = re.compile(r"[0-9]{1,4}", re.ASCII)
 
 
+def model_object(card: ModelCard) -> dict[str, Any]:
+    """Returns one model as OpenAI's API has it."""
+    known: dict[str, Any] = {"max_model_len": card.max_model_len} if card.max_model_len else {}
+    if card.parent:
+        known["parent"] = card.parent
+    if card.supported_tasks:
+        known["supported_tasks"] = card.supported_tasks
+    return {"id": card.name, "object": "model", "created": card.created, "owned_by": "quire", **known}
+
+
 def model_info(card: ModelCard) -> dict[str, Any]:
-    """Returns one model. What its engines have not said yet is null, as is what this server does not know."""
+    """Returns one model as Anthropic's API has it, with null for what is not known."""
     length = card.max_model_len or None
     unknown = ("capabilities", "deprecated_at", "retires_at", "line")
     return {

@@ -1,6 +1,6 @@
 """The OpenAI API's answers: how its two routes name things (``OpenAiFormat``), whole completions
 (``CompletionBuilder``) and streams of chunks (``ChunkEncoder``), chat messages and deltas with reasoning and tool
-calls, errors and models. Does no I/O.
+calls, and errors. Does no I/O.
 """
 
 import asyncio
@@ -11,7 +11,6 @@ from typing import Any, Final
 
 from quire_proto.errors import QuireError, internal
 
-from quire_router.api.model_cards import ModelCard
 from quire_router.api.output_parser import ParsedDelta, ReasoningCounter, ToolCallDelta, create_parsers
 from quire_router.api.prepared_request import PreparedRequest
 from quire_router.api.response_opener import PENDING, started_choices
@@ -26,7 +25,6 @@ from quire_router.api.rest.logprobs import (
     joined,
     number,
 )
-from quire_router.api.stored_requests import StoredRequest
 from quire_router.core.generation import Delta, StreamCursor, Usage
 
 DONE: Final = b"data: [DONE]\n\n"
@@ -170,32 +168,6 @@ def error_object(error: QuireError, request_id: str) -> dict[str, Any]:
 
 def _error_fields(message: str, kind: str, param: str | None, code: str, request_id: str) -> dict[str, Any]:
     return {"error": {"message": message, "type": kind, "param": param, "code": code, "request_id": request_id}}
-
-
-def model_object(card: ModelCard) -> dict[str, Any]:
-    """Returns one entry of ``/v1/models``."""
-    known: dict[str, Any] = {"max_model_len": card.max_model_len} if card.max_model_len else {}
-    if card.parent:
-        known["parent"] = card.parent
-    if card.supported_tasks:
-        known["supported_tasks"] = card.supported_tasks
-    return {"id": card.name, "object": "model", "created": card.created, "owned_by": "quire", **known}
-
-
-def request_object(stored: StoredRequest) -> dict[str, Any]:
-    """Returns the state of a stored request."""
-    first, error = stored.first, stored.error
-    failure = {} if error is None else error_object(error, first.request_id)
-    return {
-        "id": first.request_id,
-        "object": "request",
-        "status": stored.status,
-        "model": first.model_name,
-        "created": int(first.created),
-        "background": first.background,
-        "usage": usage_object(stored.usage),
-        **failure,
-    }
 
 
 def stop_reason_json(delta: Delta, stop_token_ids: Collection[int]) -> str:

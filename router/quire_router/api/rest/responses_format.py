@@ -20,7 +20,7 @@ from quire_proto.errors import ErrorCode, QuireError, internal
 from quire_proto.sampling import FinishReason
 from quire_proto.text.stream_scanner import Content, OutputPart, ToolCallStart
 
-from quire_router.api.output_parser import count_reasoning, create_parsers
+from quire_router.api.output_parser import ReasoningCounter, create_parsers
 from quire_router.api.prepared_request import PreparedRequest
 from quire_router.api.response_opener import PENDING
 from quire_router.api.rest.answer_format import ErrorResponse, EventEncoder, error_headers
@@ -130,8 +130,8 @@ class Answer:
         "_pending",
         "_prepared",
         "_reason",
+        "_reasoning",
         "_state",
-        "_token_ids",
         "logprobs",
         "writer",
     )
@@ -142,7 +142,7 @@ class Answer:
         self._is_plain = not prepared.is_parsed
         self._parser = create_parsers(prepared)[0]
         self._reason: FinishReason | None = None
-        self._token_ids: list[int] = []
+        self._reasoning = ReasoningCounter(prepared, [self._parser])
         self.writer = ItemWriter(prepared.first.request_id, self._state)
         self.logprobs: LogprobsRenderer | None = None
         self._pending: LogprobQueue | None = None
@@ -157,7 +157,7 @@ class Answer:
 
     def read(self, delta: Delta) -> Iterator[ResponseEvent]:
         """Yields the events of the next delta. Every one has to be read, also of those that the client has had."""
-        self._token_ids += delta.token_ids
+        self._reasoning.add(delta)
         if self._pending is not None:
             self._pending.add(delta)
         for part in self._parser.parts(delta):
@@ -170,14 +170,13 @@ class Answer:
             is_whole = self._reason is FinishReason.STOP and not self._parser.is_in_call
             yield from self.writer.close(COMPLETED if is_whole else INCOMPLETE)
 
-    def read_token(self, token_id: int, text: str) -> bool:
-        """Reads a token whose ``text`` only continues the open message; returns False, and reads nothing, where it may
-        be more than that.
+    def read_text(self, text: str) -> bool:
+        """Reads a token's ``text`` if it continues the open message; returns False, and reads nothing, if it may be
+        more than that.
         """
         opened = self.writer.open_item
         if not self._is_plain or self._pending is not None or opened is None:
             return False
-        self._token_ids.append(token_id)
         if text:
             opened.texts.append(text)
         return True
@@ -195,7 +194,7 @@ class Answer:
             "incomplete_details": {"reason": "max_output_tokens"} if limited else None,
             "model": first.model_name,
             **self._state.response_fields,
-            "usage": None if usage is None else usage_object(usage, self._count_reasoning()),
+            "usage": None if usage is None else usage_object(usage, self._reasoning.total),
         }
         return f'{json_text(fields)[:-1]},"output":{self.writer.output_json()}}}'
 
@@ -212,9 +211,6 @@ class Answer:
         for _ in self.writer.close(INCOMPLETE):
             pass
         return self.json("failed", None, error)
-
-    def _count_reasoning(self) -> int:
-        return count_reasoning(self._prepared, self._parser, self._token_ids)
 
 
 class LogprobQueue:
@@ -295,7 +291,7 @@ class ResponseEncoder:
 
     def encode_token(self, index: int, token_id: int, text: str) -> bytes:
         """See ``EventEncoder``."""
-        if not self._answer.read_token(token_id, text):
+        if not self._answer.read_text(text):
             return self.encode(Delta(text, [token_id], index=index))
         if not text:
             return b""

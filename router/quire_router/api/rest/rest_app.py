@@ -20,7 +20,13 @@ from quire_router.api.rest.answer_format import AnswerFormat
 from quire_router.api.rest.batch_endpoints import BatchApi, BatchEndpoints, FileEndpoints
 from quire_router.api.rest.content_coding import decoding
 from quire_router.api.rest.conversation_endpoints import CONVERSATIONS, ConversationEndpoints
-from quire_router.api.rest.endpoints import FleetEndpoint, RequestEndpoints, StatusEndpoints, TokenizeEndpoints
+from quire_router.api.rest.endpoints import (
+    FleetEndpoint,
+    RequestEndpoints,
+    StatusEndpoints,
+    TokenizeEndpoints,
+    request_object,
+)
 from quire_router.api.rest.http import (
     JSON_HEADERS,
     LAST_EVENT_ID,
@@ -41,7 +47,7 @@ from quire_router.api.rest.http import (
 from quire_router.api.rest.http_server import MAX_HEAD_BYTES
 from quire_router.api.rest.loras import LoRAEndpoints
 from quire_router.api.rest.messages_format import MESSAGES
-from quire_router.api.rest.openai_format import CHAT, COMPLETION, request_object
+from quire_router.api.rest.openai_format import CHAT, COMPLETION
 from quire_router.api.rest.openapi import (
     BATCH_PATHS,
     BATCHES,
