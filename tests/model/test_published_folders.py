@@ -116,6 +116,7 @@ LOADED = {
     "no size of heads": Row(config(head_dim=None)),
     "no activation": Row(config(hidden_act=None)),
     "the older name of the dtype": Row(config(dtype=None, torch_dtype="float32")),
+    "bounds without an end": Row(config(time_step_limit=[0.0, float("inf")])),
     "keys that change nothing": Row(config(use_cache=False, pretraining_tp=2, _name_or_path="x")),
 }  # fmt: skip
 

@@ -13,7 +13,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from hashlib import blake2b
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NoReturn
+from typing import TYPE_CHECKING, Any
 
 from quire_proto.folders import no_such_path
 
@@ -381,11 +381,15 @@ def read_json(path: Path) -> dict[str, Any]:
 
 
 def read_json_value(path: Path) -> Any:
-    """What a JSON file holds. Raises ``ModelError`` when there is none, or when it holds NaN or Infinity."""
+    """What a JSON file holds. Raises ``ModelError`` when there is none, or when a value is NaN or infinite. In a list,
+    infinity is a bound that never holds, as in ``time_step_limit``.
+    """
     if not path.parent.is_dir():
         raise ModelError(f"There is no model to load: {no_such_path(str(path.parent))}.")
     try:
-        return json.loads(path.read_bytes(), parse_constant=lambda name: _refuse_not_finite(path, name))
+        value = json.loads(path.read_bytes())
+        _check_finite(path, path.name, value)
+        return value
     except FileNotFoundError:
         raise ModelError(f"The model folder {path.parent} has no {path.name}.") from None
     except OSError as error:
@@ -394,8 +398,15 @@ def read_json_value(path: Path) -> Any:
         raise ModelError(f"{path} is not valid JSON.") from None
 
 
-def _refuse_not_finite(path: Path, name: str) -> NoReturn:
-    raise ModelError(f"{path} holds {name}, which is not a number that a model can have.")
+def _check_finite(path: Path, name: str, value: Any) -> None:
+    if isinstance(value, dict):
+        for key, each in value.items():
+            _check_finite(path, key, each)
+    elif isinstance(value, list):
+        for each in value:
+            _check_finite(path, name, None if each == math.inf else each)
+    elif isinstance(value, float) and not math.isfinite(value):
+        raise ModelError(f"{path} says that {name} is {json.dumps(value)}, which no model can have.")
 
 
 def one_line(error: BaseException) -> str:

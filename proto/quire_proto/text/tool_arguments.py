@@ -167,13 +167,13 @@ def python_value(text: str) -> str:
 
 def python_arguments(text: str) -> str:
     """Keyword arguments, ``city="Rome", days=3``, as a JSON object. Raises ``ValueError``."""
-    reader = _LiteralReader(text)
+    reader = _LiteralReader(text, between="=")
     return reader.members("=", "")
 
 
 def gemma_arguments(text: str, quote: str) -> str:
     """An object in Gemma's notation, ``{city:<quote>Rome<quote>,days:3}``, as JSON. Raises ``ValueError``."""
-    reader = _LiteralReader(text, quote)
+    reader = _LiteralReader(text, quote, between=":")
     reader.expect("{")
     value = reader.members(":", "}")
     reader.expect("")
@@ -183,13 +183,13 @@ def gemma_arguments(text: str, quote: str) -> str:
 def parse_call(body: str, names: Collection[str]) -> tuple[str, str] | None:
     """The name and the arguments, as JSON, of a whole call of one of ``names``; None if ``body`` is none. Its keys may
     come in any order, in an object ``function`` or not, and the arguments may be an object, a string that holds one,
-    or absent.
+    or absent, null or empty.
     """
     try:
         call = json.loads(body)
         call = call["function"] if isinstance(call.get("function"), dict) else call
         name = next(call[key] for key in NAME_KEYS if key in call)
-        arguments: Any = next((call[key] for key in ARGUMENTS_KEYS if key in call), {})
+        arguments: Any = next((call[key] for key in ARGUMENTS_KEYS if call.get(key) not in (None, "")), {})
         is_text = isinstance(arguments, str)
         is_object = isinstance(json.loads(arguments) if is_text else arguments, dict)
         text: str = arguments if is_text else json.dumps(arguments, ensure_ascii=False, allow_nan=False)
@@ -201,6 +201,8 @@ def parse_call(body: str, names: Collection[str]) -> tuple[str, str] | None:
 
 _NUMBER = r"-?(?:0|[1-9][0-9]*)(?:\.[0-9]+)?(?:[eE][+-]?[0-9]+)?(?![\w.])"
 _STRING = r"""\"(?:[^"\\]|\\.)*\"|'(?:[^'\\]|\\.)*'"""
+_IN_NAME = r"""[^"'{}\[\](),:=<>]"""
+_INSIDE = rf"(?!\s){_IN_NAME}"
 _WORDS = {"true": "true", "True": "true", "false": "false", "False": "false", "null": "null", "None": "null"}
 _ESCAPE = re.compile(r"\\(x[0-9a-fA-F]{2}|u[0-9a-fA-F]{4}|U[0-9a-fA-F]{8}|[0-7]{1,3}|.)", re.DOTALL)
 _ESCAPED = {"n": "\n", "t": "\t", "r": "\r", "b": "\b", "f": "\f", "a": "\a", "v": "\v", "\n": ""}
@@ -208,12 +210,16 @@ _ESCAPED = {"n": "\n", "t": "\t", "r": "\r", "b": "\b", "f": "\f", "a": "\a", "v
 
 class _LiteralReader:
     """Reads values one after the other, each once, and writes them as JSON. ``quote`` stands around strings, beside the
-    quotes of Python. All methods raise ``ValueError`` for what is no literal.
+    quotes of Python, and ``between`` behind names without quotes, which may have spaces. All methods raise
+    ``ValueError`` for what is no literal.
     """
 
-    def __init__(self, text: str, quote: str = "") -> None:
+    def __init__(self, text: str, quote: str = "", *, between: str = "") -> None:
         bare = rf"{re.escape(quote)}(?P<bare>.*?){re.escape(quote)}|" if quote else ""
-        pattern = rf"\s*(?:{bare}(?P<string>{_STRING})|(?P<number>{_NUMBER})|(?P<word>[\w$-][\w$.-]*)|(?P<mark>\S)|$)"
+        name = rf"(?P<name>{_INSIDE}(?:{_IN_NAME}*{_INSIDE})?)(?=\s*{between})|" if between else ""
+        pattern = (
+            rf"\s*(?:{bare}{name}(?P<string>{_STRING})|(?P<number>{_NUMBER})|(?P<word>[\w$-][\w$.-]*)|(?P<mark>\S)|$)"
+        )
         self._tokens = self._read(text, re.compile(pattern, re.DOTALL))
         self._next = next(self._tokens)
         self._depth = 0
@@ -280,7 +286,7 @@ class _LiteralReader:
         kind, text = self._take()
         if kind == "string":
             return _string_as_json(text)
-        if kind in ("word", "number", "bare"):
+        if kind in ("name", "word", "number", "bare"):
             return json.dumps(text, ensure_ascii=False)
         raise ValueError(f"{text} is no name")
 

@@ -484,9 +484,9 @@ def item_not_found(param: str, item_id: str) -> QuireError:
     return QuireError(ErrorCode.NOT_FOUND, message, param=param, reason="item_not_found")
 
 
-def conversation_not_found(name: str) -> QuireError:
+def conversation_not_found(name: str, param: str = "conversation_id") -> QuireError:
     """A conversation is not stored, or is another tenant's. In OpenAI's words."""
-    return QuireError(ErrorCode.NOT_FOUND, f"Conversation with id {name[:128]!r} not found.", param="conversation_id")
+    return QuireError(ErrorCode.NOT_FOUND, f"Conversation with id {name[:128]!r} not found.", param=param)
 
 
 def conversation_locked(conversation_id: str) -> QuireError:

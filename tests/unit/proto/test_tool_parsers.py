@@ -467,6 +467,18 @@ START = ToolCallStart("get")
             '{"city": "a,\\"}b", "more": {"a": [1, true]}}',
         ),
         ("gemma-4", '<|tool_call>call:get{city:<|"|>a<|"|>}', '{"city": "a"}'),
+        (
+            "gemma-4",
+            '<|tool_call>call:get{two  words :<|"|>x:y<|"|>,@b:{a-b c:1,é.d:null}}<tool_call|>',
+            '{"two  words": "x:y", "@b": {"a-b c": 1, "é.d": null}}',
+        ),
+        (
+            "lfm2",
+            "<|tool_call_start|>[get(two words='a=b', @b = {'c d': 1})]",
+            '{"two words": "a=b", "@b": {"c d": 1}}',
+        ),
+        ("hermes", '<tool_call>{"name": "get", "arguments": null}</tool_call>', "{}"),
+        ("hermes", '<tool_call>{"name": "get", "arguments": ""}</tool_call>', "{}"),
         ("functionary-3.2", "get\n{}", "{}"),
         ("harmony", " to=functions.get<|channel|>commentary json<|message|>{}<|call|>", "{}"),
         ("harmony", "<|channel|>commentary to=get <|constrain|>json<|message|>{}", "{}"),

@@ -166,7 +166,7 @@ OPERATIONS: Mapping[str, Mapping[str, Operation]] = {
         )
     },
     "/v1/responses/input_tokens": {
-        "post": Operation("Counts a conversation's tokens.", InputTokensRequest, answers.InputTokens)
+        "post": Operation("Counts a conversation's tokens.", InputTokensRequest, answers.InputTokens, needs_body=False)
     },
     "/v1/responses/{id}": {
         "get": Operation(

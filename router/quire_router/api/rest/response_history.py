@@ -30,6 +30,7 @@ from quire_router.api.stored_quota import ResponseQuota
 from quire_router.api.stored_requests import RequestStatus, StoredRequest
 from quire_router.core.errors import (
     conversation_locked,
+    conversation_not_found,
     item_not_found,
     previous_failed,
     previous_in_progress,
@@ -246,7 +247,11 @@ class HistoryReader:
     async def _conversation(self, conversation_id: str, caller: Identity, request_id: str) -> "ConversationItems":
         if self._conversations is None:
             raise invalid("conversation", "conversation is not taken here: send the whole conversation as input.")
-        found = await self._conversations.get(conversation_id, caller.tenant)
+        try:
+            found = await self._conversations.get(conversation_id, caller.tenant)
+        except QuireError as error:
+            is_missing = error.code is ErrorCode.NOT_FOUND
+            raise conversation_not_found(conversation_id, "conversation") if is_missing else error from None
         return await self.turns(found.before(request_id), caller, wait=True)
 
     async def stored(self, response_id: str, caller: Identity, *, polled: bool = True) -> StoredRequest:

@@ -198,7 +198,7 @@ class ResponseEndpoints:
 
     async def input_tokens(self, exchange: HttpExchange) -> None:
         """Sends the number of tokens that a request's prompt has."""
-        exchange.check_json_body(self._limits.max_bytes)
+        exchange.check_json_body(self._limits.max_bytes, optional=True)
         caller, bodies = exchange.caller, self._service.bodies
         with (
             self._service.request_scope(f"POST {PATH}/input_tokens", exchange.request_id, exchange.headers),
@@ -206,7 +206,9 @@ class ResponseEndpoints:
         ):
             await read_body(exchange.receive, self._limits, body)
             size = len(body)
-            request = await self._service.parse(lambda: InputTokensRequest.from_json(body.detach()), caller, size=size)
+            request = await self._service.parse(
+                lambda: InputTokensRequest.from_json(body.detach() if size else b"{}"), caller, size=size
+            )
             history = await self._history.read(request, caller)
             result = await self._service.tokenize(
                 lambda: input_to_tokenize(request, history.read()), caller, _result, size=size + history.size

@@ -9,7 +9,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Annotated, Any, ClassVar, Literal, Self
 
-from pydantic import Field, TypeAdapter, ValidationError, model_validator
+from pydantic import BeforeValidator, Field, TypeAdapter, ValidationError, model_validator
 from quire_proto.errors import QuireError, invalid
 from quire_proto.pooling import Task
 from quire_proto.sampling import MAX_BEAM_WIDTH, MAX_LOGPROBS, MIN_BEAM_WIDTH
@@ -359,12 +359,19 @@ class GenerationBody(SamplingBody, StructuredBody):
         return None if self.use_beam_search and not self.beam_width else self.best_of
 
 
+def _prompt(value: object) -> object:
+    return [""] if value is None else value
+
+
+_Prompts = Annotated[Prompts, BeforeValidator(_prompt, json_schema_input_type=Prompts | None)]
+
+
 class CompletionRequest(GenerationBody):
     """The body of ``POST /v1/completions``."""
 
     foreign: ClassVar[Table] = parameters.COMPLETIONS
 
-    prompt: Prompts = [""]  # noqa: RUF012 - pydantic copies it
+    prompt: _Prompts = [""]  # noqa: RUF012 - pydantic copies it
 
     echo: bool | None = None
     logprobs: Integer = None

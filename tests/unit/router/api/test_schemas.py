@@ -245,7 +245,7 @@ REFUSED_IN_COMPLETIONS = {
     "suffix": ["x"],
     "add_special_tokens": [False],
     "messages": [[USER]],
-    "prompt": [None, 7, {}, [], [[]], ["a", [1]], ["a", 1], [1, "a"], [True], [1.5], [[["x"]]], [None], ["x"] * 129],
+    "prompt": [7, {}, [], [[]], ["a", [1]], ["a", 1], [1, "a"], [True], [1.5], [[["x"]]], [None], ["x"] * 129],
 }
 
 

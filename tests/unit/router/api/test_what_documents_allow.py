@@ -58,7 +58,7 @@ async def test_a_conversation_is_created_without_a_body(headers):
     assert (answer.status, answer.json["object"]) == (200, "conversation")
 
 
-@pytest.mark.parametrize("body", [{}, {"input": None}, {"input": [], "instructions": None}])
+@pytest.mark.parametrize("body", [None, {}, {"input": None}, {"input": [], "instructions": None}])
 async def test_the_tokens_of_no_input_are_none(body):
     async with open_stage(template=CHAT_TEMPLATE) as stage:
         answer = await ask(stage.port, "POST", "/v1/responses/input_tokens", body)
@@ -73,9 +73,18 @@ async def test_the_tokens_of_instructions_alone_are_counted():
     assert answer.json["input_tokens"] > 0
 
 
-async def test_a_completion_without_a_prompt_begins_a_document():
+@pytest.mark.parametrize("given", [{}, {"prompt": None}])
+async def test_a_completion_without_a_prompt_begins_a_document(given):
     async with open_stage() as stage:
-        answer = await ask(stage.port, "POST", "/v1/completions", {"model": MODEL})
+        answer = await ask(stage.port, "POST", "/v1/completions", {"model": MODEL, **given})
 
     assert answer.status == 200
     assert [*stage.runner.generations[0].prompt_token_ids] == TOKENIZER.encode("")
+
+
+async def test_a_conversation_that_is_not_found_is_named_by_the_field_that_was_sent():
+    body = {"model": MODEL, "input": "hi", "conversation": "conv_none"}
+    async with open_stage(conversations=Conversations(MemoryObjectStore(), 60.0)) as stage:
+        answer = await ask(stage.port, "POST", "/v1/responses", body)
+
+    assert (answer.status, answer.json["error"]["param"]) == (404, "conversation")
