@@ -31,6 +31,7 @@ from quire_router.api.rest.endpoints import FleetEndpoint
 from quire_router.api.rest.sse import KeepAlive
 from quire_router.api.service import ApiService
 from quire_router.api.stored_quota import ResponseQuota
+from quire_router.api.tokenizer_pool import TokenizerPool
 from quire_router.autoscale.local_load import Load, LocalLoad
 from quire_router.autoscale.pod_deletion_cost import PodDeletionCosts
 from quire_router.background_jobs import BackgroundJobs
@@ -108,6 +109,7 @@ class Components:
         cache_events = CacheEvents(self.index, table)
         if self.update_sharing is not None:
             self.update_sharing.blocks = cache_events.blocks
+        threads = TokenizerPool()
         discovery = create_discovery(settings.engine, dns_period=settings.engine_dns_period)
         self.fleet = EnginePool(
             discovery,
@@ -123,6 +125,7 @@ class Components:
             tokenizers=tokenizers,
             update_sharing=self.update_sharing,
             is_complete=discovery.is_complete,
+            offload=threads.run_admitted,
         )
         self.queue = AdmissionQueue(settings.models, self.fleet, tenants.tenants, _queue_settings(settings))
         self.fleet.on_capacity = self.queue.notify_capacity
@@ -184,6 +187,7 @@ class Components:
             read_usage=self.journal.usage,
             targets=None if self._targets_file is None else self._targets,
             fleet_secret=self._fleet_secret,
+            threads=threads,
         )
         self.queue.on_queued = self.service.bodies.release_queued
         self.sleep = SleepController(
@@ -197,11 +201,8 @@ class Components:
         self.picker = None if settings.picker_port is None else self._create_picker(settings, limits)
         self._deletion_costs = self._create_deletion_costs(settings, router_id, worker)
         self._background_jobs = BackgroundJobs(self.runner, self.index, self.journal)
-        files = Files(
-            self._objects,
-            FileSettings(settings.max_file_bytes, settings.max_tenant_file_bytes, settings.file_retention),
-        )
-        batches = Batches(self._objects, files)
+        file_settings = FileSettings(settings.max_file_bytes, settings.max_tenant_file_bytes, settings.file_retention)
+        batches = Batches(self._objects, Files(self._objects, file_settings))
         self.response_quota = ResponseQuota(self._objects, settings.max_tenant_response_bytes)
         batch_worker = BatchWorker(
             batches,
@@ -210,8 +211,11 @@ class Components:
             max_line_bytes=settings.max_body_bytes,
         )
         self.batches = BatchApi(batches, batch_worker)
-        quota = Quota(settings.max_tenant_conversations, settings.max_tenant_conversation_bytes)
-        self.conversations = Conversations(self._objects, settings.responses_retention, quota)
+        self.conversations = Conversations(
+            self._objects,
+            settings.responses_retention,
+            Quota(settings.max_tenant_conversations, settings.max_tenant_conversation_bytes),
+        )
 
     async def start(self, stack: AsyncExitStack) -> None:
         """Begins to connect to engines and to Redis, and never waits for them; ``stack`` closes what was started."""

@@ -120,6 +120,7 @@ class ApiService:
         sampling_defaults: Mapping[str, Mapping[str, Any]] | None = None,
         targets: ModelTargets | None = None,
         fleet_secret: FleetSecret | None = None,
+        threads: TokenizerPool | None = None,
     ) -> None:
         self.keys = keys
         self.concurrency = concurrency
@@ -147,7 +148,7 @@ class ApiService:
             refuse_unknown=refuse_unknown,
             sampling_defaults=sampling_defaults,
         )
-        self._tokenizer_pool = TokenizerPool()
+        self._tokenizer_pool = threads or TokenizerPool()
         self._cards = ModelCards(self._models, self._targets, fleet, self._validator)
 
     @contextmanager

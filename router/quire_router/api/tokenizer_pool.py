@@ -35,18 +35,31 @@ class TokenizerPool:
         """Returns or raises what ``work`` on ``size`` characters or bytes of text does. Raises ``QuireError``
         OVERLOADED where too much waits already. A caller that is cancelled keeps its thread until the work has ended.
         """
-        semaphore = self._semaphores.get(tenant)
-        if semaphore is None:
-            semaphore = self._semaphores[tenant] = asyncio.Semaphore(THREADS_PER_TENANT)
+        semaphore = self._semaphore(tenant)
         with self._queue_slot(tenant, size):
             await semaphore.acquire()
-        done = self._threads.submit(work)
-        done.add_done_callback(partial(_release, semaphore, asyncio.get_running_loop()))
-        return await asyncio.wrap_future(done)
+        return await self._run(semaphore, work)
+
+    async def run_admitted(self, tenant: str, work: Callable[[], T]) -> T:
+        """As ``run``, for what was bounded before it came here: it waits for its turn, however much does."""
+        semaphore = self._semaphore(tenant)
+        await semaphore.acquire()
+        return await self._run(semaphore, work)
 
     def close(self) -> None:
         """Ends the threads once their work is done; drops what waits."""
         self._threads.shutdown(wait=False, cancel_futures=True)
+
+    def _semaphore(self, tenant: str) -> asyncio.Semaphore:
+        semaphore = self._semaphores.get(tenant)
+        if semaphore is None:
+            semaphore = self._semaphores[tenant] = asyncio.Semaphore(THREADS_PER_TENANT)
+        return semaphore
+
+    async def _run(self, semaphore: asyncio.Semaphore, work: Callable[[], T]) -> T:
+        done = self._threads.submit(work)
+        done.add_done_callback(partial(_release, semaphore, asyncio.get_running_loop()))
+        return await asyncio.wrap_future(done)
 
     @contextmanager
     def _queue_slot(self, tenant: str, size: int) -> Iterator[None]:

@@ -4,8 +4,9 @@ Implementations: ``connection.EngineConnection``, for Quire's engines, and ``ext
 servers that speak HTTP. Both take and report the messages of ``quire.v1``: requests, load, changes of a prefix cache.
 """
 
+import asyncio
 from collections.abc import Callable, Collection, Mapping, Sequence
-from typing import Protocol
+from typing import Protocol, TypeVar
 
 from quire.v1 import engine_pb2
 
@@ -18,6 +19,30 @@ KvListener = Callable[[engine_pb2.Snapshot | engine_pb2.KvEvent], None]
 
 LoadListener = Callable[[engine_pb2.Load], None]
 """Is called with each report of an engine's load; must not keep the message."""
+
+
+T = TypeVar("T")
+
+
+class Offload(Protocol):
+    """Runs work on a thread, in the turn of the tenant, or of the server, that it is for."""
+
+    async def __call__(self, tenant: str, work: Callable[[], T]) -> T:
+        """Returns or raises what ``work`` does."""
+        ...
+
+
+async def on_any_thread(tenant: str, work: Callable[[], T]) -> T:  # noqa: ARG001 - as ``Offload``
+    """``Offload`` without turns."""
+    return await asyncio.to_thread(work)
+
+
+LONG = 16 * 2**10  # bytes
+
+
+async def offload_long(offload: Offload, tenant: str, size: int, work: Callable[[], T]) -> T:
+    """Returns what ``work`` makes of so many bytes, which is done on a thread if they are more than ``LONG``."""
+    return work() if size <= LONG else await offload(tenant, work)
 
 
 class EngineClient(Protocol):
@@ -86,10 +111,10 @@ class EngineClient(Protocol):
         """Disconnects; what is in flight ends with ``EngineLost``."""
         ...
 
-    def submit(self, message: engine_pb2.Submit) -> OutputStream:
-        """Sends a request; does not wait. Closing the stream cancels it at the engine. Raises ``EngineLost`` if the
-        engine is not connected, ``EngineFull`` if too many requests wait to be sent, and ``RequestUnsupported`` if it
-        cannot run this one.
+    def submit(self, message: engine_pb2.Submit, tenant: str = "") -> OutputStream:
+        """Sends a request of a ``tenant``; does not wait. Closing the stream cancels it at the engine. Raises
+        ``EngineLost`` if the engine is not connected, ``EngineFull`` if too many requests wait to be sent, and
+        ``RequestUnsupported`` if it cannot run this one.
         """
         ...
 

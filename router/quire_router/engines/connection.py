@@ -238,7 +238,7 @@ class EngineConnection:
         self._declare_lost()
         self._reconnect_limiter.forget(self.retry_now)
 
-    def submit(self, message: engine_pb2.Submit) -> OutputStream:
+    def submit(self, message: engine_pb2.Submit, tenant: str = "") -> OutputStream:  # noqa: ARG002 - of the protocol
         """Sends a request. Raises ``EngineLost`` if the engine is not connected, ``EngineFull`` if too many wait."""
         if self._lost:
             raise EngineLost("the engine is not connected")

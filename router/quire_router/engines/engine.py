@@ -149,16 +149,18 @@ class Dispatch:
         message: engine_pb2.Submit,
         begin: Callable[[], LedgerEntry],
         on_release: Callable[[Engine], None],
+        tenant: str = "",
     ) -> None:
         self._engine = engine
         self._message = message
+        self._tenant = tenant
         self._begin = begin
         self._on_release = on_release
         self._outputs: OutputStream | None = None
         self._entry: LedgerEntry | None = None
 
     def __enter__(self) -> OutputStream:
-        self._outputs = self._engine.connection.submit(self._message)
+        self._outputs = self._engine.connection.submit(self._message, self._tenant)
         if self._message.lora_name:  # until the engine says so itself
             self._engine.connection.active_loras.add(self._message.lora_name)
         self._entry = self._begin()

@@ -15,7 +15,7 @@ from quire_proto.supervise import SupervisedTask
 
 from quire_router.core.retry import supervise
 from quire_router.discovery.base import Discovery, Endpoint, split_external
-from quire_router.engines.base import EngineClient
+from quire_router.engines.base import EngineClient, Offload, on_any_thread
 from quire_router.engines.connection import EngineConnection
 from quire_router.engines.engine import Engine
 from quire_router.engines.load import EngineLoad, LoadLedger
@@ -69,6 +69,7 @@ class EngineRegistry:
         has_substitute: Callable[[str], bool],
         on_kv_event: EngineKvListener | None = None,
         update_sharing: UpdateSharing | None = None,
+        offload: Offload = on_any_thread,
     ) -> None:
         self.engines: dict[str, Engine] = {}
         self.by_row: dict[int, Engine] = {}
@@ -84,6 +85,7 @@ class EngineRegistry:
         self._has_substitute = has_substitute
         self._kv_listener = on_kv_event
         self._update_sharing = update_sharing
+        self._offload = offload
         self._reconnect_limiter = ReconnectLimiter()
         self._update_rate = UpdateRate()
         self._not_started: list[EngineClient] = []
@@ -153,7 +155,7 @@ class EngineRegistry:
         if kind:
             from quire_router.engines.external.client import ExternalEngine  # an HTTP client takes 12 MiB
 
-            create = partial(ExternalEngine, url=url, kind=kind, models=self._known_models)
+            create = partial(ExternalEngine, url=url, kind=kind, models=self._known_models, offload=self._offload)
         connection = create(
             address,
             self._settings,

@@ -22,6 +22,7 @@ from quire_router.core.model_version import UNKNOWN_VERSION, ModelVersion
 from quire_router.core.retry import CpuThrottle
 from quire_router.discovery.base import Discovery
 from quire_router.engines.attempt import EngineLost
+from quire_router.engines.base import Offload, on_any_thread
 from quire_router.engines.engine import Dispatch, Engine
 from quire_router.engines.engine_registry import EngineKvListener, EngineRegistry
 from quire_router.engines.forwarded import Forwarded
@@ -88,7 +89,8 @@ class EnginePool:
     are for engines that do not say which one they have, or know only text. Requests may also name ``expected_loras``,
     as an engine is going to have them: they wait for it. ``is_complete`` says whether each source of engines has
     answered. With ``update_sharing`` this pool is one of several of one router, and hears of the load and the caches of
-    other pools' engines from these.
+    other pools' engines from these. What is long for servers of others, and of them, is written and read through
+    ``offload``.
 
     Where no engine of a model was ready and one is, but others are known to have it that are not, none counts as ready
     before all are or ``GATHER_SECONDS`` have passed.
@@ -109,6 +111,7 @@ class EnginePool:
         tokenizers: Mapping[str, ModelTokenizer] | None = None,
         update_sharing: UpdateSharing | None = None,
         is_complete: Callable[[], bool] = lambda: True,
+        offload: Offload = on_any_thread,
     ) -> None:
         self.table = EngineTable() if table is None else table
         self.on_capacity = on_capacity
@@ -130,6 +133,7 @@ class EnginePool:
             has_substitute=self._has_substitute,
             on_kv_event=on_kv_event,
             update_sharing=update_sharing,
+            offload=offload,
         )
         self._engines, self._by_row = self._registry.engines, self._registry.by_row  # which changes them
         self.expected_loras: dict[str, ServedLoRA] = {}
@@ -338,9 +342,11 @@ class EnginePool:
 
     # What runs
 
-    def dispatch(self, engine_id: str, message: engine_pb2.Submit, *, pending_tokens: int) -> Dispatch:
-        """Returns the dispatch of a request to one of the engines in ``rows``; ``pending_tokens`` of its prompt are not
-        cached there. Raises ``EngineLost`` if the engine is not known any more.
+    def dispatch(
+        self, engine_id: str, message: engine_pb2.Submit, *, pending_tokens: int, tenant: str = ""
+    ) -> Dispatch:
+        """Returns the dispatch of a tenant's request to one of the engines in ``rows``; ``pending_tokens`` of its
+        prompt are not cached there. Raises ``EngineLost`` if the engine is not known any more.
         """
         engine = self._engines.get(engine_id)
         if engine is None:
@@ -354,7 +360,7 @@ class EnginePool:
             sequences=sequences,
             best_effort=best_effort,
         )
-        return Dispatch(engine, message, begin, self._on_release)
+        return Dispatch(engine, message, begin, self._on_release, tenant)
 
     def forward(
         self, engine_id: str, *, pending_tokens: int, sequences: int, block_hashes: Iterable[bytes] = ()

@@ -285,7 +285,8 @@ class RequestRunner:
         with attempt_span(state, decision.engine_id, self._pool.zone(decision.engine_id)) as span:
             submission = state.build_submit(w3c_headers(span))
             pending = max(1, len(state.generation.prompt_token_ids) - decision.cached_tokens)
-            with self._pool.dispatch(decision.engine_id, submission, pending_tokens=pending) as outputs:
+            tenant = state.generation.tenant
+            with self._pool.dispatch(decision.engine_id, submission, pending_tokens=pending, tenant=tenant) as outputs:
                 self._placer.record_dispatch(decision, state.generation)
                 state.attach_stream(outputs)
                 if self._shadows is not None and state.attempt == 1 and not state.restored:

@@ -276,7 +276,9 @@ class ShadowRunner:
         pending = max(1, len(request.prompt_token_ids) - decision.cached_tokens)
         try:
             async with asyncio.timeout(MAX_SHADOW_SECONDS):
-                with self._pool.dispatch(decision.engine_id, submit, pending_tokens=pending) as outputs:
+                with self._pool.dispatch(
+                    decision.engine_id, submit, pending_tokens=pending, tenant=request.tenant
+                ) as outputs:
                     self._placer.record_dispatch(decision, request)
                     shadow.attach_stream(outputs)
                     async for output in outputs:

@@ -77,7 +77,7 @@ class LoRAEndpoints:
             await exchange.response.send(200, message.encode(), _TEXT)
 
     async def _load(self, body: ReservedBody, caller: Identity) -> str:
-        request = LoadLoRABody.from_json(body.detach())
+        request = await self._service.offload(caller, len(body), lambda: LoadLoRABody.from_json(body.detach()))
         caller.check_model(request.lora_name)
         if request.base_model_name is not None:
             caller.check_model(request.base_model_name)
@@ -85,7 +85,7 @@ class LoRAEndpoints:
         return f"Success: LoRA adapter '{request.lora_name}' added successfully."
 
     async def _unload(self, body: ReservedBody, caller: Identity) -> str:
-        request = UnloadLoRABody.from_json(body.detach())
+        request = await self._service.offload(caller, len(body), lambda: UnloadLoRABody.from_json(body.detach()))
         caller.check_model(request.lora_name)
         await self._updater.unload(request.lora_name)
         return f"Success: LoRA adapter '{request.lora_name}' removed successfully."

@@ -3,6 +3,7 @@ request of HTTP for each choice that it runs.
 """
 
 import asyncio
+import json
 import logging
 from collections.abc import AsyncIterator, Callable, Collection, Mapping, Sequence
 from contextlib import aclosing, asynccontextmanager, suppress
@@ -18,7 +19,7 @@ from quire.v1 import engine_pb2
 from quire_proto.context_length import from_server
 from quire_proto.convert import sampling_from_proto
 from quire_proto.errors import internal
-from quire_proto.hashing import TOKEN_BYTES, extra_key, hash_chain, pack
+from quire_proto.hashing import ROOT, TOKEN_BYTES, extra_key, hash_chain, pack
 from quire_proto.sampling import FinishReason, SamplingParams
 from quire_proto.supervise import Backoff, SupervisedTask
 from quire_proto.tls import TlsError
@@ -29,7 +30,7 @@ from quire_router.core.fleet_view import EngineCondition
 from quire_router.core.generation import LoRA
 from quire_router.core.retry import fair_timeout, supervise
 from quire_router.engines.attempt import EngineFull, EngineLost, EngineStalled, Output, RequestUnsupported
-from quire_router.engines.base import KvListener, LoadListener
+from quire_router.engines.base import KvListener, LoadListener, Offload, offload_long, on_any_thread
 from quire_router.engines.channel import ConnectFailure, ConnectFailureLog
 from quire_router.engines.connection import LivenessMonitor
 from quire_router.engines.external.estimates import ObservedPace, PredictedCache
@@ -73,14 +74,18 @@ _MIN_RETRY_INTERVAL = 1.0  # seconds between two tries for which ``retry_now`` e
 
 @dataclass(slots=True, eq=False)
 class _Running:
-    """A request at the server: the tasks of its choices, and what is needed to say what it leaves in the cache."""
+    """A request at the server: the tasks of its choices, and what is needed to say what it leaves in the cache: the
+    ``hashes`` of the blocks of its ``token_ids``, of which ``uncached`` had to be computed, once they are known.
+    """
 
     stream: OutputStream
     message: engine_pb2.Submit
+    tenant: str
     began: float
-    hashes: list[bytes]
-    uncached: int
+    token_ids: Sequence[int]
     was_alone: bool
+    hashes: list[bytes] | None = None
+    uncached: int = 0
     tasks: dict[int, asyncio.Task[None]] = field(default_factory=dict)
     started: bool = False
 
@@ -91,6 +96,7 @@ _KINDS: dict[str, type[VllmServer | SglangServer | OpenAIServer]] = {
 _PROBE = "The quick brown fox: 1,234.5 × (x + y)\n\tZwölf Boxkämpfer, Съешь ещё, 敏捷的棕色狐狸, 👋🏽 {'a': null}"
 """A text that two tokenizers hardly read alike."""
 _PROBE_TOKENS = 4
+_TOKEN_BYTES = 7  # of one in a body
 
 
 class ExternalEngine:
@@ -102,7 +108,8 @@ class ExternalEngine:
     a request: where one breaks off, the server is asked at once, and gets nothing until it has answered. Where another
     server can take its work, ``has_substitute``, it is set aside while it fails or stands still (``Fitness``).
 
-    What is cached at the server, and how fast it is, are estimates, unless it publishes its KV events.
+    What is cached at the server, and how fast it is, are estimates, unless it publishes its KV events. Long bodies for
+    the server are written, and what is long of it is read, through ``offload``.
     """
 
     def __init__(
@@ -119,6 +126,7 @@ class ExternalEngine:
         on_lost: Callable[[], None] = lambda: None,
         reconnect_limiter: ReconnectLimiter | None = None,
         has_substitute: Callable[[], bool] = lambda: False,
+        offload: Offload = on_any_thread,
         poll_period: float = POLL_PERIOD,
     ) -> None:
         self.address = address
@@ -136,6 +144,7 @@ class ExternalEngine:
         self._on_load = on_load
         self._on_lost = on_lost
         self._reconnect_limiter = reconnect_limiter or ReconnectLimiter()
+        self._offload = offload
         self._poll_period = poll_period
         self._http: HttpClient | None = None
         self._liveness = LivenessMonitor(self.settings.poll_silence, self.settings.stall)
@@ -245,7 +254,7 @@ class ExternalEngine:
 
     # Requests
 
-    def submit(self, message: engine_pb2.Submit) -> OutputStream:
+    def submit(self, message: engine_pb2.Submit, tenant: str = "") -> OutputStream:
         """Begins a request of HTTP for each choice. Raises as ``EngineClient.submit``."""
         http, description = self._http, self.description
         if not self._connected or http is None or description is None:
@@ -263,15 +272,8 @@ class ExternalEngine:
         if len(choices) + self._num_choices() > MAX_CHOICES:
             raise EngineFull("too many requests run there")
         self._note_salt(message.cache_salt)
-        hashes = self._hashes(choices[0].token_ids, message.cache_salt)
-        running = _Running(
-            stream,
-            message,
-            monotonic(),
-            hashes,
-            uncached=len(choices[0].token_ids) - self._cache.count(hashes) * description.block_size,
-            was_alone=all(other.started for other in self._running),
-        )
+        was_alone = all(other.started for other in self._running)
+        running = _Running(stream, message, tenant, monotonic(), choices[0].token_ids, was_alone)
         self._running[running] = None
         for choice in choices:
             task = running.tasks[choice.index] = asyncio.create_task(self._run_choice(http, running, choice))
@@ -302,10 +304,12 @@ class ExternalEngine:
         stream, reader = running.stream, self._kind.reader(choice)
         headers = {"X-Request-Id": choice.request_id}
         headers |= headers_for_servers(running.message.traceparent, running.message.tracestate)
-        last, written = None, list(choice.token_ids)
+        body, hashes = await self._prepare(running, choice)
+        last, written, unnamed = None, list[int](), self._kind.unnamed_status
         try:
-            body, unnamed = self._kind.body(choice), self._kind.unnamed_status
-            async with aclosing(http.stream(self._kind.path, body, headers, unnamed, reader.read)) as outputs:
+            async with aclosing(
+                http.stream(self._kind.path, body, headers, unnamed=unnamed, read=reader.read, tenant=running.tenant)
+            ) as outputs:
                 async for output in outputs:
                     self._liveness.on_message()
                     if output is None:
@@ -324,15 +328,31 @@ class ExternalEngine:
                     if reader.ended or stream.end is not None or not stream.is_open(choice.index):
                         return
         finally:
-            if len(written) > len(choice.token_ids):
-                self._predict(self._hashes(written, running.message.cache_salt))
+            if written:
+                self._predict(self._hashes(choice.token_ids, running.message.cache_salt, hashes, written))
         raise EngineLost(f"the engine ended the stream at token {reader.position}, before the answer was complete")
+
+    async def _prepare(self, running: _Running, choice: ChoiceRequest) -> tuple[bytes, list[bytes]]:
+        """Returns the body for a choice, and the hashes of its tokens' blocks."""
+        known = running.hashes if choice.token_ids is running.token_ids else None
+
+        def prepare() -> tuple[bytes, list[bytes]]:
+            hashes = self._hashes(choice.token_ids, choice.salt) if known is None else known
+            return json.dumps(self._kind.body(choice)).encode(), hashes
+
+        size = len(choice.token_ids) * _TOKEN_BYTES
+        body, hashes = await offload_long(self._offload, running.tenant, size, prepare)
+        if running.hashes is None and choice.token_ids is running.token_ids:
+            block_size = 0 if self.description is None else self.description.block_size
+            running.uncached = len(choice.token_ids) - self._cache.count(hashes) * block_size
+            running.hashes = hashes
+        return body, hashes
 
     def _on_first_output(self, running: _Running, now: float) -> None:
         running.started = True
         if running.was_alone and len(running.tasks) == 1:
             self._pace.on_prompt(now - running.began, running.uncached)
-        self._predict(running.hashes)
+        self._predict(running.hashes or ())
 
     def _on_server_error(self, stream: OutputStream, error: ServerError) -> None:
         if error.status in _FULL and not stream.confirmed:
@@ -366,8 +386,10 @@ class ExternalEngine:
         headers = {"X-Request-Id": choice.request_id}
         try:
             async with asyncio.timeout(self.settings.stall_timeout):
-                body, unnamed = self._kind.body(choice), self._kind.unnamed_status
-                async with aclosing(http.stream(self._kind.path, body, headers, unnamed, reader.read)) as outputs:
+                body, unnamed = json.dumps(self._kind.body(choice)).encode(), self._kind.unnamed_status
+                async with aclosing(
+                    http.stream(self._kind.path, body, headers, unnamed=unnamed, read=reader.read)
+                ) as outputs:
                     async for _ in outputs:
                         if reader.ended:
                             return True
@@ -432,7 +454,9 @@ class ExternalEngine:
         """Asks the server what it is. Its TLS files are read again, unless requests still run."""
         if self._http is None or not self._running:
             await self._close_http()
-            self._http = HttpClient(self._url, api_key=self.settings.api_key, tls=self.settings.tls)
+            self._http = HttpClient(
+                self._url, api_key=self.settings.api_key, tls=self.settings.tls, offload=self._offload
+            )
         rank = JoinRank.NEW if self.description is None else JoinRank.KNOWN
         async with (
             self._reconnect_limiter.turn(JoinRank.URGENT if self._running else rank) as turn,
@@ -481,7 +505,9 @@ class ExternalEngine:
         reported = self._reported = ReportedCache(self._cache, known.model_revision, known.block_size, most)
         reported.salted = self._salted
         host = urlsplit(self._url).hostname or ""
-        subscriber = KvEventSubscriber(self.address, host, port, self.settings.kv_events_replay_port, reported)
+        subscriber = KvEventSubscriber(
+            self.address, host, port, self.settings.kv_events_replay_port, reported, offload=self._offload
+        )
         task = supervise("KV events", subscriber.run, of=self.address, vital=False)
         try:
             yield
@@ -600,13 +626,18 @@ class ExternalEngine:
         if self._reported is not None:
             self._reported.salted = self._salted
 
-    def _hashes(self, token_ids: Sequence[int], salt: bytes) -> list[bytes]:
-        """The names of the full blocks of some tokens, as placement computes them for this server."""
+    def _hashes(
+        self, token_ids: Sequence[int], salt: bytes, hashes: Sequence[bytes] = (), written: Sequence[int] = ()
+    ) -> list[bytes]:
+        """The names of the full blocks of some tokens, of which the first have these ``hashes``, and of those that were
+        ``written`` after them, as placement computes them for this server.
+        """
         known = self.description
         if known is None or not known.prefix_caching or not known.block_size:
             return []
-        size = known.block_size * TOKEN_BYTES
-        return list(hash_chain(pack(token_ids), size, extra_key(known.model_revision, salt)))
+        rest = [*token_ids[len(hashes) * known.block_size :], *written]
+        size, extra = known.block_size * TOKEN_BYTES, extra_key(known.model_revision, salt)
+        return [*hashes, *hash_chain(pack(rest), size, extra, hashes[-1] if hashes else ROOT)]
 
 
 def _push(stream: OutputStream, output: Output) -> None:

@@ -8,10 +8,13 @@ import asyncio
 import json
 import ssl
 from collections.abc import AsyncGenerator, Callable, Iterator, Mapping
+from functools import partial
 from typing import Any, Self, TypeVar
 
 import aiohttp
 from quire_proto.tls import ClientTls
+
+from quire_router.engines.base import LONG, Offload, offload_long, on_any_thread
 
 MAX_ANSWER_BYTES = 8 * 2**20
 MAX_EVENT_BYTES = 16 * 2**20
@@ -20,7 +23,7 @@ MAX_ERROR_BYTES = 16 * 2**10
 MAX_VALUES, MAX_FIELDS = 2**20, 2**18
 """Of one answer or event: a prompt of a million tokens, and the log-probabilities of ten thousand."""
 _LINES_PER_TURN = 64
-_INLINE = 16 * 2**10  # bytes that are parsed on the event loop
+_JSON = {"Content-Type": "application/json"}
 _MAX_MESSAGE = 300  # characters of an error that are passed on
 
 Json = Mapping[str, Any]
@@ -77,15 +80,24 @@ def is_refusal(error: Exception) -> bool:
 
 class HttpClient:
     """Requests to the server at ``url``, each with ``api_key`` if one is given. Certificates are verified against the
-    authorities of ``tls``, or those of the system. To be made within an event loop.
+    authorities of ``tls``, or those of the system. Long answers are read through ``offload``, in the server's turn. To
+    be made within an event loop.
 
     Each request has a connection of its own: one that was idle may just be being closed by the server, and a POST
     cannot be repeated without knowing whether it runs. Proxies that the environment names are for connections beyond
     the router's own network, and are not used.
     """
 
-    def __init__(self, url: str, *, api_key: str | None = None, tls: ClientTls | None = None) -> None:
+    def __init__(
+        self,
+        url: str,
+        *,
+        api_key: str | None = None,
+        tls: ClientTls | None = None,
+        offload: Offload = on_any_thread,
+    ) -> None:
         self._url = url
+        self._offload = offload
         self._host = None if tls is None else tls.name
         self._session = aiohttp.ClientSession(
             connector=aiohttp.TCPConnector(limit=0, force_close=True, ssl=_ssl_context(url, tls)),
@@ -108,7 +120,7 @@ class HttpClient:
 
     async def get_json(self, path: str) -> Json:
         """The object in an answer. Raises as ``get``."""
-        return await _parse(await self.get(path))
+        return await self.parse(await self.get(path), _parsed)
 
     async def post_json(self, path: str, body: Json) -> Json:
         """The object in the answer to ``body``. Raises as ``get``."""
@@ -117,23 +129,29 @@ class HttpClient:
         ) as response:
             if response.status != 200:
                 raise await _error(response)
-            return await _parse(await _read(response, MAX_ANSWER_BYTES))
+            return await self.parse(await _read(response, MAX_ANSWER_BYTES), _parsed)
+
+    async def parse(self, payload: bytes, parse: Callable[[bytes], T]) -> T:
+        """Returns what ``parse`` makes of what the server has sent, on a thread if it is long."""
+        return await offload_long(self._offload, self._url, len(payload), partial(parse, payload))
 
     async def stream(
         self,
         path: str,
-        body: Json,
+        body: bytes,
         headers: Mapping[str, str],
+        *,
         unnamed: int = 500,
         read: Callable[[Json], Any] = lambda event: event,
+        tenant: str = "",
     ) -> AsyncGenerator[Any]:
-        """Posts ``body`` and yields what ``read`` makes of the events of the answer, each an object, until it ends or
-        says ``[DONE]``. A long event is read on a thread. Closing the generator closes the connection, which makes
-        servers end the request. Raises as ``get`` and ``read`` do, also after some events: an error among them without
-        a code has the status ``unnamed``.
+        """Posts ``body``, which is JSON, for a ``tenant``, and yields what ``read`` makes of the events of the answer,
+        each an object, until it ends or says ``[DONE]``. A long event is read on a thread, in the tenant's turn.
+        Closing the generator closes the connection, which makes servers end the request. Raises as ``get`` and
+        ``read`` do, also after some events: an error among them without a code has the status ``unnamed``.
         """
         async with self._session.post(
-            self._url + path, json=body, headers=headers, allow_redirects=False, server_hostname=self._host
+            self._url + path, data=body, headers={**headers, **_JSON}, allow_redirects=False, server_hostname=self._host
         ) as response:
             if response.status != 200:
                 raise await _error(response)
@@ -154,7 +172,7 @@ class HttpClient:
                     payload = line[5:].strip()
                     if payload == b"[DONE]":
                         return
-                    yield await offload(payload, read_event)
+                    yield await offload_long(self._offload, tenant, len(payload), partial(read_event, payload))
 
 
 class _Lines:
@@ -176,11 +194,6 @@ class _Lines:
         if len(self._rest) + len(data) > MAX_EVENT_BYTES:
             raise BadAnswer("an event is too long")
         self._rest += data
-
-
-async def offload(payload: bytes, parse: Callable[[bytes], T]) -> T:
-    """Returns what ``parse`` makes of what a server has sent, on a thread if it is long."""
-    return parse(payload) if len(payload) <= _INLINE else await asyncio.to_thread(parse, payload)
 
 
 def _ssl_context(url: str, tls: ClientTls | None) -> ssl.SSLContext | bool:
@@ -208,13 +221,9 @@ async def _error(response: aiohttp.ClientResponse) -> ServerError:
         return ServerError(response.status, "")
 
 
-async def _parse(payload: bytes) -> Json:
-    return await offload(payload, _parsed)
-
-
 def _parsed(payload: bytes) -> Json:
     """Parsing holds the interpreter, on any thread, so what there is to parse is counted first."""
-    if len(payload) > _INLINE and (
+    if len(payload) > LONG and (
         payload.count(b",") > MAX_VALUES or sum(map(payload.count, (b":", b"[", b"{"))) > MAX_FIELDS
     ):
         raise BadAnswer("an answer has too many values")

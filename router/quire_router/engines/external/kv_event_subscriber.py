@@ -12,6 +12,7 @@ the size and number of messages that wait, time to a part of the router's.
 import asyncio
 import logging
 from collections.abc import Sequence
+from functools import partial
 from time import monotonic
 from typing import Any
 
@@ -20,7 +21,7 @@ import zmq.asyncio
 from quire_proto.cli import join_host_port
 
 from quire_router.core import metrics
-from quire_router.engines.external.http_client import offload
+from quire_router.engines.base import Offload, offload_long, on_any_thread
 from quire_router.engines.external.kv_events import BadEventError, EventBatch, ReportedCache, read_batch
 
 log = logging.getLogger(__name__)
@@ -43,11 +44,22 @@ class KvEventSubscriber:
     """Reads the KV events of the server at ``host`` into ``cache``; ``address`` is how logs name it.
 
     The number of the next message is ``_next``. One that is lower was repeated, or the server has started again: its
-    clock tells which. Of a server that started again nothing is known any more.
+    clock tells which. Of a server that started again nothing is known any more. Long batches are read through
+    ``offload``, in the server's turn.
     """
 
-    def __init__(self, address: str, host: str, port: int, replay_port: int | None, cache: ReportedCache) -> None:
+    def __init__(
+        self,
+        address: str,
+        host: str,
+        port: int,
+        replay_port: int | None,
+        cache: ReportedCache,
+        *,
+        offload: Offload = on_any_thread,
+    ) -> None:
         self._address = address
+        self._offload = offload
         self._endpoint = f"tcp://{join_host_port(host, port)}"
         self._replay_endpoint = None if replay_port is None else f"tcp://{join_host_port(host, replay_port)}"
         self._cache = cache
@@ -84,7 +96,7 @@ class KvEventSubscriber:
 
     async def _on_message(self, frames: Sequence[bytes]) -> None:
         try:
-            sequence, batch = await _parse(frames[1:])
+            sequence, batch = await self._parse(frames[1:])
         except BadEventError as error:
             self._on_bad(error)
             return
@@ -155,8 +167,18 @@ class KvEventSubscriber:
                 frames = frames[-2:]  # behind an empty one, and in newer versions the topic
                 if frames[0] == _END.to_bytes(_SEQUENCE_BYTES, "big"):
                     return
-                await self._take(*await _parse(frames))
+                await self._take(*await self._parse(frames))
                 await asyncio.sleep(_REST * (monotonic() - began))
+
+    async def _parse(self, frames: Sequence[bytes]) -> tuple[int, EventBatch]:
+        """Number and batch of a message. Raises ``BadEventError`` if it is none."""
+        if len(frames) != 2 or len(frames[0]) != _SEQUENCE_BYTES:
+            raise BadEventError("a message has other parts than a number and a batch")
+        sequence = int.from_bytes(frames[0], "big")
+        if sequence == _END:
+            raise BadEventError("a message has no number")
+        read = partial(read_batch, frames[1])
+        return sequence, await offload_long(self._offload, self._address, len(frames[1]), read)
 
     def _socket(self, kind: int) -> Any:
         socket = zmq.asyncio.Context.instance().socket(kind)
@@ -167,13 +189,3 @@ class KvEventSubscriber:
         socket.setsockopt(zmq.HEARTBEAT_IVL, _HEARTBEAT)
         socket.setsockopt(zmq.RECONNECT_IVL_MAX, _HEARTBEAT)
         return socket
-
-
-async def _parse(frames: Sequence[bytes]) -> tuple[int, EventBatch]:
-    """Number and batch of a message. Raises ``BadEventError`` if it is none."""
-    if len(frames) != 2 or len(frames[0]) != _SEQUENCE_BYTES:
-        raise BadEventError("a message has other parts than a number and a batch")
-    sequence = int.from_bytes(frames[0], "big")
-    if sequence == _END:
-        raise BadEventError("a message has no number")
-    return sequence, await offload(frames[1], read_batch)

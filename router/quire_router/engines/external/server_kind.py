@@ -79,7 +79,8 @@ def split_choices(message: engine_pb2.Submit, model: str, vocab_size: int = 0) -
             logprobs=logprobs,
         )
         request_id = f"{message.request_id}-{index}-{attempt}"
-        tokens = [*prompt, *written.get(index, ())]
+        own_tokens = written.get(index)
+        tokens = [*prompt, *own_tokens] if own_tokens else prompt
         salt, priority = message.cache_salt, message.priority
         yield ChoiceRequest(model, request_id, index, tokens, position, own, salt, priority, vocab_size)
 

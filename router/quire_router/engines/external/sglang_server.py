@@ -14,7 +14,7 @@ from quire_proto.sampling import FinishReason, SamplingParams, TokenLogprobs
 from quire_proto.structured_output import Structured, StructuredKind
 
 from quire_router.engines.attempt import EngineLost, Output
-from quire_router.engines.external.http_client import BadAnswer, HttpClient, Json, ServerError, offload
+from quire_router.engines.external.http_client import BadAnswer, HttpClient, Json, ServerError
 from quire_router.engines.external.server_kind import (
     ChoiceReader,
     ChoiceRequest,
@@ -126,7 +126,7 @@ class SglangServer(ServerKind):
         await http.get("/health")
         if not self._has_metrics:
             return engine_pb2.Load()
-        return await offload(await http.get("/metrics"), partial(read_load, names=_LOAD, blocks=self._blocks))
+        return await http.parse(await http.get("/metrics"), partial(read_load, names=_LOAD, blocks=self._blocks))
 
 
 class _SglangReader(ChoiceReader):

@@ -12,7 +12,7 @@ from quire_proto.sampling import FinishReason, SamplingParams, TokenLogprobs
 from quire_proto.structured_output import Structured, StructuredKind
 
 from quire_router.engines.attempt import EngineLost, Output
-from quire_router.engines.external.http_client import BadAnswer, HttpClient, Json, ServerError, offload
+from quire_router.engines.external.http_client import BadAnswer, HttpClient, Json, ServerError
 from quire_router.engines.external.server_kind import (
     ChoiceReader,
     ChoiceRequest,
@@ -108,7 +108,7 @@ class VllmServer(ServerKind):
         if self._version and self._version < OLDEST:
             raise BadAnswer(f"it is vLLM {version}, which cannot answer with token ids: 0.10.2 or newer is needed")
         entry, names = served_model(await http.get_json("/v1/models"), models)
-        caches = await offload(await http.get("/metrics"), _caches)
+        caches = await http.parse(await http.get("/metrics"), _caches)
         cache = caches[0] if caches else {}
         self._blocks = sum(positive(each.get("num_gpu_blocks")) for each in caches)
         prefix_caching = cache.get("enable_prefix_caching") == "True"
@@ -130,7 +130,7 @@ class VllmServer(ServerKind):
     async def load(self, http: HttpClient) -> engine_pb2.Load:
         """From ``/health`` and ``/metrics``."""
         await http.get("/health")
-        return await offload(await http.get("/metrics"), partial(read_load, names=_LOAD, blocks=self._blocks))
+        return await http.parse(await http.get("/metrics"), partial(read_load, names=_LOAD, blocks=self._blocks))
 
 
 def _caches(metrics: bytes) -> list[Mapping[str, str]]:

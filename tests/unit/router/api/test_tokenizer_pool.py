@@ -70,3 +70,20 @@ async def test_waiting_work_is_bounded_and_one_tenant_may_use_half():
         assert refusal.retry_after >= 1
     assert await pool.run("many", 10**9, lambda: "alone, a text may be of any size") is not None
     pool.close()
+
+
+async def test_what_was_admitted_waits_for_its_turn_however_much_does():
+    pool, release, started = TokenizerPool(max_queued=1), Event(), []
+
+    def block(number: int) -> int:
+        started.append(number)
+        release.wait(20)
+        return number
+
+    many = [asyncio.create_task(pool.run_admitted("many", lambda number=number: block(number))) for number in range(50)]
+    await until(lambda: len(started) == THREADS_PER_TENANT)
+    assert await asyncio.wait_for(pool.run_admitted("other", lambda: "done"), 10) == "done"
+    assert len(started) == THREADS_PER_TENANT
+    release.set()
+    assert await asyncio.gather(*many) == [*range(50)]
+    pool.close()

@@ -53,7 +53,7 @@ class DirectLink:
         self.session.begin(engine_pb2.Snapshot(generation=engine.generation))
         self.load = engine_pb2.Load()
 
-    def submit(self, message: engine_pb2.Submit) -> OutputStream:
+    def submit(self, message: engine_pb2.Submit, tenant: str = "") -> OutputStream:
         return self.session.submit(message)
 
     def deliver_commands(self) -> None:
@@ -112,7 +112,10 @@ class OneEngine:
     def zone(self, engine_id: str) -> str | None:
         return None
 
-    def dispatch(self, engine_id: str, message: engine_pb2.Submit, *, pending_tokens: int) -> Dispatch:
+    def dispatch(
+        self, engine_id: str, message: engine_pb2.Submit, *, pending_tokens: int, tenant: str = ""
+    ) -> Dispatch:
+        assert tenant == "t"
         begin = partial(self.ledger.begin, engine_id, pending_tokens=pending_tokens)
         return Dispatch(self.engine, message, begin, lambda _: None)
 
@@ -289,7 +292,7 @@ def run_disturbed(
 ) -> DisturbedRun:
     cancel_at = params.pop("cancel_at", None)
     sampling = SamplingParams(seed=7, max_tokens=max_tokens, **params)
-    generation = GenerationRequest("r", "m", tokens(PROMPT), sampling, stop)
+    generation = GenerationRequest("r", "m", tokens(PROMPT), sampling, stop, tenant="t")
     done = DisturbedRun(Script([tokens(text) for text in made], max_tokens), generation, data, cancel_at)
     asyncio.run(done.run())
     return done

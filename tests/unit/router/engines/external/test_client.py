@@ -17,6 +17,7 @@ from quire_proto.sampling import SamplingParams
 from quire_proto.text.tokenizer import ModelTokenizer
 from quire_router.discovery.base import Endpoint
 from quire_router.engines.attempt import EngineFull, EngineLost, Output, RequestUnsupported, StreamEnd
+from quire_router.engines.base import Offload, on_any_thread
 from quire_router.engines.cache_events import CacheEvents
 from quire_router.engines.external.client import ExternalEngine
 from quire_router.engines.load_messages import SpeculativeBlocks, SpeculativePrefix
@@ -521,7 +522,9 @@ async def test_how_much_runs_there_at_once_is_learned_from_what_waits() -> None:
 
 
 @asynccontextmanager
-async def fleet(*engines: HttpEngine, index: PrefixIndex | None = None) -> AsyncIterator[EnginePool]:
+async def fleet(
+    *engines: HttpEngine, index: PrefixIndex | None = None, offload: Offload = on_any_thread
+) -> AsyncIterator[EnginePool]:
     """A pool that finds the stand-ins, and writes down in an ``index`` what they have cached."""
     discovery, table = ScriptedDiscovery(), EngineTable()
     tokenizers = {"m": demo_tokenizer()}
@@ -533,6 +536,7 @@ async def fleet(*engines: HttpEngine, index: PrefixIndex | None = None) -> Async
         table=table,
         assumed={"m": LIMITS},
         tokenizers=tokenizers,
+        offload=offload,
     )
     async with serving(*engines):
         await pool.start()

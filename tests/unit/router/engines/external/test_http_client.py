@@ -3,15 +3,16 @@
 import asyncio
 import ssl
 import threading
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from pathlib import Path
 from time import process_time
-from typing import Any
+from typing import Any, TypeVar
 
 import aiohttp
 import pytest
 from quire_proto.tls import ClientTls
+from quire_router.engines.base import Offload, on_any_thread
 from quire_router.engines.external import http_client
 from quire_router.engines.external.http_client import (
     MAX_ANSWER_BYTES,
@@ -28,11 +29,12 @@ from quire_router.engines.external.http_client import (
 from tests.support.certificates import ENGINE_NAME, ROUTER_NAME, Authority
 from tests.support.ports import free_port
 
+T = TypeVar("T")
 OK = b"HTTP/1.1 200 OK\r\nconnection: close\r\n\r\n"
 
 
 @asynccontextmanager
-async def answering(*pieces: bytes) -> AsyncIterator[HttpClient]:
+async def answering(*pieces: bytes, offload: Offload = on_any_thread) -> AsyncIterator[HttpClient]:
     """A client of a server that sends these bytes, one write each, and closes."""
 
     async def answer(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
@@ -44,7 +46,7 @@ async def answering(*pieces: bytes) -> AsyncIterator[HttpClient]:
         writer.close()
 
     async with await asyncio.start_server(answer, "127.0.0.1", 0) as server:
-        client = HttpClient(f"http://127.0.0.1:{server.sockets[0].getsockname()[1]}")
+        client = HttpClient(f"http://127.0.0.1:{server.sockets[0].getsockname()[1]}", offload=offload)
         try:
             yield client
         finally:
@@ -52,7 +54,7 @@ async def answering(*pieces: bytes) -> AsyncIterator[HttpClient]:
 
 
 async def events(client: HttpClient) -> list[Json]:
-    return [event async for event in client.stream("/", {}, {})]
+    return [event async for event in client.stream("/", b"{}", {})]
 
 
 async def test_events_may_come_in_any_pieces() -> None:
@@ -73,12 +75,25 @@ async def test_an_event_with_too_many_values_is_not_parsed(excess: bytes, monkey
 
 async def test_long_events_are_read_on_a_thread_and_short_ones_at_once() -> None:
     found: list[bool] = []
+    tenants: list[str] = []
+
+    async def offload(tenant: str, work: Callable[[], T]) -> T:
+        tenants.append(tenant)
+        return await on_any_thread(tenant, work)
+
     short, long = b'data: {"a": 1}\n\n', b'data: {"a": "' + b"x" * 20_000 + b'"}\n\n'
-    async with answering(OK, short + long) as client:
+    async with answering(OK, short + long, offload=offload) as client:
         stream = client.stream(
-            "/", {}, {}, read=lambda _: found.append(threading.current_thread() is threading.main_thread())
+            "/",
+            b"{}",
+            {},
+            read=lambda _: found.append(threading.current_thread() is threading.main_thread()),
+            tenant="t",
         )
         assert [event async for event in stream] == [None, None]
+    async with answering(OK, b'{"a": "' + b"x" * 20_000 + b'"}', offload=offload) as client:
+        assert len((await client.get_json("/"))["a"]) == 20_000
+        assert tenants == ["t", client._url]
     assert found == [True, False]
 
 

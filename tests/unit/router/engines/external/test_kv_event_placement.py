@@ -2,7 +2,7 @@
 
 import asyncio
 from array import array
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 from contextlib import AsyncExitStack, asynccontextmanager
 from time import monotonic
 from typing import Any
@@ -169,6 +169,9 @@ async def test_events_of_one_cache_are_read(engines: int, enabled: bool, publish
 
         async def get_json(self, path: str) -> dict[str, Any]:
             return {"version": "0.32.0"} if path == "/version" else {"data": [{"id": "m"}]}
+
+        async def parse(self, payload: bytes, parse: Callable[[bytes], Any]) -> Any:
+            return parse(payload)
 
     kind = VllmServer()
     await kind.describe(Http(), {"m": object()})  # type: ignore[arg-type, dict-item]

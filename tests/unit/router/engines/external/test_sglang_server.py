@@ -24,7 +24,7 @@ async def outputs(params: SamplingParams, *, incremental: bool) -> list[Output]:
     async with serving(engine):
         http = HttpClient(engine.url)
         reader = server.reader(choice_of(params))
-        async for event in http.stream(server.path, server.body(choice_of(params)), {}):
+        async for event in http.stream(server.path, json.dumps(server.body(choice_of(params))).encode(), {}):
             output = reader.read(event)
             read += [] if output is None else [output]
         await http.close()
