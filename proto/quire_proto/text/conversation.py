@@ -25,7 +25,8 @@ _FIELDS = frozenset(
     {"role", "content", "name", "tool_calls", "tool_call_id", "function_call", "refusal", *REASONING_NAMES}
 )
 _OF_ASSISTANTS = ("function_call", "refusal")
-_REPEATED = frozenset({"parsed", "reasoning_details", "thinking_blocks"})  # what other fields of the message say
+_BLOCKS = ("thinking_blocks", "reasoning_details")
+_REPEATED = frozenset({"parsed", *_BLOCKS})  # what other fields of the message say
 _MARKS = frozenset({
     "cache_control", "created_at", "id", "index", "logprobs", "metadata", "model", "object", "phase",
     "provider_specific_fields", "role", "signature", "status", "stop_reason", "tool_name", "type",
@@ -68,8 +69,9 @@ def _read_assistant(message: Mapping[str, Any], read: dict[str, Any]) -> Iterato
     given = {name: read[name] for name in REASONING_NAMES if read.get(name)}
     reasoning = next(iter(given.values()), None) or thoughts or _thoughts_elsewhere(message)
     yield from (name for name, value in given.items() if value != reasoning and isinstance(value, str))
-    if reasoning:
+    if isinstance(reasoning, str) and reasoning:
         read["reasoning_content"] = reasoning
+    yield from _encrypted(message)
     if not isinstance(read.get("thinking") or "", str):
         del read["thinking"]
         yield "thinking"
@@ -106,7 +108,7 @@ def _function_call(call: Any) -> Any:
         called = {"name": custom.get("name"), "arguments": arguments_of_text(custom.get("input"))}
         return {"id": call.get("id"), "type": "function", "function": called}
     function = call.get("function")
-    if call.get("id") is None and isinstance(function, Mapping) and function.get("name"):
+    if call.get("id") in (None, "") and isinstance(function, Mapping) and function.get("name"):
         return {**call, "id": function["name"]}
     return call
 
@@ -119,7 +121,7 @@ def arguments_of_text(text: object) -> str:
 def _read_result(message: Mapping[str, Any], read: dict[str, Any]) -> None:
     """Brings a tool's output into one form: that of a call without an id answers the name of its function."""
     name = read.get("name") or message.get("tool_name")
-    if read.get("tool_call_id") is None and isinstance(name, str):
+    if read.get("tool_call_id") in (None, "") and isinstance(name, str):
         read["tool_call_id"] = name
     if read["role"] == "function" and isinstance(name, str):
         read |= {"role": "tool", "content": "" if read.get("content", 0) is None else read.get("content")}
@@ -157,10 +159,19 @@ def _thought(part: Mapping[str, Any]) -> str:
 
 def _thoughts_elsewhere(message: Mapping[str, Any]) -> str:
     """The reasoning of LiteLLM's ``thinking_blocks`` or OpenRouter's ``reasoning_details``."""
-    for name in ("thinking_blocks", "reasoning_details"):
+    for name in _BLOCKS:
         if isinstance(blocks := message.get(name), list):
             return "".join(_thought(block) for block in blocks if isinstance(block, Mapping))
     return ""
+
+
+def _encrypted(message: Mapping[str, Any]) -> Iterator[str]:
+    """Yields the names of blocks of reasoning that only the server could read that wrote them."""
+    for name in _BLOCKS:
+        blocks = message.get(name)
+        for number, block in enumerate(blocks if isinstance(blocks, list) else ()):
+            if isinstance(block, Mapping) and block.get("data") and not _thought(block):
+                yield part_name(name, number, _kind(block))
 
 
 def text_content(value: object) -> object:
@@ -270,7 +281,8 @@ def _template_message(given: object) -> tuple[dict[str, Any], tuple[str, ...]]:
     if not (isinstance(role, str) and isinstance(content, str)):
         raise invalid("messages", "A message's role and content must be strings.")
     message: dict[str, Any] = {"role": "system" if role == "developer" else role, "content": content}
-    message |= {name: _text(read, name) for name in ("name", "tool_call_id", "reasoning_content") if read.get(name)}
+    texts = {name: _text(read, name) for name in ("name", "tool_call_id", *REASONING_NAMES) if read.get(name)}
+    message |= {name: text for name, text in texts.items() if name not in REASONING_NAMES[1:]}
     if not calls:
         return message, lost
     message["tool_calls"], unread = _template_calls(calls)

@@ -9,6 +9,7 @@ from hypothesis import strategies as st
 from quire_proto.errors import QuireError
 from quire_proto.text.chat_template import ChatTemplate
 from quire_proto.text.conversation import REASONING_NAMES, hidden_fields, parsed_arguments, read_conversation
+from quire_router.api.schemas.openai import ChatRequest
 
 from tests.support.tool_models import HERMES_TEMPLATE
 
@@ -117,11 +118,12 @@ def test_an_old_call_and_its_output_are_a_call_and_its_output():
     assert seen(source, USER, *old) == ("userhelloassistantget{'city': 'Rome'}toolgetsunget", [])
 
 
-def test_calls_without_ids_and_of_custom_tools_are_calls():
+@pytest.mark.parametrize("empty", [{}, {"id": None}, {"id": ""}])
+def test_calls_without_ids_and_of_custom_tools_are_calls(empty):
     custom = {"id": "c2", "type": "custom", "custom": {"name": "shell", "input": "ls"}}
-    bare = {"function": {"name": "get", "arguments": {"city": "Rome"}}}
+    bare = {"function": {"name": "get", "arguments": {"city": "Rome"}}, **empty}
     answers = [
-        {"role": "tool", "tool_name": "get", "content": "sun"},
+        {"role": "tool", "tool_name": "get", "content": "sun", **{f"tool_call_{name}": "" for name in empty}},
         {"role": "tool", "tool_call_id": "c2", "content": "a"},
     ]
     source = LOOP + "{{ m.name }}{{ m.content }}" + CALLS + "{% endfor %}"
@@ -144,6 +146,10 @@ def test_calls_without_ids_and_of_custom_tools_are_calls():
         ({"content": "x", "tool_calls": [CALL], "function_call": CALL["function"]}, "function_call"),
         ({"tool_calls": [{"id": "c", "function": WRONG}]}, "tool_calls[0].function.arguments"),
         ({"content": "x", "id": "m", "status": "completed", "parsed": {"a": 1}}, None),
+        ({"content": "x", "reasoning_details": [{"type": "reasoning.encrypted", "data": "z"}]},
+         "reasoning_details[0].reasoning.encrypted"),
+        ({"content": "x", "thinking_blocks": [{"type": "redacted_thinking", "data": "z"}]},
+         "thinking_blocks[0].redacted_thinking"),
     ],
     ids=str,
 )  # fmt: skip
@@ -249,3 +255,26 @@ def test_any_message_is_read_or_refused_with_a_sentence(messages):
         template(HERMES_TEMPLATE).render(json.loads(json.dumps(read)))
         assert all(name.startswith("messages[") for name in lost)
     assert all(refusal.endswith(".") for refusal in refusals)
+
+
+@pytest.mark.parametrize("name", ["reasoning_content", "reasoning"])
+def test_reasoning_that_is_no_text_is_refused_by_the_name_that_was_sent(name):
+    with pytest.raises(QuireError, match=rf"A message's {name} must be a string"):
+        read_conversation([USER, {"role": "assistant", "content": "", name: {"text": "hmm"}}])
+    with pytest.raises(QuireError) as refusal:
+        ChatRequest.from_fields({"model": "m", "messages": [USER, {"role": "assistant", name: {"text": "hmm"}}]})
+    assert refusal.value.param == f"messages[1].{name}"
+
+
+@pytest.mark.parametrize(
+    ("output", "param"),
+    [
+        ({"role": "function", "name": "get"}, "name"),
+        ({"role": "tool", "name": "get"}, "name"),
+        ({"role": "tool", "tool_call_id": "c9", "name": "get"}, "tool_call_id"),
+    ],
+)
+def test_an_output_that_answers_no_call_is_refused_by_the_field_that_was_sent(output, param):
+    with pytest.raises(QuireError) as refusal:
+        ChatRequest.from_fields({"model": "m", "messages": [USER, {**output, "content": "sun"}]})
+    assert refusal.value.param == f"messages[1].{param}"

@@ -356,7 +356,8 @@ def check_messages(messages: Sequence[ChatMessage]) -> None:
         where = f"messages[{number}]"
         _check_parts(message, where)
         if message.role == "tool":
-            calls.output(message.tool_call_id, f"{where}.tool_call_id")
+            is_named = message.tool_call_id == message.name  # the output of a call without an id
+            calls.output(message.tool_call_id, f"{where}.{'name' if is_named else 'tool_call_id'}")
         for place, call in enumerate(message.tool_calls or ()):
             calls.call(call.id, f"{where}.tool_calls[{place}].id")
         calls.end_message()
