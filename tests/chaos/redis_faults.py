@@ -202,7 +202,7 @@ async def _expect_ends(stack: Stack, started: dict[str, bool]) -> None:
     async with Redis.from_url(stack.redis.url) as redis:
         for request_id in started:
             while not await _has_ended(redis, request_id):
-                assert monotonic() < deadline, f"background request {request_id} does not end"
+                assert monotonic() < deadline, await _unended(redis, request_id)
                 await asyncio.sleep(0.2)
     async with httpx.AsyncClient(timeout=5, headers={"Authorization": f"Bearer {KEYS['house']}"}) as http:
         for request_id, is_written in started.items():
@@ -216,6 +216,13 @@ async def _has_ended(redis: Redis, request_id: str) -> bool:
     """Whether Redis has its end, or nothing of it."""
     record = f"quire:{{{request_id}}}:record"
     return not await redis.exists(record) or bool(await redis.hexists(record, "reason"))
+
+
+async def _unended(redis: Redis, request_id: str) -> str:
+    """What Redis knows of a request that does not end, but for its prompt."""
+    now, record = await redis.time(), await redis.hgetall(f"quire:{{{request_id}}}:record")
+    known = {name.decode(): value for name, value in record.items() if name not in (b"request", b"prompt")}
+    return f"background request {request_id} does not end: {known}, by a clock of {now}"
 
 
 async def _status(stack: Stack, http: httpx.AsyncClient, request_id: str) -> str:

@@ -10,22 +10,18 @@ from tests.chaos.faults import REDIS, ROUTER
 from tests.chaos.stack import Absence
 from tests.chaos.workload import BATCH, CONVERSATION, UNWATCHED, Request
 
-FOUND = ("lost", "repeated", "changed", "errors", "untyped", "hung", "malformed", "unended", "disturbed", "cut", "left")
+_OF_ANSWERS = ("lost", "repeated", "changed", "errors", "untyped", "hung", "malformed", "unended", "disturbed", "cut")
+FOUND = (*_OF_ANSWERS, "left", "unmet")
 COUNTS = ("streams", "resumed", "connections", "forgotten", "unwritten", *FOUND)
 WRITTEN = 5.0  # seconds, many times as long as routers take to write a record in the background
 
 
 @dataclass
 class Report:
-    """``lost``, ``repeated``, ``changed`` are streams with tokens that were so; ``errors`` are typed ones, ``untyped``
-    whatever else ended a stream, ``unended`` those that some router took for running after their end though it reached
-    Redis, ``hung`` those that did not end, ``malformed`` those with invalid ids, cursors or
-    finish reasons. ``disturbed`` are answers that were not whole though nothing had died yet, ``cut`` those with a
-    connection that broke although nothing ``abrupt`` happened, and ``left`` what was there when all was over. All of
-    these zero is the promise. ``forgotten`` are typed errors of requests whose record Redis lost, or never had, while
-    no router had a lease on them. ``unwritten`` are those of requests that do not wait for their
-    record, and whose router died just when they had come. ``resumed`` streams took more than one connection;
-    ``connections`` are all of them. ``pauses`` has the longest one of each stream, in seconds, and judges nothing.
+    """What docs/chaos.md says of each count. Those of ``FOUND`` are zero, or the promise was not kept.
+
+    ``resumed`` streams took more than one of the ``connections``. ``pauses`` has the longest one of each stream, in
+    seconds, and judges nothing. Unless ``abrupt``, no connection may break.
     """
 
     abrupt: bool = True
@@ -76,6 +72,11 @@ class Report:
         """Takes in what was left when all was over."""
         self.counts["left"] += len(left)
         self.examples += [f"left: {each}" for each in left]
+
+    def miss(self, fault: str, problem: AssertionError) -> None:
+        """Takes in what a fault waited for in vain."""
+        self.counts["unmet"] += 1
+        self.examples.append(f"unmet: {fault}: {problem}")
 
     def _is_named_again(self, answer: Answer) -> bool:
         """Whether another answer has the same id."""

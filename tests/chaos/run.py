@@ -88,7 +88,7 @@ async def chaos(
         tell(f"{len(work)} answers undisturbed")
     async with _http(plan.manners) as http:
         crowd = _Crowd(stack, http, work, chance, plan.manners, "chaos")
-        trouble = asyncio.create_task(_disturb(stack, faults, plan, chance, report, tell))
+        trouble = asyncio.create_task(disturb(stack, faults, plan, chance, report, tell))
         await crowd.come(plan.concurrency, lambda: not trouble.done())
         await trouble
     for number, answer in calm.answers.items():
@@ -100,7 +100,7 @@ async def chaos(
     return report
 
 
-async def _disturb(
+async def disturb(
     stack: Stack,
     faults: Sequence[Fault],
     plan: Plan,
@@ -108,13 +108,22 @@ async def _disturb(
     report: Report,
     tell: Callable[[str], None],
 ) -> None:
+    """Brings each fault ``plan.rounds`` times, in random order. What one waits for in vain is the report's, and the
+    next comes; any other error is raised.
+    """
     left = [fault for _ in range(plan.rounds) for fault in chance.sample(list(faults), len(faults))]
     while left:
         now = [left.pop() for _ in range(1 + (chance.random() < plan.pairs)) if left]
         names = [fault.__name__ for fault in now]
         report.faults.update(names)
         tell(" and ".join(names))
-        await asyncio.gather(*(fault(stack, chance, plan.pause) for fault in now))
+        outcomes = await asyncio.gather(*(fault(stack, chance, plan.pause) for fault in now), return_exceptions=True)
+        for name, outcome in zip(names, outcomes, strict=True):
+            if isinstance(outcome, AssertionError):
+                tell(f"{name}: {outcome}")
+                report.miss(name, outcome)
+            elif outcome is not None:
+                raise outcome
         await asyncio.sleep(chance.uniform(0.2, 1.0) * plan.rest)
 
 

@@ -1,5 +1,6 @@
 """The judge of the chaos run: whatever was not as it should be is counted, under its name."""
 
+import random
 from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
@@ -11,6 +12,7 @@ from tests.chaos.answer import Answer
 from tests.chaos.failure import Failure, UntypedError, of_rest
 from tests.chaos.faults import REDIS, ROUTER
 from tests.chaos.report import FOUND, Report
+from tests.chaos.run import CALM, Plan, disturb
 from tests.chaos.stack import Absence
 from tests.chaos.workload import BACKGROUND, CROSSING, STREAM, Request
 
@@ -121,6 +123,19 @@ def test_an_answer_that_runs_on_after_its_end_is_one_unless_redis_was_away_meanw
 )
 def test_a_call_is_compared_too(got: Answer, verdict: str | None) -> None:
     assert counted(got, wanted=called()) == ({} if verdict is None else {verdict: 1})
+
+
+async def test_what_a_fault_waits_for_in_vain_is_counted_and_the_next_fault_comes() -> None:
+    async def in_vain(*_: Any) -> None:
+        raise AssertionError("it does not end")
+
+    report, told = Report(), list[str]()
+    report.compare(REQUEST, answer(), answer(), [])
+    stack: Any = None
+    await disturb(stack, [in_vain], Plan(CALM, rounds=2, rest=0.0), random.Random(0), report, told.append)
+    assert report.counts["unmet"] == 2
+    assert not report.clean
+    assert "unmet: in_vain: it does not end" in str(report)
 
 
 def test_a_connection_that_broke_counts_only_where_none_may() -> None:
