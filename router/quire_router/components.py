@@ -48,6 +48,7 @@ from quire_router.discovery.combined import create_discovery
 from quire_router.engines.attempt import ATTEMPT_FAILURES
 from quire_router.engines.cache_events import CacheEvents
 from quire_router.engines.load_messages import SpeculativeBlocks
+from quire_router.engines.loaded_loras import LoadedLoRAs
 from quire_router.engines.lora_updates import LoRAUpdater
 from quire_router.engines.model_matcher import ModelIdentity
 from quire_router.engines.pool import EnginePool
@@ -111,6 +112,12 @@ class Components:
             self.update_sharing.blocks = cache_events.blocks
         threads = TokenizerPool()
         discovery = create_discovery(settings.engine, dns_period=settings.engine_dns_period)
+        redis = settings.redis  # one for all, so that a failover that one client notices counts for every one
+        # One membership: the owner of leases in the journal, and the sender of load to routers and autoscalers.
+        router_id = uuid4().hex
+        self.journal = _journal(settings, redis, router_id)
+        self._objects = _object_store(redis, self.journal)
+        loaded_loras = LoadedLoRAs(self._objects)
         self.fleet = EnginePool(
             discovery,
             settings.models,
@@ -124,15 +131,11 @@ class Components:
             },
             tokenizers=tokenizers,
             update_sharing=self.update_sharing,
-            is_complete=discovery.is_complete,
+            is_complete=lambda: discovery.is_complete() and (loaded_loras.is_read or not settings.allow_lora_updates),
             offload=threads.run_admitted,
         )
         self.queue = AdmissionQueue(settings.models, self.fleet, tenants.tenants, _queue_settings(settings))
         self.fleet.on_capacity = self.queue.notify_capacity
-        redis = settings.redis  # one for all, so that a failover that one client notices counts for every one
-        # One membership: the owner of leases in the journal, and the sender of load to routers and autoscalers.
-        router_id = uuid4().hex
-        self.journal = _journal(settings, redis, router_id)
         self.speculative_blocks = SpeculativeBlocks(self.fleet.table, self.index)
         self.speculative_blocks.on_remote = self.fleet.expect_cached
         local = LocalLoad(settings.models, self._count_load)
@@ -161,11 +164,10 @@ class Components:
             else FileWatch(settings.tenants, tenants, self._read_tenants, metrics.TENANTS_FILE_CURRENT)
         )
         self.lora_updater = (
-            LoRAUpdater(self.fleet, list(tokenizers), hold_timeout=settings.hold_timeout)
+            LoRAUpdater(self.fleet, list(tokenizers), loaded_loras, hold_timeout=settings.hold_timeout)
             if settings.allow_lora_updates
             else None
         )
-        self._objects = _object_store(redis, self.journal)
         self._fleet_secret = FleetSecret(self._objects)
         self.service = ApiService(
             tokenizers,
@@ -226,6 +228,7 @@ class Components:
         if self.tokens is not None:
             stack.push_async_callback(supervise("issuer", self.tokens.run).stop)
         stack.push_async_callback(self.journal.close)
+        stack.push_async_callback(self._objects.close)
         if self.shared_limiter is not None:
             stack.push_async_callback(self.shared_limiter.close)
         if self.load_sharing is not None:
@@ -248,7 +251,6 @@ class Components:
         if self.lora_updater is not None:
             self.lora_updater.start()
             stack.push_async_callback(self.lora_updater.close)
-        stack.push_async_callback(self._objects.close)
         stack.push_async_callback(supervise("fleet secret", self._fleet_secret.run).stop)
         stack.push_async_callback(supervise("batches", self.batches.worker.run).stop)
         if self._deletion_costs is not None:

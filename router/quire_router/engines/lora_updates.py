@@ -3,7 +3,7 @@
 import asyncio
 import logging
 from collections import Counter
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from contextlib import suppress
 from functools import partial
 from itertools import chain
@@ -12,7 +12,7 @@ from time import monotonic
 from typing import TypeVar
 
 import grpc
-from quire_proto.errors import invalid
+from quire_proto.errors import QuireError, invalid
 from quire_proto.supervise import SupervisedTask
 
 from quire_router.core.errors import (
@@ -28,6 +28,7 @@ from quire_router.core.retry import supervise
 from quire_router.engines.attempt import EngineLost
 from quire_router.engines.base import EngineClient
 from quire_router.engines.engine import Engine
+from quire_router.engines.loaded_loras import LoadedLoRAs
 from quire_router.engines.pool import EnginePool
 from quire_router.engines.settings import ServedLoRA
 
@@ -35,6 +36,7 @@ log = logging.getLogger(__name__)
 
 _SEEN_TIMEOUT = 5.0  # seconds
 _RETRY_SECONDS = 30.0
+_STORE_RETRY_SECONDS = 1.0
 _FORGET_SECONDS = 30.0
 """After an adapter was unloaded, engines that say for so long that they have it are not believed: the message may be
 late, or they had begun to load it before."""
@@ -45,12 +47,19 @@ class LoRAUpdater:
     """Loads and unloads adapters at the engines of ``pool`` that are ready, of the configured ``models``.
 
     Those that any engine has loaded while it served are remembered until they are unloaded, by this router or another,
-    and are loaded at engines that join or begin again (``start``). Engines say what they have, so that each router
-    knows it, also one that starts later; ``hold_timeout`` is for how many seconds it waits to hear all of them.
+    and are loaded at engines that join or begin again (``start``). Engines say what they have, and ``loaded`` keeps
+    what clients have loaded, so that each router knows it, also one that starts later; ``hold_timeout`` is for how many
+    seconds it waits to hear all of them.
     """
 
-    def __init__(self, pool: EnginePool, models: Sequence[str], *, hold_timeout: float = 10.0) -> None:
+    def __init__(
+        self, pool: EnginePool, models: Sequence[str], loaded: LoadedLoRAs, *, hold_timeout: float = 10.0
+    ) -> None:
         self._pool = pool
+        self._loaded = loaded
+        self._stored: Mapping[str, ServedLoRA] = {}  # as all routers had it at the last reading
+        self._read_at = -inf  # when to read it again
+        self._away = False  # as the log has it
         self._hold_timeout = hold_timeout
         self._models = tuple(models)
         self._seen: dict[str, tuple[int, dict[str, LoRA]]] = {}  # by engine: its generation, and what it had loaded
@@ -88,7 +97,9 @@ class LoRAUpdater:
             loras = [LoRA(name, digest, path) for digest in digests]
             served = next(each for each in self._models if each in engines[0].models)
             self._forgotten.pop(loras[0], None)
-            self._pool.expected_loras[name] = ServedLoRA(served, loras[0])
+            expected = self._pool.expected_loras[name] = ServedLoRA(served, loras[0])
+            self._loaded.change(name, expected)
+            await self._sync()
             await self._wait_seen(engines, loras)  # before that they seem to lack it
         finally:
             self._loading_for_clients.subtract(ids)
@@ -104,6 +115,8 @@ class LoRAUpdater:
         if not engines and name not in self._pool.expected_loras:
             raise unknown_lora(name)
         self._forget(name)
+        self._loaded.change(name, None)
+        await self._sync()
         await _at_all(engines, lambda connection: connection.unload_lora(name))
         self._pool.refresh_loras()
         await self._wait_seen(engines, [None] * len(engines), name)
@@ -146,6 +159,8 @@ class LoRAUpdater:
 
     async def _watch(self) -> None:
         while True:
+            if monotonic() >= self._read_at:
+                await self._sync()
             self._observe()
             for engine in self._pool.engines():
                 missing = self._missing_at(engine)
@@ -153,7 +168,28 @@ class LoRAUpdater:
                     task = self._loading[engine.id] = asyncio.create_task(self._load_at(engine, missing))
                     task.add_done_callback(partial(self._on_loaded, engine.id))
             with suppress(TimeoutError):
-                await asyncio.wait_for(self._pool.changed(), _RETRY_SECONDS)
+                await asyncio.wait_for(self._pool.changed(), max(0.0, self._read_at - monotonic()))
+
+    async def _sync(self) -> None:
+        """Remembers what any router has loaded since the last time, and forgets what one has unloaded; writes what this
+        one did. While the store cannot be used, that is for a later time.
+        """
+        try:
+            stored = await self._loaded.sync()
+        except QuireError as error:
+            if not self._away:
+                log.warning("which adapters clients have loaded cannot be kept: %s", error.message)
+            self._away, self._read_at = True, monotonic() + _STORE_RETRY_SECONDS
+            return
+        self._away, self._read_at = False, monotonic() + _RETRY_SECONDS
+        before, self._stored = self._stored, stored
+        for name in before.keys() - stored.keys():
+            if self._remembers(name, before[name].lora):
+                self._forget(name)
+        for name, served in stored.items():
+            if served.model in self._models and before.get(name) != served:
+                self._pool.expected_loras[name] = served
+        self._pool.refresh_loras()
 
     def _observe(self) -> None:
         """Remembers what engines have loaded since the last time, and forgets what one that has not begun again has no

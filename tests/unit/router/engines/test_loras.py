@@ -11,13 +11,16 @@ import grpc
 import pytest
 from quire.v1 import types_pb2
 from quire_proto.errors import ErrorCode, QuireError
+from quire_router.core.errors import journal_unavailable
 from quire_router.core.generation import LoRA
 from quire_router.discovery.base import Endpoint
 from quire_router.engines import lora_updates
 from quire_router.engines.attempt import LoRAMissing
+from quire_router.engines.loaded_loras import LoadedLoRAs
 from quire_router.engines.lora_updates import LoRAUpdater
 from quire_router.engines.pool import EnginePool
 from quire_router.engines.settings import ServedLoRA
+from quire_router.journal.objects import MemoryObjectStore, ObjectStore, StoredObject
 
 from tests.support.scripted_discovery import ScriptedDiscovery
 from tests.support.scripted_engine import ERROR, ScriptedEngine, output
@@ -113,7 +116,7 @@ async def test_an_adapter_is_loaded_and_unloaded_at_all_engines_of_its_model() -
     async with fleet_of(*engines, models=["m", "other"]) as fleet:
         await all_ready(fleet, 3)
         await all_ready(fleet, 1, "other")
-        updater = LoRAUpdater(fleet, ["m", "other"])
+        updater = LoRAUpdater(fleet, ["m", "other"], LoadedLoRAs(MemoryObjectStore()))
         with pytest.raises(QuireError, match=r"of which model .* m, other") as several:
             await updater.load("x", "new")
         assert several.value.param == "base_model_name"
@@ -134,7 +137,7 @@ async def test_a_failure_at_one_engine_says_where_and_leaves_the_others() -> Non
     async with fleet_of(good, bad) as fleet:
         await all_ready(fleet, 2)
         with pytest.raises(QuireError, match=rf"No such folder\. That is so at {bad.address}; 1 of 2") as refused:
-            await LoRAUpdater(fleet, ["m"]).load("x", "new")
+            await LoRAUpdater(fleet, ["m"], LoadedLoRAs(MemoryObjectStore())).load("x", "new")
         assert (refused.value.code, refused.value.param) == (ErrorCode.INVALID, "lora_path")
         await hears(fleet, "x")
         assert fleet.ready("m", NEW) == 1
@@ -144,7 +147,7 @@ async def test_an_engine_that_is_gone_is_named_where_the_others_have_unloaded() 
     stays, leaves = engine({}), engine({})
     async with fleet_of(stays, leaves) as fleet:
         await all_ready(fleet, 2)
-        updater = LoRAUpdater(fleet, ["m"])
+        updater = LoRAUpdater(fleet, ["m"], LoadedLoRAs(MemoryObjectStore()))
         await updater.load("x", "new")
         await leaves.stop()
         await until(lambda: fleet.ready("m") == 1)
@@ -162,14 +165,14 @@ async def test_what_cannot_be_loaded_is_refused(name: str, model: str | None, co
     async with fleet_of(ScriptedEngine()) as fleet:
         await all_ready(fleet, 1)
         with pytest.raises(QuireError) as refused:
-            await LoRAUpdater(fleet, ["m"]).load(name, "new", model)
+            await LoRAUpdater(fleet, ["m"], LoadedLoRAs(MemoryObjectStore())).load(name, "new", model)
         assert refused.value.code is code
 
 
 async def test_without_an_engine_loading_may_be_tried_again() -> None:
     async with fleet_of() as fleet:
         with pytest.raises(QuireError) as refused:
-            await LoRAUpdater(fleet, ["m"]).load("x", "new")
+            await LoRAUpdater(fleet, ["m"], LoadedLoRAs(MemoryObjectStore())).load("x", "new")
         assert refused.value.code is ErrorCode.UNAVAILABLE
 
 
@@ -187,7 +190,7 @@ async def test_an_engine_that_dies_while_it_loads_an_adapter_is_a_typed_error(ot
         await all_ready(fleet, 1 + others)
         death = asyncio.create_task(dies(dying))
         with pytest.raises(QuireError) as failed:
-            await LoRAUpdater(fleet, ["m"]).load("x", "new")
+            await LoRAUpdater(fleet, ["m"], LoadedLoRAs(MemoryObjectStore())).load("x", "new")
         await death
         assert (failed.value.code, failed.value.retry_after) == (ErrorCode.UNAVAILABLE, 5.0)
         assert (dying.address in failed.value.message) is bool(others)
@@ -210,7 +213,7 @@ async def test_each_status_that_a_load_can_end_with_is_a_typed_error(status: grp
     async with fleet_of(only) as fleet:
         await all_ready(fleet, 1)
         with pytest.raises(QuireError) as failed:
-            await LoRAUpdater(fleet, ["m"]).load("x", "new")
+            await LoRAUpdater(fleet, ["m"], LoadedLoRAs(MemoryObjectStore())).load("x", "new")
         assert failed.value.code is code
 
 
@@ -219,7 +222,7 @@ async def test_what_is_cancelled_stays_cancelled() -> None:
     only.lora_gate.clear()
     async with fleet_of(only) as fleet:
         await all_ready(fleet, 1)
-        loading = asyncio.create_task(LoRAUpdater(fleet, ["m"]).load("x", "new"))
+        loading = asyncio.create_task(LoRAUpdater(fleet, ["m"], LoadedLoRAs(MemoryObjectStore())).load("x", "new"))
         await until(lambda: len(only.lora_requests) == 1)
         loading.cancel()
         with pytest.raises(asyncio.CancelledError):
@@ -283,9 +286,9 @@ async def test_an_adapter_is_not_unloaded_before_it_is_known_where_it_is() -> No
         await all_ready(fleet, 1)
         join(fleet, first, late)
         with pytest.raises(QuireError) as unknown:
-            await LoRAUpdater(fleet, ["m"], hold_timeout=0.05).unload("x")
+            await LoRAUpdater(fleet, ["m"], LoadedLoRAs(MemoryObjectStore()), hold_timeout=0.05).unload("x")
         assert (unknown.value.code, unknown.value.reason) == (ErrorCode.UNAVAILABLE, "model_not_known_yet")
-        unloading = asyncio.create_task(LoRAUpdater(fleet, ["m"]).unload("x"))
+        unloading = asyncio.create_task(LoRAUpdater(fleet, ["m"], LoadedLoRAs(MemoryObjectStore())).unload("x"))
         await late.start()
         await asyncio.wait_for(unloading, 20)
         assert late.unloaded == ["x"]
@@ -316,16 +319,30 @@ async def test_an_engine_that_begins_again_has_not_unloaded_its_adapters() -> No
 
 
 @asynccontextmanager
-async def updating(*engines: ScriptedEngine, ready: int | None = None) -> AsyncIterator[tuple[EnginePool, LoRAUpdater]]:
+async def updating(
+    *engines: ScriptedEngine, ready: int | None = None, store: ObjectStore | None = None
+) -> AsyncIterator[tuple[EnginePool, LoRAUpdater]]:
     """A router that keeps its engines up with each other."""
     async with fleet_of(*engines) as fleet:
         await all_ready(fleet, len(engines) if ready is None else ready)
-        updater = LoRAUpdater(fleet, ["m"])
+        updater = LoRAUpdater(fleet, ["m"], LoadedLoRAs(store or MemoryObjectStore()))
         updater.start()
         try:
             yield fleet, updater
         finally:
             await updater.close()
+
+
+class DistantStore(MemoryObjectStore):
+    """One to which there is a way, so that others come in between."""
+
+    away = False
+
+    async def get(self, name: str) -> StoredObject | None:
+        await asyncio.sleep(0)
+        if self.away:
+            raise journal_unavailable()
+        return await super().get(name)
 
 
 def join(fleet: EnginePool, *engines: ScriptedEngine) -> None:
@@ -370,6 +387,58 @@ async def test_a_router_that_starts_later_knows_what_others_have_loaded() -> Non
     async with updating(first, joining) as (fleet, _):
         await until(lambda: fleet.ready("m", NEW) == 2)
     assert asked(joining) == [("x", "new", b"new")]
+
+
+async def test_what_clients_have_loaded_outlives_all_engines_and_all_routers() -> None:
+    store, first = MemoryObjectStore(), engine({})
+    async with updating(first, store=store) as (_, updater):
+        await updater.load("x", "new")
+        await updater.load("y", "new")
+        await updater.unload("y")
+    successor = engine({})
+    async with updating(successor, store=store) as (fleet, _):
+        assert await fleet.wait_ready(5, "m", NEW)
+        assert asked(successor) == [("x", "new", b"new")]
+
+
+async def test_what_another_router_loads_and_unloads_is_known_without_an_engine() -> None:
+    store, only = MemoryObjectStore(), engine({})
+    only.lora_refusal = grpc.StatusCode.UNAVAILABLE
+    other = LoadedLoRAs(store)
+    other.change("x", ServedLoRA("m", NEW))
+    await other.sync()
+    async with updating(only, store=store) as (fleet, updater):
+        await until(lambda: fleet.has_lora("m", NEW))
+        other.change("x", None)
+        await other.sync()
+        await updater._sync()
+        assert not fleet.loras()
+
+
+async def test_adapters_are_not_known_before_the_store_has_been_read() -> None:
+    """What could not be written is written once the store is there again."""
+    store, only = DistantStore(), engine({})
+    store.away = True
+    loaded = LoadedLoRAs(store)
+    async with fleet_of(only) as fleet:
+        await all_ready(fleet, 1)
+        updater = LoRAUpdater(fleet, ["m"], loaded)
+        await updater.load("x", "new")
+        assert set(fleet.loras()) == {"x"}
+        assert not loaded.is_read
+        store.away = False
+        await updater._sync()
+        assert loaded.is_read
+    assert await LoadedLoRAs(store).sync() == {"x": ServedLoRA("m", NEW)}
+
+
+async def test_two_routers_that_write_at_once_lose_nothing() -> None:
+    store = DistantStore()
+    lists = [LoadedLoRAs(store) for _ in range(8)]
+    for number, each in enumerate(lists):
+        each.change(f"x{number}", ServedLoRA("m", LoRA(f"x{number}", b"new", "new")))
+    await asyncio.gather(*(each.sync() for each in lists))
+    assert set(await LoadedLoRAs(store).sync()) == {f"x{number}" for number in range(8)}
 
 
 async def test_what_is_unloaded_does_not_come_back_whoever_unloads_it() -> None:
