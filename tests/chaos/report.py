@@ -73,10 +73,10 @@ class Report:
         self.counts["left"] += len(left)
         self.examples += [f"left: {each}" for each in left]
 
-    def miss(self, fault: str, problem: AssertionError) -> None:
+    def miss(self, fault: str, problem: Exception) -> None:
         """Takes in what a fault waited for in vain."""
         self.counts["unmet"] += 1
-        self.examples.append(f"unmet: {fault}: {problem}")
+        self.examples.append(f"unmet: {fault}: {problem!r}")
 
     def _is_named_again(self, answer: Answer) -> bool:
         """Whether another answer has the same id."""

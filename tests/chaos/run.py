@@ -119,8 +119,8 @@ async def disturb(
         tell(" and ".join(names))
         outcomes = await asyncio.gather(*(fault(stack, chance, plan.pause) for fault in now), return_exceptions=True)
         for name, outcome in zip(names, outcomes, strict=True):
-            if isinstance(outcome, AssertionError):
-                tell(f"{name}: {outcome}")
+            if isinstance(outcome, AssertionError | TimeoutError):
+                tell(f"{name}: {outcome!r}")
                 report.miss(name, outcome)
             elif outcome is not None:
                 raise outcome

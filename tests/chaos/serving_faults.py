@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any, Generic, TypeVar
 
 import httpx
+from redis.asyncio import Redis
 
 from tests.chaos.faults import NOTICED, Fault, missed, one, ready_engines, until
 from tests.chaos.stack import KEYS, MODEL, SMALL_POOLS, Stack
@@ -169,13 +170,16 @@ async def _adapter_stack(
         folder = Path(ending.enter_context(tempfile.TemporaryDirectory(prefix="quire-chaos-adapters-")))
         for seed, name in enumerate(("sql", "other")):
             await asyncio.to_thread(write_adapter, folder / name, DEMO, rank=4, seed=seed)
+        url = f"redis://127.0.0.1:{stack.redis.port}/1"
+        async with Redis.from_url(url) as redis:
+            await redis.flushdb()  # these adapters' folder is a new one
         lora = ("--enable-lora", "--max-loras", "2", "--max-lora-rank", "4", "--dtype", "float32", *SMALL_POOLS)
         made: list[Any] = []
         for _ in range(2):
             port = free_port()
             made.append(_Again(lambda port=port: ForkedEngine(DEMO, folder, *lora, port=port, **{LAST: "yes"})))
         addresses = [engine.process.address for engine in made]
-        flags = ("--allow-lora-updates", "--redis-url", f"redis://127.0.0.1:{stack.redis.port}/1")
+        flags = ("--allow-lora-updates", "--redis-url", url)
         for _ in range(2):
             ports = free_port(), free_port(), free_port()
             made.append(_Again(lambda ports=ports: ForkedRouter(DEMO, addresses, folder, *flags, ports=ports)))

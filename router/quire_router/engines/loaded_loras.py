@@ -8,7 +8,7 @@ from collections.abc import Mapping
 
 from quire_router.core.generation import LoRA
 from quire_router.engines.settings import ServedLoRA
-from quire_router.journal.objects import ObjectStore
+from quire_router.journal.objects import ObjectStore, StoredObject
 
 log = logging.getLogger(__name__)
 
@@ -41,8 +41,9 @@ class LoadedLoRAs:
             stored = await self._store.get(_NAME)
             found = {} if stored is None else _read(stored.data)
             loras = {name: served for name, served in {**found, **changes}.items() if served is not None}
-            version = 0 if stored is None else stored.version
-            if loras == found or await self._store.put(_NAME, _write(loras), version, _TTL):
+            before = stored or StoredObject(_write({}), 0)
+            data = _write(loras)
+            if data == before.data or await self._store.put(_NAME, data, before.version, _TTL):
                 break  # else another router has written meanwhile
         self._unwritten = {
             name: served
@@ -56,7 +57,7 @@ class LoadedLoRAs:
 def _write(loras: Mapping[str, ServedLoRA]) -> bytes:
     rows = {
         name: {"model": served.model, "path": served.lora.path, "digest": served.lora.digest.hex()}
-        for name, served in loras.items()
+        for name, served in sorted(loras.items())
     }
     return json.dumps(rows).encode()
 

@@ -187,7 +187,8 @@ class LoRAUpdater:
             if self._remembers(name, before[name].lora):
                 self._forget(name)
         for name, served in stored.items():
-            if served.model in self._models and before.get(name) != served:
+            is_new = name not in before or before[name] != served or before[name].lora.path != served.lora.path
+            if is_new and served.model in self._models:
                 self._pool.expected_loras[name] = served
         self._pool.refresh_loras()
 

@@ -432,6 +432,17 @@ async def test_adapters_are_not_known_before_the_store_has_been_read() -> None:
     assert await LoadedLoRAs(store).sync() == {"x": ServedLoRA("m", NEW)}
 
 
+async def test_the_same_adapter_in_another_folder_is_loaded_from_there() -> None:
+    store, only = MemoryObjectStore(), engine({})
+    moved = LoadedLoRAs(store)
+    async with updating(only, store=store) as (fleet, updater):
+        await updater.load("x", "new")
+        moved.change("x", ServedLoRA("m", replace(NEW, path="moved")))
+        await moved.sync()
+        await updater._sync()
+        assert fleet.expected_loras["x"].lora.path == "moved"
+
+
 async def test_two_routers_that_write_at_once_lose_nothing() -> None:
     store = DistantStore()
     lists = [LoadedLoRAs(store) for _ in range(8)]
