@@ -212,10 +212,15 @@ class EnginePool:
         return self._loras
 
     def refresh_loras(self) -> None:
-        """Has ``loras`` say what engines have told by now, and what is expected."""
+        """Has ``loras`` say what engines have told by now, and what is expected. Whoever waits looks again if all are
+        known now.
+        """
+        knew = self._knows_loras
         self._loras = self._find_loras()
         self._knows_loras = self._all_heard()
         self._num_heard = self._registry.num_added
+        if self._knows_loras and not knew:
+            self._throttled_notify.request()
 
     def knows_loras(self) -> bool:
         """Whether ``loras`` has all adapters that there are. May be called on any thread."""

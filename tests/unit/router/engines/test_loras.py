@@ -420,15 +420,19 @@ async def test_adapters_are_not_known_before_the_store_has_been_read() -> None:
     store, only = DistantStore(), engine({})
     store.away = True
     loaded = LoadedLoRAs(store)
-    async with fleet_of(only) as fleet:
+    async with fleet_of(only, is_complete=lambda: loaded.is_read) as fleet:
         await all_ready(fleet, 1)
         updater = LoRAUpdater(fleet, ["m"], loaded)
         await updater.load("x", "new")
         assert set(fleet.loras()) == {"x"}
-        assert not loaded.is_read
+        assert not fleet.knows_loras()
+        waiting = asyncio.create_task(fleet.wait_for_lora("y", 20))
+        await asyncio.sleep(0.1)
         store.away = False
         await updater._sync()
-        assert loaded.is_read
+        async with asyncio.timeout(5):
+            await waiting
+        assert fleet.knows_loras()
     assert await LoadedLoRAs(store).sync() == {"x": ServedLoRA("m", NEW)}
 
 
