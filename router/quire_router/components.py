@@ -157,7 +157,6 @@ class Components:
             models=settings.models,
             policy=settings.placement_policy,
         )
-        self._allow_fleet = settings.allow_fleet
         self._tenants_file = (
             None
             if settings.tenants is None
@@ -285,7 +284,7 @@ class Components:
 
     def fleet_endpoint(self, keepalive: KeepAlive) -> FleetEndpoint:
         """Returns the handler of the fleet's stream."""
-        return FleetEndpoint(self.feed, self.service.keys, keepalive, for_all=self._allow_fleet)
+        return FleetEndpoint(self.feed, self.service.keys, keepalive, for_all=self._settings.allow_fleet)
 
     def _create_runner(
         self, settings: Settings, tokenizers: Mapping[str, ModelTokenizer], limits: RateLimiter
