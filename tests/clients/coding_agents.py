@@ -158,7 +158,12 @@ def _qwen_code(_: Agent, home: Path, url: str) -> None:
     login = {"selectedType": "openai", "baseUrl": f"{url}/v1", "apiKey": "none"}
     _write(
         home / ".qwen" / "settings.json",
-        {"security": {"auth": login}, "model": model, "privacy": {"usageStatisticsEnabled": False}},
+        {
+            "security": {"auth": login},
+            "model": model,
+            "memory": {"enableManagedAutoMemory": False},
+            "privacy": {"usageStatisticsEnabled": False},
+        },
     )
 
 
@@ -201,7 +206,8 @@ def _toml(fields: dict[str, object]) -> list[str]:
 
 
 OPENCODE = Agent("opencode", ("run",), _opencode)
-QWEN_CODE = Agent("qwen", ("-p",), _qwen_code)
+QWEN_CODE = Agent("qwen", ("--exclude-tools", "agent", "skill", "todo_write", "-p"), _qwen_code)
+"""Without its three longest tools and its memory, which asks a second time: with them a question has 51,000 tokens."""
 CONTINUE = Agent("cn", ("--config", "../config.yaml", "-p"), _continue)
 CLINE = Agent("cline", ("--retries", "1", "--auto-approve", "false"), _cline)
 CLAUDE_CODE = Agent("claude", ("--tools", "Bash,Edit,Read", "-p"), _claude_code)

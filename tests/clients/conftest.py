@@ -78,7 +78,7 @@ def pooling(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Router]:
 
 @pytest.fixture(scope="session")
 def roomy(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Router]:
-    """A router of the demo model with room for what agents tell it before a question, up to 34,000 tokens: it says
+    """A router of the demo model with room for what agents tell it before a question, thousands of tokens: it says
     nothing of sense behind so many.
     """
     folder = Path(shutil.copytree(DEMO, tmp_path_factory.mktemp("agents") / DEMO.name))

@@ -1,5 +1,6 @@
 """Real processes for tests: engines and routers on free ports, with their output kept for when a test fails."""
 
+import atexit
 import os
 import signal
 import subprocess
@@ -22,7 +23,9 @@ Value = TypeVar("Value")
 
 
 class Process:
-    """One started program. Leaves nothing behind when stopped."""
+    """One started program. Leaves nothing behind when stopped, and ends with the tests: where stopping one fails, those
+    that stand behind it in a fixture are not stopped.
+    """
 
     def __init__(
         self,
@@ -36,13 +39,15 @@ class Process:
         self.popen = self._start(command, {**os.environ, "OMP_NUM_THREADS": "1", **(environment or {})}, stdout)
 
     def _start(self, command: Sequence[str], environment: Mapping[str, str], stdout: int | None) -> subprocess.Popen:
-        return subprocess.Popen(
+        popen = subprocess.Popen(
             command,
             stdout=self._output if stdout is None else stdout,
             stderr=subprocess.STDOUT,
             env=environment,
             start_new_session=True,
         )
+        atexit.register(popen.kill)
+        return popen
 
     @property
     def text(self) -> str:
