@@ -143,8 +143,8 @@ class EndpointPicker:
         seconds = min(self._request_timeout, options.timeout or self._request_timeout)
         first = replace(forwarded.first, deadline=forwarded.first.created + seconds)
         with ExitStack() as resources:
-            reserving = self._limits.reserve(caller.tenant, request_id, forwarded.max_cost)
-            reservation = resources.enter_context(await reserving)
+            reservation = await self._limits.reserve(caller.tenant, request_id, forwarded.max_cost)
+            resources.callback(reservation.cancel)  # unless it is settled before: no server ran the request
             resources.enter_context(self._counted(first.model))
             hashes = await self._hash_blocks(first, request.subset)
             await self._wait_turn(first)
@@ -305,12 +305,10 @@ class Pick:
         if end == "failed":
             self._span.set_attribute(Attribute.ERROR_TYPE, str(self._status))
         self._span.end()
-        if self.reservation is None:
-            return
-        if end == "failed":
-            self.reservation.cancel()  # no server ran it
+        if self.reservation is None or end == "failed":
             return
         self.reservation.used = first.cost(usage.prompt_tokens, usage.completion_tokens)
+        self.reservation.settle()
         self.count_usage(usage)
         counts = (1, usage.prompt_tokens, usage.cached_tokens, usage.completion_tokens)
         metrics.count_tenant(self.tenant, first.model, counts)

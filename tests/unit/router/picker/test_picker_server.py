@@ -531,6 +531,22 @@ class TestKeys:
             assert (answer.status, answer.headers["x-quire-reason"]) == (429, "requests_per_minute")
 
 
+    async def test_what_was_given_up_while_it_waited_is_not(self, flags: list[str]) -> None:
+        engine, key = ForwardedEngine(), "Bearer eve-key-0123456789"
+        async with fleet(engine, flags=[*flags, "--hold-timeout=30"]) as each:
+            await engine.stop()
+            await each.ready(0)
+            stream = each.stream()
+            await stream.send(request_headers(authorization=key))
+            await stream.send(request_body(json.dumps(chat()).encode()))
+            await until(lambda: each.components.queue.waiting("m") == 1)
+            stream.cancel()
+            await each.idle()
+            await engine.start()
+            await each.ready(1)
+            assert (await each.gateway().post(chat(), authorization=key)).status == 200
+
+
 class TestEnds:
     async def test_a_stream_that_is_closed_in_mid_response_counts_no_more(self) -> None:
         engine = ForwardedEngine()
