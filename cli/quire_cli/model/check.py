@@ -69,7 +69,10 @@ def indexed_files(folder: Path) -> set[str]:
     path = folder / INDEX_FILE
     if not path.is_file():
         return set()
-    names = set(json.loads(path.read_bytes())["weight_map"].values())
+    try:
+        names = set(json.loads(path.read_bytes())["weight_map"].values())
+    except (KeyError, TypeError, AttributeError, RecursionError):
+        raise ValueError("it is no index of weights") from None
     if not all(is_name(name) and "/" not in name for name in names):
         raise ValueError("it names files that are not in this folder")
     return names
@@ -77,7 +80,7 @@ def indexed_files(folder: Path) -> set[str]:
 
 def weight_files(folder: Path) -> set[str]:
     """The weight files that an engine reads: the single one where it is there, those of the index, or shards without
-    one. Raises ``ValueError`` and others for an index that cannot be read.
+    one. Raises ``ValueError`` for an index that cannot be read.
     """
     single = {SINGLE_FILE}
     if (folder / SINGLE_FILE).is_file():
@@ -90,7 +93,7 @@ def missing_files(folder: Path) -> list[str]:
     needed = {CONFIG_FILE, TOKENIZER_FILE}
     try:
         needed |= weight_files(folder)
-    except (ValueError, KeyError, TypeError, AttributeError):
+    except ValueError:
         return sorted({name for name in needed if not (folder / name).is_file()} | {INDEX_FILE})
     return sorted(name for name in needed if not (folder / name).is_file())
 

@@ -174,8 +174,9 @@ class Copy:
         """Appends what is missing to the incomplete file. A connection that was cut goes on where it was."""
         left = ATTEMPTS
         with self._partial(file).open("ab", buffering=0) as out:
-            if out.tell() > file.size:
-                out.truncate(0)
+            if out.tell() > file.size:  # left by a release that did not stop there
+                out.seek(0)
+                out.truncate()
             while (start := out.tell()) < file.size:
                 try:
                     for block in self._source.read(file, start):

@@ -137,7 +137,7 @@ def _weight_files(repository: Repository, name: str) -> list[str]:
         return [SINGLE_FILE]
     try:
         weights = sorted(indexed_files(repository.download_small(INDEX_FILE)))
-    except (ValueError, KeyError, TypeError, AttributeError):
+    except ValueError:
         weights = []
     if not weights or not set(weights) <= set(files):
         raise ModelNotFoundError(f"{name} is not whole: its {INDEX_FILE} names files that it has not; take another.")

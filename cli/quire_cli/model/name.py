@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from quire_proto.folders import no_such_path
+from quire_proto.logs import one_line
 
 Say = Callable[[str], None]
 """Called with a line about what takes long."""
@@ -26,7 +27,12 @@ _HUB_PREFIXES = ("hf://", "https://huggingface.co/", "https://hf.co/")
 
 
 class ModelNotFoundError(Exception):
-    """There is no model to serve. The text is one sentence that says what to do instead."""
+    """There is no model to serve. The text is one sentence that says what to do instead; what servers say in it cannot
+    change a terminal.
+    """
+
+    def __init__(self, sentence: str) -> None:
+        super().__init__(one_line(sentence))
 
 
 @dataclass(frozen=True, slots=True)

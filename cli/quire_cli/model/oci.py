@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING, Any
 
 from quire_engine.errors import first_line
 from quire_proto.extras import install_command
+from quire_proto.names import shown
 
 from quire_cli.model.copies import MAX_FILES, ConnectionCutError, Copy, RemoteFile
 from quire_cli.model.name import ModelNotFoundError, OciName, Say
@@ -104,7 +105,7 @@ class OciSource:
             )
         try:
             manifest = json.loads(content)
-        except ValueError:
+        except (ValueError, RecursionError):
             manifest = None
         if not isinstance(manifest, dict):
             raise ModelNotFoundError(f"{self._name.registry} is no registry of containers: check the name.")
@@ -143,7 +144,8 @@ class OciSource:
     def _unknown(self) -> str:
         with self._get(self._container.tags_url(), {}) as answer:
             tags = answer.json().get("tags") if answer.status_code == 200 else None
-        advice = f"take {', '.join(sorted(tags)[:MAX_CHOICES])}" if tags else "check the name"
+        known = sorted(tag for tag in tags if isinstance(tag, str)) if isinstance(tags, list) else []
+        advice = f"take {', '.join(map(shown, known[:MAX_CHOICES]))}" if known else "check the name"
         return f"There is no {self._name}: {advice}."
 
     @contextmanager
@@ -163,7 +165,7 @@ class OciSource:
                 f"{self._name.registry} answers for {self._name} with more than {MAX_ANSWER >> 20} MiB, and no "
                 "manifest has so many: check the registry."
             ) from None
-        except (ValueError, AttributeError):  # so oras says that it has no credentials to offer
+        except (ValueError, AttributeError, RecursionError):  # so oras says that it has no credentials to offer
             raise ModelNotFoundError(self._no_access()) from None
 
 
@@ -234,12 +236,12 @@ def _is_local(registry: str) -> bool:
 def _file(layer: Any) -> RemoteFile | None:
     """The file that a layer is; None if it is an archive, or has no name that a file of a model may have."""
     try:
-        kind, digest, size = str(layer["mediaType"]), str(layer["digest"]), int(layer["size"])
+        kind, digest, size = str(layer["mediaType"]), str(layer["digest"]), layer["size"]
         notes: Mapping[str, str] = layer.get("annotations") or {}
         algorithm, _, value = digest.partition(":")
         name = next((notes[key] for key in (*MODEL_PATHS, TITLE) if key in notes), None)
         packed = notes.get(UNPACK) == "true" or (kind.startswith(MODEL_LAYERS) and ".tar" in kind)
-    except (KeyError, TypeError, ValueError, AttributeError):
+    except (KeyError, TypeError, AttributeError):
         return None
     if not name or packed or algorithm != "sha256":
         return None

@@ -39,7 +39,8 @@ class HostileRegistry(FileServer):
     def __init__(self, url: str) -> None:
         super().__init__(url)
         self.blobs: dict[str, bytes | int] = {}
-        self.manifest: bytes | int = b""
+        self.manifest: bytes | int | None = b""
+        self.tags = b"{}"
 
     @property
     def name(self) -> str:
@@ -63,13 +64,16 @@ class _Hostile(FileHandler):
 
     def answer(self, *, head: bool) -> None:
         path = urlsplit(self.path).path
-        content: bytes | int = b"{}"
+        content: bytes | int | None = b"{}"
         if "/manifests/" in path:
             content = self.registry.manifest
+        elif path.endswith("/tags/list"):
+            content = self.registry.tags
         elif "/blobs/" in path:
             content = self.registry.blobs[path.rpartition("/")[2]]
+        status, content = (404, b"") if content is None else (200, content)
         size = content if isinstance(content, int) else len(content)
-        self.send_response(200)
+        self.send_response(status)
         self.send_header("Content-Length", str(size))
         self.end_headers()
         try:
@@ -135,6 +139,41 @@ def test_a_manifest_that_does_not_end_is_not_read(user: User) -> None:
         told = user.refused(registry.name)
         assert "more than 4 MiB" in told
         assert registry.sent["endless"] < 32 << 20
+
+
+NESTED = b"[" * 100_000
+
+
+@pytest.mark.parametrize(
+    ("manifest", "tags"),
+    [(NESTED, b"{}"), (b'{"layers": [{"mediaType": "", "digest": "", "size": 1e999}]}', b"{}"), (None, NESTED)]
+    + [(None, b'{"tags": %s}' % tags) for tags in (b"[1]", b'["a", 2]', b'{"a": 1}', b'["\\u001b[2J\\u009b"]')],
+    ids=range(7),
+)
+def test_what_is_no_manifest_and_no_list_of_tags_is_refused_in_a_sentence(
+    user: User, manifest: bytes | None, tags: bytes
+) -> None:
+    with hostile_registry() as registry:
+        registry.manifest, registry.tags = manifest, tags
+        assert user.refused(registry.name).isprintable()
+
+
+@pytest.mark.parametrize("index", [NESTED, b"[]", b"{}", b'{"weight_map": [1]}', b'{"weight_map": {"a": []}}'])
+def test_what_is_no_index_is_refused_in_a_sentence(user: User, index: bytes) -> None:
+    with hostile_registry() as registry:
+        registry.push({**with_shard(SHARD), INDEX_FILE: index})
+        assert f"its {INDEX_FILE} names files that it has not" in user.refused(registry.name)
+
+
+def test_what_an_earlier_release_downloaded_beyond_a_file_is_downloaded_again(user: User) -> None:
+    with hostile_registry() as registry:
+        registry.push(model_files())
+        folder, _, _ = user.find(registry.name)
+        blob = (folder / "model.safetensors").resolve()
+        whole = blob.read_bytes()
+        blob.rename(f"{blob}.incomplete").write_bytes(whole + b"more")
+        user.find(registry.name)
+    assert blob.read_bytes() == whole
 
 
 def test_a_config_that_no_model_has_is_not_downloaded(user: User) -> None:

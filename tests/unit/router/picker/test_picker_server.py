@@ -530,7 +530,6 @@ class TestKeys:
             answer = await gateway.post(chat(), authorization=key)
             assert (answer.status, answer.headers["x-quire-reason"]) == (429, "requests_per_minute")
 
-
     async def test_what_was_given_up_while_it_waited_is_not(self, flags: list[str]) -> None:
         engine, key = ForwardedEngine(), "Bearer eve-key-0123456789"
         async with fleet(engine, flags=[*flags, "--hold-timeout=30"]) as each:
