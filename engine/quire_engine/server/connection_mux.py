@@ -26,10 +26,16 @@ class ConnectionMux:
         self._open: set[StreamWriter] = set()
 
     async def listen(self, host: str, port: int) -> int:
-        """Begins to accept connections, and returns the port. ``::`` takes IPv4 too. Raises ``OSError``."""
-        family = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0][0]
-        is_dual = family == socket.AF_INET6 and socket.has_dualstack_ipv6()
-        port_socket = socket.create_server((host, port), family=family, dualstack_ipv6=is_dual)
+        """Begins to accept connections, and returns the port. ``::`` takes IPv4 too. Raises ``OSError``, and is closed
+        then.
+        """
+        try:
+            family = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0][0]
+            is_dual = family == socket.AF_INET6 and socket.has_dualstack_ipv6()
+            port_socket = socket.create_server((host, port), family=family, dualstack_ipv6=is_dual)
+        except OSError:
+            self.close()
+            raise
         self._server = await asyncio.start_server(self._serve, sock=port_socket, limit=_CHUNK)
         return int(self._server.sockets[0].getsockname()[1])
 

@@ -81,6 +81,15 @@ async def test_the_port_is_reached_over_ipv4_and_ipv6(host: str, asked: str) -> 
         mux.close()
 
 
+async def test_a_port_that_is_taken_leaves_no_folder_behind() -> None:
+    first, second = ConnectionMux(), ConnectionMux()
+    port = await first.listen("127.0.0.1", 0)
+    with pytest.raises(OSError, match="in use"):
+        await second.listen("127.0.0.1", port)
+    first.close()
+    assert not any(Path(mux.tls_address.removeprefix("unix:")).parent.exists() for mux in (first, second))
+
+
 async def test_tls_on_such_a_port_still_asks_for_the_certificate(authority: Authority) -> None:
     async with served(settings=settings("tls", authority), **flags("optional", authority)) as (engine, _):
         credentials = grpc.ssl_channel_credentials(authority.ca.read_bytes())
