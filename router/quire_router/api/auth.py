@@ -3,7 +3,7 @@ from them.
 """
 
 import asyncio
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from hashlib import blake2b, scrypt, sha256
 from pathlib import Path
@@ -43,18 +43,21 @@ class Identity:
 
 ANONYMOUS = Identity()
 _SALT_BYTES = 16
+_Derived = tuple[str, bytes]
+"""A tenant's id and cache salt."""
 
 
 class _Caller:
     """Who has a tenant's keys. Its id and salt take a twentieth of a second to derive (``_derive``), on the thread that
-    asks first; two that ask at once derive the same.
+    asks first; two that ask at once derive the same. ``known`` has them by the secrets of the tenants' file before.
     """
 
-    __slots__ = ("_identity", "_policy", "_secret", "_tenants")
+    __slots__ = ("_identity", "_policy", "_tenants", "derived", "secret")
 
-    def __init__(self, secret: str, policy: Tenant | None, tenants: Tenants) -> None:
+    def __init__(self, secret: str, policy: Tenant | None, tenants: Tenants, known: Mapping[str, _Derived]) -> None:
         """``secret`` is what the salt is derived from; ``policy`` that of the tenant that the file names, or None."""
-        self._secret = secret
+        self.secret = secret
+        self.derived = known.get(secret)
         self._policy = policy
         self._tenants = tenants
         self._identity: Identity | None = None
@@ -62,7 +65,7 @@ class _Caller:
     def identity(self) -> Identity:
         """Returns the identity."""
         if self._identity is None:
-            tenant, salt = _derive(self._secret.encode())
+            self.derived = tenant, salt = self.derived or _derive(self.secret.encode())
             policy = self._tenants[tenant] if self._policy is None else self._policy
             self._identity = Identity(tenant if self._policy is None else policy.id, salt, policy)
         return self._identity
@@ -125,22 +128,24 @@ class Authenticator:
         self._secret = token_bytes(32)
         self._fleet_secret = fleet_secret
         self._required = bool(self._own) or tokens is not None
+        self._keys: dict[bytes, tuple[_Caller, float | None]] = {}
+        self._named: dict[str, _Caller] = {}
         self.replace(file or TenantsFile(open=True))
 
     def replace(self, file: TenantsFile) -> None:
         """Accepts the keys of ``file`` from now on, and no others but those that were given at the start."""
         self._required = self._required or not file.open
+        known = {caller.secret: caller.derived for caller in self._callers if caller.derived is not None}
         self._tenants = file.tenants
         self._claims = file.claims
         self._anyone = Identity(policy=file.tenants[""])
-        self._keys: dict[bytes, tuple[_Caller, float | None]] = {}
-        self._named: dict[str, _Caller] = {}
+        self._keys, self._named = {}, {}
         for name, own in file.keys.items():
             if own:  # all keys of one tenant share it
-                caller = self._named[name] = _Caller(own[0].secret, file.tenants[name], file.tenants)
+                caller = self._named[name] = _Caller(own[0].secret, file.tenants[name], file.tenants, known)
                 self._keys.update((self._lookup(key.digest), (caller, key.expires)) for key in own)
         for key in self._own:
-            caller = _Caller(key.secret, None, file.tenants)
+            caller = _Caller(key.secret, None, file.tenants, known)
             self._keys.setdefault(self._lookup(key.digest), (caller, None))
 
     @property
@@ -150,8 +155,12 @@ class Authenticator:
 
     async def prepare(self) -> None:
         """Derives the identity of every key, on another thread, one after the other."""
-        for caller in {*self._named.values(), *(caller for caller, _ in self._keys.values())}:
+        for caller in self._callers:
             await asyncio.to_thread(caller.identity)
+
+    @property
+    def _callers(self) -> set[_Caller]:
+        return {*self._named.values(), *(caller for caller, _ in self._keys.values())}
 
     def authenticate(self, *authorizations: str) -> Identity:
         """Returns who sent these ``authorization`` values, of which there must be one. Raises ``QuireError``
@@ -204,8 +213,8 @@ def _credentials_error(authorizations: Sequence[str]) -> QuireError:
     return key_invalid()
 
 
-def _derive(key: bytes) -> tuple[str, bytes]:
-    """Returns a tenant's id and cache salt. Both are written to databases, so guessing keys against them must be slow:
+def _derive(key: bytes) -> _Derived:
+    """Both are written to databases, so guessing keys against them must be slow:
     sixteen characters may be a phrase. Every router derives the same ones, hence scrypt's fixed salt.
     """
     derived = scrypt(key, salt=b"quire caller", n=2**14, r=8, p=1, dklen=ID_BYTES + _SALT_BYTES)

@@ -10,7 +10,8 @@ from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
 from quire.v1 import inference_pb2 as pb
 from quire.v1.inference_pb2_grpc import InferenceStub
 from quire_proto.errors import ErrorCode, QuireError
-from quire_router.admission.tenants_file import read_tenants
+from quire_router.admission.tenants import Tenant, Tenants
+from quire_router.admission.tenants_file import ApiKey, TenantsFile, read_tenants
 from quire_router.api import auth as identity
 from quire_router.api.auth import ANONYMOUS, Authenticator
 from quire_router.core.tenant_ids import former_id
@@ -202,7 +203,11 @@ async def test_a_thousand_keys_open_at_once_and_each_is_derived_once(monkeypatch
     callers = [keys.authenticate(f"Bearer {name}") for name in names]
     assert callers[700] == early
     assert len({caller.tenant for caller in callers}) == len(names)
-    assert len(derived) == len(names)
+    file = TenantsFile(Tenants([Tenant("named")]), {"named": (ApiKey.of("the-new-key"), ApiKey.of(names[0]))})
+    keys.replace(file)
+    assert [keys.authenticate(f"Bearer {name}") for name in names[1:]] == callers[1:]
+    assert keys.authenticate(f"Bearer {names[0]}").tenant == "named"
+    assert derived[len(names) :] == ["the-new-key"], "those of before are known when the file is read again"
 
 
 async def test_without_configured_keys_everyone_shares():
