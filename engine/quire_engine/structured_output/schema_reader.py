@@ -393,6 +393,10 @@ class SchemaReader:
             else self.node([False])
             for name in names
         }
+        left_out = next((name for name in required if any(False in each.schemas_of(name) for each in maps)), None)
+        if left_out is not None:
+            schema = next(schema for schema in way if left_out in self._required(schema))
+            self._impossible(schema, "required", f"names {left_out!r}, which no value may have here")
         others = () if allowed.listed is not None else self._others(way, maps, list(names), allowed.expressions)
         if others and count[0] > len(names) + 1:
             schema = max(way, key=lambda each: each.get("minProperties", 0))

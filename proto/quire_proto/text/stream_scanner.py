@@ -122,25 +122,28 @@ class StreamReader:
 
 
 class MarkerSearch:
-    """Searches for a marker anywhere. ``pending`` is the end of what was read, if the marker may begin with it."""
+    """Searches for the first of some markers anywhere; ``found`` is the one that was found last. None of them begins
+    inside of another. ``pending`` is the end of what was read, if a marker may begin with it.
+    """
 
-    __slots__ = ("_marker", "pending")
+    __slots__ = ("_longest", "_markers", "found", "pending")
 
-    def __init__(self, marker: str) -> None:
-        self._marker = marker
-        self.pending = ""
+    def __init__(self, *markers: str) -> None:
+        self._markers = markers
+        self._longest = max(map(len, markers))
+        self.found = self.pending = ""
 
     def read(self, source: StreamReader, end: int | None = None) -> tuple[str, bool]:
-        """Returns text that is not part of the marker, and whether the marker follows it. Reads up to ``end`` or to
-        the end of the marker, or only returns what was pending.
+        """Returns text that is not part of a marker, and whether a marker follows it. Reads up to ``end`` or to the end
+        of the marker, or only returns what was pending.
         """
         end = len(source.text) if end is None else end
         if self.pending:
             return self._read_across(source, end)
-        at = source.text.find(self._marker, source.at, end)
+        at = self._find(source.text, source.at, end)
         if at >= 0:
             before = source.take(at)
-            source.advance(at + len(self._marker))
+            source.advance(at + len(self.found))
             return before, True
         text = source.take(end)
         return self._split_pending(text)
@@ -150,15 +153,23 @@ class MarkerSearch:
         pending, self.pending = self.pending, ""
         return pending
 
+    def _find(self, text: str, start: int, end: int) -> int:
+        first = -1
+        for marker in self._markers:
+            at = text.find(marker, start, end if first < 0 else min(end, first + len(marker) - 1))
+            if at >= 0:
+                first, self.found = at, marker
+        return first
+
     def _read_across(self, source: StreamReader, end: int) -> tuple[str, bool]:
         """Searches across the boundary: ``pending`` and as much of the text as can complete a marker that starts
         there.
         """
-        pending, stop = self.take(), min(end, source.at + len(self._marker) - 1)
+        pending, stop = self.take(), min(end, source.at + self._longest - 1)
         window = pending + source.text[source.at : stop]
-        at = window.find(self._marker)
+        at = self._find(window, 0, len(window))
         if at >= 0:
-            source.advance(source.at + at + len(self._marker) - len(pending))
+            source.advance(source.at + at + len(self.found) - len(pending))
             return window[:at], True
         if stop < end:
             return pending, False
@@ -166,7 +177,7 @@ class MarkerSearch:
         return self._split_pending(window)
 
     def _split_pending(self, text: str) -> tuple[str, bool]:
-        kept = partial_marker_length(text, self._marker)
+        kept = max(partial_marker_length(text, marker) for marker in self._markers)
         self.pending = text[len(text) - kept :]
         return text[: len(text) - kept], False
 

@@ -93,6 +93,8 @@ class ToolParser(CallReader):
         self._types = types
         self._exact = exact
         self._marks = tool_format.begin.split()
+        self._begins = (*self._marks[:1], *([] if exact else _marks_of_heads(tool_format)))
+        self._read_of_head = ""  # the mark of a call that was read in place of that of a section
         self._has_content = False
         self._last_is_call = False  # the last emitted part belongs to a call
         self._gap = TrailingSpace()
@@ -103,7 +105,7 @@ class ToolParser(CallReader):
             self._source.take_rest()
         if self._format.bare:
             yield from self._read_bare()
-        search = MarkerSearch(self._marks[0]) if self._marks else None
+        search = MarkerSearch(*self._begins) if self._begins else None
         while (yield from self._more()):
             if search is None:
                 self._emit_content(self._gap.push(self._source.take(len(self._source.text))))
@@ -111,7 +113,8 @@ class ToolParser(CallReader):
             content, found = search.read(self._source)
             self._emit_content(self._gap.push(content))
             if found:
-                yield from self._read_section(self._gap.take() + self._marks[0])
+                of_head = "" if search.found == self._marks[0] else search.found
+                yield from self._read_section(self._gap.take() + search.found, of_head)
         gap, begun = self._gap.take(), "" if search is None else search.take()
         content = "" if self._is_cut and self._is_mark(gap, begun) else gap + begun
         if not self._last_is_call or content.strip(SPACE):  # else it is the space after the last call
@@ -152,12 +155,14 @@ class ToolParser(CallReader):
             return not character.isspace()
         return character == ("[" if self._format.listed else "{")
 
-    def _read_section(self, opening: str) -> Steps[None]:
-        """Reads the calls after ``opening``, which is content if there is none."""
-        self._opening = opening
+    def _read_section(self, opening: str, of_head: str = "") -> Steps[None]:
+        """Reads the calls after ``opening``, which is content if there is none. ``of_head`` was read of the first call:
+        the mark of the section is missing.
+        """
+        self._opening, self._read_of_head = opening, of_head
         self._begin(MAX_HEADER_CHARS)
         try:
-            for mark in self._marks[1:]:
+            for mark in () if of_head else self._marks[1:]:
                 yield from self._expect(mark)
             if self._format.listed:
                 yield from self._skip_space()
@@ -218,7 +223,8 @@ class ToolParser(CallReader):
     def _read_head(self, head: str, skipped: str = "") -> Steps[str]:
         """Reads the name of a tool, and the marks around it."""
         before, after = head.split("{name}")
-        yield from self._read_marks(before.removesuffix(_PREFIX))
+        yield from self._read_marks(before.removesuffix(_PREFIX).removeprefix(self._read_of_head))
+        self._read_of_head = ""
         yield from self._skip_space()
         word = yield from self._read_word(_NAME)
         name = word.removeprefix(_PREFIX)
@@ -510,6 +516,12 @@ class ToolParser(CallReader):
                 self._emit_arguments('"')
                 return True
         return False
+
+
+def _marks_of_heads(tool_format: ToolFormat) -> list[str]:
+    """The mark that calls of a format begin with, where it is none of a section: models leave out the latter."""
+    before = getattr(tool_format.call, "head", "").partition("{name}")[0].removesuffix(_PREFIX)
+    return [mark for mark in before.split()[:1] if mark.startswith("<") and tool_format.begin.strip()]
 
 
 def _begins(string: str, known: Collection[str], *, ended: bool) -> bool:

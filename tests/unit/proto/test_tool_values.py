@@ -196,6 +196,26 @@ def test_a_value_ends_where_another_argument_or_the_end_of_the_call_follows(tool
         assert json.loads(calls[0]) == arguments
 
 
+SECTIONS = ("minimax-m2", "deepseek-v4", "qwen3-coder", "step3", "hunyuan-3", "kimi-k2", "deepseek-v3", "deepseek-v3.1")
+
+
+@pytest.mark.parametrize("name", SECTIONS)
+def test_a_call_is_read_where_the_mark_of_its_section_is_missing(name):
+    tool_format, call = BY_NAME[name], ("get", {"city": "Rome", "note": "b"})
+    text = f"So:\n\n{written(tool_format, [call]).removeprefix(tool_format.begin)}"
+    for cuts in ((), range(len(text))):
+        content, calls, count = read(tool_format, text, STRINGS, exact=False, cuts=cuts)
+        assert (content, count, json.loads(calls[0])) == ("So:", 1, call[1])
+        assert read(tool_format, text, STRINGS, exact=True, cuts=cuts)[2] == 0
+    other = text.replace("get", "drop")
+    assert read(tool_format, other, STRINGS, exact=False, cuts=range(len(other)))[0] == other
+
+
+def test_calls_that_share_a_section_where_each_has_its_own_are_calls():
+    text = "<tool_call>\n<function=get>\n</function>\n<function=get>\n</function>\n</tool_call>"
+    assert read(BY_NAME["qwen3-coder"], text, STRINGS, exact=False)[::2] == ("", 2)
+
+
 # Cut off
 
 

@@ -147,6 +147,10 @@ def test_a_schema_means_what_the_standard_says(schema: Any, texts: list[str], ot
     [
         ({"$ref": "#"}, r"\$ref leads back to itself"),
         ({"type": "object", "properties": {"a": {"$ref": "#"}}, "required": ["a"]}, "refers to itself without an end"),
+        (
+            {"type": "object", "properties": {"a": {}}, "required": ["b"], "additionalProperties": False},
+            "required names 'b', which no value may have here",
+        ),
         ({"type": "integer", "minimum": 1, "maximum": 4, "multipleOf": 5}, "multipleOf leave no number"),
         ({"type": "string", "pattern": "^(aa)+$", "minLength": 3, "maxLength": 3}, "pattern matches no text"),
         ({"type": "string", "enum": ["a"], "maxLength": 0}, "enum has no value"),
