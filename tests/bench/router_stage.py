@@ -9,11 +9,10 @@ from pathlib import Path
 
 import psutil
 
-from tests.bench.steady_engine import MODEL
+from tests.bench.steady_engine import DEMO, MODEL
 from tests.support.ports import free_port
 from tests.support.processes import Process, Router
 
-DEMO = Path(__file__).parents[2] / "demo" / "model"
 PROMPT = list(range(100, 132))
 
 

@@ -1,19 +1,26 @@
 """An engine without a model: one token for each of its requests in every step, at a steady pace while it has any. For
-benchmarks of what stands before engines. Speaks the engine's contract and nothing more.
+benchmarks of what stands before engines. Speaks the engine's contract and nothing more. Grammars are compiled as an
+engine does, and followed by nothing.
 """
 
 import argparse
 import asyncio
 import random
 from collections.abc import AsyncIterator
+from contextlib import suppress
 from itertools import count
+from pathlib import Path
 
 import grpc
 from quire.v1 import engine_pb2 as pb
 from quire.v1 import types_pb2
 from quire.v1.engine_pb2_grpc import EngineServicer, add_EngineServicer_to_server
+from quire_engine.structured_output.compiler import GrammarCompiler, ModelGrammars
+from quire_proto.convert import sampling_from_proto
+from quire_proto.errors import QuireError
 
 MODEL = "quire-demo"
+DEMO = Path(__file__).parents[2] / "demo" / "model"
 
 
 class _Live:
@@ -41,6 +48,7 @@ class SteadyEngine(EngineServicer):  # type: ignore[misc]
         self._model = model
         self._pause = pause
         self._generation = random.getrandbits(63)
+        self._grammars: GrammarCompiler | None = None
         self._tokens = [random.randrange(vocabulary // 2, vocabulary - 8) for _ in range(4096)]
 
     async def Describe(  # noqa: N802
@@ -80,8 +88,16 @@ class SteadyEngine(EngineServicer):  # type: ignore[misc]
         async for request in requests:
             if request.WhichOneof("command") == "submit":
                 live.add(request.submit)
+                self._compile(request.submit)
             elif request.WhichOneof("command") == "cancel":
                 live.places.pop(request.cancel.request_id, None)
+
+    def _compile(self, submit: pb.Submit) -> None:
+        structured = sampling_from_proto(submit.sampling).structured
+        if structured is not None:
+            self._grammars = self._grammars or GrammarCompiler(ModelGrammars(DEMO, 1024, [2]))
+            with suppress(QuireError):
+                self._grammars.submit(structured, submit.cache_salt)
 
     def _step(self, step: int, live: dict[str, list[int]], load: pb.Load) -> pb.StepBatch:
         batch = pb.StepBatch(sequence=step, step=step, load=load)

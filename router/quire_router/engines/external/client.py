@@ -308,7 +308,15 @@ class ExternalEngine:
         last, written, unnamed = None, list[int](), self._kind.unnamed_status
         try:
             async with aclosing(
-                http.stream(self._kind.path, body, headers, unnamed=unnamed, read=reader.read, tenant=running.tenant)
+                http.stream(
+                    self._kind.path,
+                    body,
+                    headers,
+                    unnamed=unnamed,
+                    read=reader.read,
+                    tenant=running.tenant,
+                    max_values=choice.max_values,
+                )
             ) as outputs:
                 async for output in outputs:
                     self._liveness.on_message()

@@ -144,11 +144,12 @@ class HttpClient:
         unnamed: int = 500,
         read: Callable[[Json], Any] = lambda event: event,
         tenant: str = "",
+        max_values: int = MAX_VALUES,
     ) -> AsyncGenerator[Any]:
         """Posts ``body``, which is JSON, for a ``tenant``, and yields what ``read`` makes of the events of the answer,
-        each an object, until it ends or says ``[DONE]``. A long event is read on a thread, in the tenant's turn.
-        Closing the generator closes the connection, which makes servers end the request. Raises as ``get`` and
-        ``read`` do, also after some events: an error among them without a code has the status ``unnamed``.
+        each an object of at most ``max_values``, until it ends or says ``[DONE]``. A long event is read on a thread, in
+        the tenant's turn. Closing the generator closes the connection, which makes servers end the request. Raises as
+        ``get`` and ``read`` do, also after some events: an error among them without a code has the status ``unnamed``.
         """
         async with self._session.post(
             self._url + path, data=body, headers={**headers, **_JSON}, allow_redirects=False, server_hostname=self._host
@@ -157,7 +158,7 @@ class HttpClient:
                 raise await _error(response)
 
             def read_event(payload: bytes) -> Any:
-                event = _parsed(payload)
+                event = _parsed(payload, max_values)
                 if event.get("error"):
                     raise ServerError.of(response.status, event, unnamed)
                 return read(event)
@@ -221,10 +222,10 @@ async def _error(response: aiohttp.ClientResponse) -> ServerError:
         return ServerError(response.status, "")
 
 
-def _parsed(payload: bytes) -> Json:
+def _parsed(payload: bytes, max_values: int = MAX_VALUES) -> Json:
     """Parsing holds the interpreter, on any thread, so what there is to parse is counted first."""
     if len(payload) > LONG and (
-        payload.count(b",") > MAX_VALUES or sum(map(payload.count, (b":", b"[", b"{"))) > MAX_FIELDS
+        payload.count(b",") > min(max_values, MAX_VALUES) or sum(map(payload.count, (b":", b"[", b"{"))) > MAX_FIELDS
     ):
         raise BadAnswer("an answer has too many values")
     try:

@@ -28,6 +28,8 @@ MAX_TOKEN_ID = 2**31 - 1
 
 MAX_SAMPLES, MAX_SAMPLE = 4096, 4096
 """Of metrics that are read, and characters of each: the parser takes some 20 µs for one."""
+_OTHER_VALUES = 16_384  # of an event, beside those of its tokens
+_TOKEN_VALUES = 64  # of one that is written: commas in its text count, too
 _MIX = 0xBF58476D1CE4E5B9  # odd, so that no two positions have one multiple
 
 
@@ -48,6 +50,12 @@ class ChoiceRequest:
     salt: bytes
     priority: int
     vocab_size: int = 0
+
+    @property
+    def max_values(self) -> int:
+        """The most values that an event of the answer has: it may repeat the prompt, and all that was written."""
+        of_token = _TOKEN_VALUES + 4 * (self.params.logprobs or 0)
+        return _OTHER_VALUES + len(self.token_ids) + of_token * (self.params.max_tokens + 1)
 
     @property
     def fresh_seed(self) -> int:

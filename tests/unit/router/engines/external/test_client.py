@@ -106,6 +106,26 @@ async def test_tokens_go_in_and_come_out(kind: type[HttpEngine]) -> None:
     assert engine.aborted == 0
 
 
+async def test_an_answer_with_more_values_than_the_request_asks_for_loses_the_attempt() -> None:
+    class Lengthy(VllmEngine):
+        def event(self, body: Any, written: list[int], *end: Any) -> dict[str, Any]:
+            more = {} if len(written) == 1 else {"more": [1] * 40_000}  # the first has the prompt
+            return super().event(body, written, *end) | more
+
+    for prompt, is_lost in (([7] * 1_000, True), ([7] * 30_000, False)):
+        engine = Lengthy()
+        engine.refuse = lambda _: None  # type: ignore[method-assign]
+        async with connected(engine) as client:
+            stream = client.submit(submit(prompt=prompt))
+            if is_lost:
+                with pytest.raises(EngineLost, match="too many values"):
+                    await read(stream)
+            else:
+                assert len((await read(stream))[0]) == 5
+            stream.close()
+            await idle(client)
+
+
 async def test_text_goes_in_and_comes_out(caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level(logging.INFO)
     engine = OpenAIEngine()

@@ -73,6 +73,18 @@ async def test_an_event_with_too_many_values_is_not_parsed(excess: bytes, monkey
             await events(client)
 
 
+async def test_an_event_has_as_many_values_as_its_request_may_have_and_no_more() -> None:
+    event = b'data: {"a": [1' + b",1" * 20_000 + b"]}\n\n"
+    for most in (20_000, 19_999):
+        async with answering(OK, event) as client:
+            stream = client.stream("/", b"{}", {}, read=lambda found: len(found["a"]), max_values=most)
+            if most == 20_000:
+                assert [count async for count in stream] == [20_001]
+            else:
+                with pytest.raises(BadAnswer, match="too many values"):
+                    await anext(stream)
+
+
 async def test_long_events_are_read_on_a_thread_and_short_ones_at_once() -> None:
     found: list[bool] = []
     tenants: list[str] = []
