@@ -10,6 +10,7 @@ import ssl
 from collections.abc import Generator, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from http.client import HTTPConnection, HTTPException, HTTPResponse, HTTPSConnection
+from random import uniform
 from time import monotonic, sleep
 from typing import Any, NamedTuple
 from urllib.parse import SplitResult, urlsplit
@@ -19,7 +20,7 @@ from quire_cli.machine.server import base_url
 
 READ_TIMEOUT = 60.0  # seconds of silence; Quire's streams have a comment each 5 s
 PATIENCE = 60.0  # seconds in which a stream that was cut is tried again
-PAUSE = 0.5  # seconds between two tries
+PAUSE = 0.5  # seconds between two tries, at least
 _UNAVAILABLE = 503
 _UNAUTHORIZED = 401
 _OK = 200
@@ -106,7 +107,7 @@ class ApiClient:
                     if monotonic() - last > self._patience:
                         said = str(error) if isinstance(error, _CutError) else f"the connection is lost: {error}."
                         raise ApiError(said) from None
-                    sleep(PAUSE)
+                    sleep(uniform(1.0, 1.5) * PAUSE)  # noqa: S311 - so that those who lost one router come back apart
         finally:
             if request_id and not ended:
                 self.cancel(request_id)

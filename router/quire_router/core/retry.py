@@ -1,11 +1,13 @@
 """When something is done again: after a failure (``supervise``), after a change (``CpuThrottle``), at a bounded rate
-(``PublishRate``), or after a time at the latest (``wait_at_most``, ``fair_timeout``). The growing delay between two
-tries is ``quire_proto.supervise.Backoff``.
+(``PublishRate``), or after a time at the latest (``wait_at_most``, ``fair_timeout``); and when a client is asked to do
+it again (``spread``, ``retry_after``). The growing delay between two tries is ``quire_proto.supervise.Backoff``.
 """
 
 import asyncio
+import math
 from collections.abc import AsyncIterator, Callable, Coroutine
 from contextlib import asynccontextmanager, suppress
+from random import randint
 from time import monotonic, thread_time
 from typing import Any
 from weakref import WeakSet
@@ -27,6 +29,24 @@ async def wait_at_most(event: asyncio.Event, seconds: float) -> None:
     with suppress(TimeoutError):
         async with asyncio.timeout(seconds):
             await event.wait()
+
+
+_LONGEST_RETRY_AFTER = 60  # seconds: the clients of OpenAI and Anthropic ignore a longer one
+
+
+def spread(least: int) -> int:
+    """Returns a wait for a client, at random from ``least`` to half as long again, and at least one longer: clients
+    that were refused or cut off at one moment do not come back at one moment.
+    """
+    return randint(least, least + max(1, least // 2))  # noqa: S311 - spreads tries, hides nothing
+
+
+def retry_after(seconds: float) -> int:
+    """Returns the whole seconds of a Retry-After: ``seconds`` rounded up, and spread. A wait that clients heed is not
+    made one that they ignore.
+    """
+    least = math.ceil(seconds)
+    return min(spread(least), max(least, _LONGEST_RETRY_AFTER))
 
 
 FAIR_TICKS = 6

@@ -1,7 +1,7 @@
 // The fleet, live: engines with their KV blocks, requests, and what happens. Fed by /v1/fleet/events while it is shown.
 
 import { element } from "./markdown.js";
-import { ApiError, call, events } from "./sse.js";
+import { ApiError, call, events, pause } from "./sse.js";
 
 const RETRY = 2000; // milliseconds
 const STALE = 10000;
@@ -70,7 +70,7 @@ export class Fleet {
         clearTimeout(watchdog);
         signal.removeEventListener("abort", end);
       }
-      await new Promise((resolve) => setTimeout(resolve, RETRY));
+      await pause(RETRY);
     }
   }
 

@@ -3,7 +3,7 @@
 import { Chat } from "./chat.js";
 import { Fleet } from "./fleet.js";
 import { Settings } from "./settings.js";
-import { ApiError, call } from "./sse.js";
+import { ApiError, call, pause } from "./sse.js";
 import { keep } from "./storage.js";
 
 const KEY = "quire.key";
@@ -48,7 +48,7 @@ async function start() {
   } catch (error) {
     if (error.status === 401) return session.refused(error.message);
     strip.textContent = error instanceof ApiError ? error.message : "The router cannot be reached.";
-    setTimeout(start, RETRY);
+    pause(RETRY).then(start);
   }
 }
 

@@ -1,6 +1,6 @@
 // Streams of the router's API: server-sent events over fetch, and an answer that goes on after a cut connection.
 
-const PAUSE = 1000; // milliseconds between two attempts
+const PAUSE = 1000; // milliseconds between two attempts, at least
 const MAX_ATTEMPTS = 60; // without an event between them
 
 /** An error that the API answered with; `status` is 0 for one that came in a stream. */
@@ -76,9 +76,14 @@ export async function* answer(pending, { key, signal, onPause }) {
       if (!again || signal.aborted || attempt >= MAX_ATTEMPTS) throw error;
       onPause(error instanceof ApiError ? error.message : "The connection broke. Trying again.");
     }
-    await new Promise((resolve) => setTimeout(resolve, PAUSE));
+    await pause(PAUSE);
     signal.throwIfAborted();
   }
+}
+
+/** Waits, up to half as long again: pages that lost one router do not come back at one moment. */
+export function pause(milliseconds) {
+  return new Promise((resolve) => setTimeout(resolve, milliseconds * (1 + Math.random() / 2)));
 }
 
 function open(pending, key, signal) {

@@ -3,7 +3,6 @@ of a whole response, and as errors. Each route has one, and a stored request tha
 its answer again writes the same. How answers are sent is in ``sse``, whatever their format.
 """
 
-import math
 from typing import Protocol
 
 from quire_proto.errors import ErrorCode, QuireError
@@ -12,6 +11,7 @@ from quire_router.api.prepared_request import PreparedRequest
 from quire_router.api.rest.http import Header, HttpError
 from quire_router.api.rest.logprobs import LogprobsRenderer
 from quire_router.core.generation import Delta, StreamCursor, Usage
+from quire_router.core.retry import retry_after
 
 ErrorResponse = tuple[int, bytes, list[Header]]
 """Status, body and headers."""
@@ -106,7 +106,7 @@ def error_headers(error: QuireError) -> list[Header]:
     """Returns the headers of an error's response, which are the same in all formats."""
     headers: list[Header] = []
     if error.retry_after is not None:
-        headers.append((b"retry-after", str(math.ceil(error.retry_after)).encode()))
+        headers.append((b"retry-after", b"%d" % retry_after(error.retry_after)))
     if error.reason is not None:
         headers.append((b"x-quire-reason", error.reason.encode("ascii")))
     if error.code is ErrorCode.CONFLICT:  # the clients of OpenAI and Anthropic would send it twice more

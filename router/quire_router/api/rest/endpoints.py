@@ -41,12 +41,11 @@ from quire_router.api.tokenize import DetokenizeRequest, TokenizeRequest, Tokeni
 from quire_router.core.errors import RETRY_NOT_READY, fleet_forbidden
 from quire_router.core.generation import GenerationRequest
 from quire_router.core.response_options import Api, ResponseOptions
-from quire_router.core.retry import failing_tasks
+from quire_router.core.retry import failing_tasks, retry_after
 
 VERSION = version("quire-router")
 _OK, _LEAVING, _FAILING = (to_json({"status": status}) for status in ("ok", "leaving", "failing"))
 Delete = Callable[[str, Identity], Awaitable[StoredRequest]]
-_UNREADY = (*JSON_HEADERS, (b"retry-after", str(int(RETRY_NOT_READY)).encode()))
 
 
 class StatusEndpoints:
@@ -112,7 +111,7 @@ class StatusEndpoints:
     async def ready(self, exchange: HttpExchange) -> None:
         """Whether new requests are accepted: also while no engine is ready, because they are held until one is."""
         if self._service.concurrency.draining:
-            await exchange.response.send(503, _LEAVING, _UNREADY)
+            await exchange.response.send(503, _LEAVING, _unready())
         else:
             await exchange.response.send(200, _OK)
 
@@ -134,7 +133,11 @@ class StatusEndpoints:
         if self._service.serving():
             await exchange.response.send(200, to_json({"status": "ok", **details}))
         else:
-            await exchange.response.send(503, to_json({"status": "unavailable", **details}), _UNREADY)
+            await exchange.response.send(503, to_json({"status": "unavailable", **details}), _unready())
+
+
+def _unready() -> tuple[Header, ...]:
+    return (*JSON_HEADERS, (b"retry-after", b"%d" % retry_after(RETRY_NOT_READY)))
 
 
 def _is_anthropic(exchange: HttpExchange) -> bool:

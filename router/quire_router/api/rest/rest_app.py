@@ -63,7 +63,7 @@ from quire_router.api.rest.pooling_routes import pooling_handlers
 from quire_router.api.rest.responses_endpoints import PATH as RESPONSES_PATH
 from quire_router.api.rest.responses_endpoints import ResponseEndpoints
 from quire_router.api.rest.responses_format import RESPONSES
-from quire_router.api.rest.sse import KEEPALIVE, RECONNECT, KeepAlive, send_whole, stream
+from quire_router.api.rest.sse import KEEPALIVE, KeepAlive, reconnect, send_whole, stream
 from quire_router.api.rest.usage_page import UsageEndpoint
 from quire_router.api.schemas.anthropic import MessagesRequest
 from quire_router.api.schemas.openai import ChatRequest, CompletionRequest, GenerationBody
@@ -441,4 +441,4 @@ async def _send_error(exchange: HttpExchange, error: HttpError | QuireError) -> 
         resumable = _is_resumable(exchange, error)
         encoder = exchange.encoder
         event = exchange.format.error_event(error, exchange.request_id, resumable=resumable, encoder=encoder)
-        await exchange.response.end((RECONNECT if resumable and exchange.event_ids else b"") + event)
+        await exchange.response.end((reconnect() if resumable and exchange.event_ids else b"") + event)

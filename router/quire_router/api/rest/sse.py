@@ -26,12 +26,17 @@ from quire_router.api.rest.http import (
 )
 from quire_router.core.errors import answer_cancelled
 from quire_router.core.generation import Delta, DeltaStream
+from quire_router.core.retry import spread
 
 _PENDING: Final = (b"x-quire-journal", PENDING.encode("ascii"))
-RECONNECT: Final = b"retry: 1000\n"
-"""The milliseconds that a client waits before it reconnects; a line of the event that follows it. Only where events
-have ids: many clients that know only ``data:`` fail on any other line.
-"""
+_RECONNECT: Final = 1000  # milliseconds
+
+
+def reconnect() -> bytes:
+    """Returns the line of an event that says how long a client waits before it reconnects. Only where events have ids:
+    many clients that know only ``data:`` fail on any other line.
+    """
+    return b"retry: %d\n" % spread(_RECONNECT)
 
 
 async def stream(
@@ -163,7 +168,7 @@ class SseStream:
         self.headers: list[Header] = []
         self._response = response
         self._seconds = keepalive.with_ids if ids else keepalive.seconds
-        comment, self._opening = (HEARTBEAT_WITH_IDS, RECONNECT) if ids else (HEARTBEAT, b"")
+        comment, self._opening = (HEARTBEAT_WITH_IDS, reconnect()) if ids else (HEARTBEAT, b"")
         self._comment = heartbeat or comment
         self.loop = asyncio.get_running_loop()
         self.last_write = self.loop.time()

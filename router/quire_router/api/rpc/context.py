@@ -5,7 +5,6 @@ not say what to do, and ``quire-error-bin``, a ``quire.v1.Error`` that names the
 """
 
 import asyncio
-import math
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -18,6 +17,7 @@ from quire_proto.errors import QuireError
 from quire_router.api.auth import ANONYMOUS, Identity
 from quire_router.api.prepared_request import RequestOptions, options_from_metadata
 from quire_router.api.service import counting_rejections
+from quire_router.core.retry import retry_after
 
 Context: TypeAlias = "grpc.aio.ServicerContext[Any, Any]"
 
@@ -37,12 +37,14 @@ def status_code(error: QuireError) -> grpc.StatusCode:
 
 def metadata(error: QuireError) -> Metadata:
     """Returns an error's trailing metadata."""
-    entries: Metadata = ((ERROR, error_to_proto(error).SerializeToString()),)
+    message = error_to_proto(error)
+    entries: Metadata = ()
     if error.reason is not None:
         entries = (*entries, (REASON, error.reason))
-    if error.retry_after is None:
-        return entries
-    return (*entries, (RETRY_AFTER, str(math.ceil(error.retry_after))))
+    if error.retry_after is not None:
+        message.retry_after = wait = retry_after(error.retry_after)
+        entries = (*entries, (RETRY_AFTER, str(wait)))
+    return ((ERROR, message.SerializeToString()), *entries)
 
 
 async def abort(context: Context, error: QuireError, request_id: str) -> NoReturn:

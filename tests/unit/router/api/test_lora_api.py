@@ -110,7 +110,8 @@ async def test_an_adapter_that_no_engine_has_named_yet_is_waited_for(
     async with open_stage(hold_timeout=0.05) as stage:
         stage.fleet.all_heard.clear()
         early = await ask(stage.port, method, path, body)
-        assert (early.status, early.headers["retry-after"]) == (503, "2")
+        assert early.status == 503
+        assert early.headers["retry-after"] in ("2", "3")
         assert "not every engine has said" in early.body.decode()
     async with open_stage(hold_timeout=20) as stage:
         stage.fleet.all_heard.clear()

@@ -263,7 +263,7 @@ async def test_an_error_has_the_type_that_the_api_has_for_it(error, expected):
         stream = await ask(stage.port, "POST", PATH, {**ASKED, "stream": True})
     assert kind_of(whole) == kind_of(stream) == expected
     if isinstance(error, QuireError) and error.retry_after is not None:
-        assert whole.headers["retry-after"] == str(-int(-error.retry_after // 1))
+        assert int(whole.headers["retry-after"]) >= error.retry_after
 
 
 @pytest.mark.parametrize("ids", [False, True], ids=["without ids", "with ids"])
@@ -284,7 +284,7 @@ async def test_a_stream_that_fails_ends_with_an_error_event(ids):
             "request_id": answer.headers["request-id"],
         },
     )
-    assert (b"\nretry: 1000\nevent: error" in answer.body) is ids
+    assert bool(re.search(rb"\nretry: 1\d\d\d\nevent: error", answer.body)) is ids
 
 
 async def test_errors_of_a_resumed_message_are_in_its_format():

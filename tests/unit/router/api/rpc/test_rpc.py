@@ -96,9 +96,10 @@ async def test_an_error_is_the_status_of_the_call(code, before):
     assert refusal.value.code() == grpc.StatusCode[error.status.grpc]
     assert refusal.value.details() == "It is so: é."
     assert trailing["quire-request-id"] == stage.runner.generations[0].request_id
-    assert trailing["retry-after"] == "2"
+    assert trailing["retry-after"] in ("2", "3")
     told = types_pb2.Error.FromString(trailing["quire-error-bin"])
     assert (told.code, told.param) == (code.value, "model")
+    assert told.retry_after == int(trailing["retry-after"])
 
 
 async def test_an_internal_error_is_logged_and_its_reason_not_sent(caplog):
