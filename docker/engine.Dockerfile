@@ -65,11 +65,13 @@ RUN python -m pip uninstall --quiet --yes setuptools wheel pip \
  && groupadd --gid 10001 quire \
  && useradd --uid 10001 --gid 10001 --no-create-home --home-dir /nonexistent --shell /usr/sbin/nologin quire
 COPY LICENSE /usr/share/doc/quire/LICENSE
-# The root may be read-only: libraries write their caches to /tmp.
+# The root may be read-only: libraries write their caches to /tmp. The user may be one that no file names, as on OpenShift, so
+# that home and name are here.
 ENV PATH=/opt/quire/bin:${PATH} \
     PYTHONDONTWRITEBYTECODE=1 \
     PYTHONUNBUFFERED=1 \
     HOME=/tmp \
+    USER=quire \
     XDG_CACHE_HOME=/tmp/cache \
     QUIRE_ENGINE_HOST=0.0.0.0
 WORKDIR /tmp

@@ -30,10 +30,13 @@ RUN python -m pip uninstall --quiet --yes setuptools wheel pip \
  && useradd --uid 10001 --gid 10001 --no-create-home --home-dir /nonexistent --shell /usr/sbin/nologin quire
 COPY --from=build /opt/quire /opt/quire
 COPY LICENSE /usr/share/doc/quire/LICENSE
-# The root may be read-only: only --workers writes files, to /tmp.
+# The root may be read-only: only --workers writes files, to /tmp. The user may be one that no file names, as on OpenShift, so
+# that home and name are here.
 ENV PATH=/opt/quire/bin:${PATH} \
     PYTHONDONTWRITEBYTECODE=1 \
     PYTHONUNBUFFERED=1 \
+    HOME=/tmp \
+    USER=quire \
     QUIRE_ROUTER_HOST=0.0.0.0
 USER 10001:10001
 WORKDIR /tmp

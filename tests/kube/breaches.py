@@ -148,6 +148,12 @@ BREACHES: tuple[tuple[Policy, Spoil], ...] = (
         of_pods.temporary_folders_are_bounded,
         lambda r: own(pod(r, "router"))["volumes"].append({"name": "x", "emptyDir": {}}),
     ),
+    (of_pods.disk_is_requested, lambda r: container(r, "engine")["resources"]["requests"].pop("ephemeral-storage")),
+    (
+        of_pods.disk_is_requested,
+        lambda r: own(pod(r, "router"))["volumes"].append({"name": "x", "emptyDir": {"sizeLimit": "1Ki"}}),
+    ),
+    (of_pods.disk_is_requested, lambda r: context(r, "redis").update(readOnlyRootFilesystem=False)),
     (
         of_pods.mounts_and_volumes_agree,
         lambda r: own(pod(r, "router"))["volumes"].append({"name": "x", "emptyDir": {"sizeLimit": "1Gi"}}),

@@ -107,6 +107,14 @@ class Helm:
         )
         return Path(path)
 
+    def lint(self, chart: Path) -> tuple[int, str]:
+        """How severe the worst is that ``helm lint`` says of a chart (3: an error), and what it logs of it."""
+        log = Path(self._folder.name, "log")
+        before = len(log.read_text())
+        kubeconfig = self._api.add(Cluster())
+        found = self.call("lint", kubeconfig=kubeconfig, namespace="default", chart=str(chart))
+        return max(message["Severity"] for message in found["Messages"]), log.read_text()[before:]
+
     def call(self, operation: str, **arguments: Any) -> Any:
         """What the library returned; raises a ``HelmError`` where it failed."""
         self._calls.write(json.dumps({"operation": operation, **arguments}) + "\n")

@@ -11,7 +11,7 @@ from typing import Any
 
 import kubernetes_validate
 import kubernetes_validate.utils
-from helm_sdkpy import Configuration, HelmError, Install, Package, ReleaseTest, Uninstall, Upgrade
+from helm_sdkpy import Configuration, HelmError, Install, Lint, Package, ReleaseTest, Uninstall, Upgrade
 
 Call = dict[str, Any]
 
@@ -45,12 +45,17 @@ async def package(call: Call) -> str:
     return await Package(_configuration(call)).run(call["chart"], dest_dir=call["folder"])
 
 
+async def lint(call: Call) -> Any:
+    """What ``helm lint`` finds in the chart without values: messages, whose texts the library leaves out."""
+    return await Lint(_configuration(call)).run(call["chart"])
+
+
 async def validate(call: Call) -> list[str | None]:
     """For each manifest why it is not valid for that version of Kubernetes, or null; "unknown" for an unknown kind."""
     return [_problem(manifest, call["version"]) for manifest in call["manifests"]]
 
 
-OPERATIONS = {action.__name__: action for action in (install, upgrade, uninstall, test, package, validate)}
+OPERATIONS = {action.__name__: action for action in (install, upgrade, uninstall, test, package, lint, validate)}
 
 
 def _configuration(call: Call) -> Configuration:

@@ -7,16 +7,18 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import yaml
 
 from tests.kube.conftest import Examples
 from tests.kube.helm import CHART, Helm, Release
-from tests.kube.manifests import Pod, components
+from tests.kube.manifests import Pod, components, pods
 from tests.kube.policies import POLICIES
 from tests.kube.previous import previous_chart
 from tests.kube.settings import environment
 from tests.kube.validity import problems
-from tests.kube.values import VERSIONS, example_values, with_values
+from tests.kube.values import EVERY_POD, VERSIONS, example_values, with_values
 
+DEFAULTS = yaml.safe_load((CHART / "values.yaml").read_text())
 VOLUME = [{"name": "data", "configMap": {"name": "data"}}]
 MOUNT = [{"name": "data", "mountPath": "/data", "readOnly": True}]
 FROM = [{"secretRef": {"name": "proxy"}}, {"configMapRef": {"name": "more", "optional": True}}]
@@ -35,6 +37,7 @@ BOTH = {
     "podAnnotations": {"n": "on"},
     "podLabels": {"azure.workload.identity/use": "true", "team": "pod"},
 }
+PLACEMENT = ("nodeSelector", "tolerations", "affinity", "priorityClassName")
 SERVICE = {
     "type": "LoadBalancer",
     "loadBalancerClass": "example.com/internal",
@@ -87,8 +90,6 @@ def test_all_of_it_is_valid_and_breaks_no_policy(helm: Helm, full: Release) -> N
 def test_pods_have_the_configured_fields(full: Release, component: str) -> None:
     (pod,) = components(full, component)
     spec, container = pod.spec, pod.containers[0]
-    for name in ("nodeSelector", "tolerations", "affinity", "priorityClassName"):
-        assert spec[name] == BOTH[name]
     assert pod.owner["metadata"]["annotations"] == BOTH["annotations"]
     assert pod.annotations == BOTH["podAnnotations"]
     assert dict(pod.labels).items() >= {**BOTH["podLabels"]}.items()
@@ -111,6 +112,48 @@ def _trusts(pod: Pod, container: dict[str, Any]) -> None:
     (mount,) = [mount["mountPath"] for mount in container["volumeMounts"] if mount["name"] == "trust"]
     for name in ("SSL_CERT_FILE", "OTEL_EXPORTER_OTLP_CERTIFICATE"):
         assert environment(container)[name] == f"{mount}/ca.crt"
+
+
+@pytest.mark.parametrize("values", EVERY_POD)
+def test_every_pod_goes_where_values_send_it_and_has_their_resources(helm: Helm, values: str) -> None:
+    """Of each component that has a place among the values; a pod of another fails."""
+    given = example_values(values)
+    places = {name: of for name, of in DEFAULTS.items() if isinstance(of, dict) and "nodeSelector" in of}
+    places |= {f"models__{key}": DEFAULTS["modelDefaults"] for key in given["models"]}
+    for place, section in places.items():
+        with_values(given, **{f"{place}__{name}": BOTH[name] for name in PLACEMENT})
+        for name in {"resources", "downloadResources"} & section.keys():
+            with_values(given, **{f"{place}__{name}__limits__cpu": "7"})
+    for pod in pods(helm.render(given)):
+        assert {name: pod.spec.get(name) for name in PLACEMENT} == {name: BOTH[name] for name in PLACEMENT}, pod.name
+        assert {each["resources"]["limits"]["cpu"] for each in pod.all_containers} == {"7"}, pod.name
+
+
+def test_pods_request_of_their_nodes_disk_what_they_may_write(helm: Helm, example: Examples, full: Release) -> None:
+    assert requested_disk(full) == {"engine": "11264Mi", "router": "1280Mi", "redis": None, "test": None}
+    # A download of unknown size: as much as the memory has.
+    assert requested_disk(example("hpa", "1.37"))["engine"] == "8192Mi"
+    values = with_values(
+        example_values("hpa"),
+        redis__persistence__enabled=False,
+        models__demo__resources__limits__memory="400Gi",
+        models__demo__volumes=[
+            {"name": "disk", "emptyDir": {"sizeLimit": "3Gi"}},
+            {"name": "memory", "emptyDir": {"sizeLimit": "9Gi", "medium": "Memory"}},
+        ],
+        models__demo__volumeMounts=[{"name": name, "mountPath": f"/{name}"} for name in ("disk", "memory")],
+        router__temporaryStorage="2Gi",
+        router__resources__limits={"memory": "1Gi", "ephemeral-storage": "5Gi"},
+    )
+    release = helm.render(values)
+    assert requested_disk(release) == {"engine": "211968Mi", "router": None, "redis": "8192Mi", "test": None}
+    (router,) = components(release, "router")
+    assert [volume["emptyDir"]["sizeLimit"] for volume in router.volumes if "emptyDir" in volume] == ["2Gi", "256Mi"]
+
+
+def requested_disk(release: Release) -> dict[str, str | None]:
+    """What the pods of each component request of ephemeral-storage."""
+    return {pod.component: pod.containers[0]["resources"]["requests"].get("ephemeral-storage") for pod in pods(release)}
 
 
 def test_engines_have_what_only_they_need(full: Release) -> None:

@@ -7,10 +7,13 @@ from typing import Any
 import pytest
 import yaml
 
+from tests.kube.custom_kinds import CUSTOM_KINDS
 from tests.kube.helm import CHART, Helm, HelmError, Release
+from tests.kube.helm_api import Cluster
 from tests.kube.manifests import components, pods
+from tests.kube.policies import pods as of_pods
 from tests.kube.settings import environment
-from tests.kube.values import example_values, with_values
+from tests.kube.values import EVERY_POD, EXAMPLES, example_values, with_values
 
 ISSUER = {"issuerUrl": "https://issuer.example:8443/realm", "clientId": "quire"}
 
@@ -30,13 +33,43 @@ def ports_without_peers(rules: list[dict[str, Any]]) -> set[int]:
     return {int(port["port"]) for rule in rules if "to" not in rule for port in rule["ports"]}
 
 
-def test_dns_may_have_other_ports_as_on_openshift(helm: Helm) -> None:
-    release = rendered(helm, networkPolicy__dnsPorts=[53, 5353])
+def test_dns_may_have_other_ports(helm: Helm) -> None:
+    release = rendered(helm, networkPolicy__dnsPorts=[53, 5300])
     for name in ("router", "engine", "test"):
-        dns = policy(release, name)["egress"][0]["ports"]
-        assert {(each["port"], each["protocol"]) for each in dns} == {
-            (port, protocol) for port in (53, 5353) for protocol in ("UDP", "TCP")
-        }
+        assert dns_ports(policy(release, name)["egress"][0]) == {53, 5300}
+
+
+def dns_ports(rule: dict[str, Any]) -> set[int]:
+    """The ports of a rule that both protocols may use."""
+    udp, tcp = ({each["port"] for each in rule["ports"] if each["protocol"] == name} for name in ("UDP", "TCP"))
+    return udp & tcp
+
+
+@pytest.mark.parametrize(
+    "values", [pytest.param(name, marks=() if name in EVERY_POD else pytest.mark.soak) for name in EXAMPLES]
+)
+def test_openshift_takes_every_pod_by_the_rules_of_restricted_v2(helm: Helm, values: str) -> None:
+    release = helm.render(with_values(example_values(values), openshift=True))
+    assert [*of_pods.containers_have_no_rights(release), *of_pods.pods_share_nothing_with_the_node(release)] == []
+    found = list(pods(release))
+    assert {"router", "engine", "test"} <= {pod.component for pod in found}
+    for pod in found:
+        for context in (pod.spec["securityContext"], *(each["securityContext"] for each in pod.all_containers)):
+            assert not {"runAsUser", "runAsGroup", "fsGroup", "supplementalGroups"} & context.keys(), pod.name
+
+
+@pytest.mark.parametrize(
+    ("value", "served", "expected"), [("auto", True, True), ("auto", False, False), (False, True, False)]
+)
+def test_a_cluster_says_that_it_is_openshift(helm: Helm, value: Any, served: bool, expected: bool) -> None:
+    kinds = {"security.openshift.io/v1": "SecurityContextConstraints!"} if served else {}
+    cluster = helm.cluster(Cluster(custom_kinds={**CUSTOM_KINDS, **kinds}))
+    release = cluster.install(with_values(example_values("cpu-demo"), openshift=value))
+    assert {"runAsUser" not in pod.spec["securityContext"] for pod in pods(release)} == {expected}
+    there = {"namespaceSelector": {"matchLabels": {"kubernetes.io/metadata.name": "openshift-dns"}}}
+    for name in ("router", "engine", "test"):
+        rules = [rule for rule in policy(release, name)["egress"] if there in rule.get("to", ())]
+        assert [dns_ports(rule) for rule in rules] == [{5353}] * expected
 
 
 def test_rules_of_a_service_mesh_hold_for_all_pods(helm: Helm) -> None:
@@ -99,18 +132,6 @@ def test_an_umbrella_chart_may_turn_the_chart_on(helm: Helm) -> None:
         for release in (rendered(helm, enabled=True), rendered(helm))
     ]
     assert named[0] == named[1]
-
-
-def test_the_pods_of_helm_test_go_where_they_are_sent(helm: Helm) -> None:
-    taint = [{"key": "team", "operator": "Exists"}]
-    limits = {"requests": {"cpu": "50m"}, "limits": {"cpu": "200m", "memory": "256Mi"}}
-    changes = {"nodeSelector": {"pool": "small"}, "tolerations": taint, "resources": limits}
-    release = rendered(helm, **{f"tests__{name}": value for name, value in changes.items()})
-    tests = [pod for pod in pods(release) if pod.component == "test"]
-    assert len(tests) == 2
-    for pod in tests:
-        assert (pod.spec["nodeSelector"], pod.spec["tolerations"]) == ({"pool": "small"}, taint)
-        assert pod.containers[0]["resources"]["limits"]["cpu"] == "200m"
 
 
 def test_values_that_name_no_pods_rules_are_refused(helm: Helm) -> None:

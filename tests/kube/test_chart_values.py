@@ -1,6 +1,7 @@
 """Wrong values fail at installation with their path; values that contradict each other are named together."""
 
 import json
+import re
 from typing import Any
 
 import pytest
@@ -203,6 +204,10 @@ CONTRADICTIONS: dict[str, tuple[dict[str, Any], list[str]]] = {
         {"redis__persistence__size": "500Mi"},
         ["redis.maxMemory", "redis.persistence.size"],
     ),
+    "more blocks than /tmp has room for": (
+        {"models__demo__flags": {"kvDiskPath": "/tmp/kv", "kvDiskSpace": 4}},
+        ["models.demo.flags.kvDiskSpace", "models.demo.temporaryStorage"],
+    ),
     "the Secret of another Redis": (
         {"redis__mode": "external", "redis__external__host": "r", "redis__existingSecret": "x"},
         ["redis.existingSecret", "redis.external.existingSecret"],
@@ -315,9 +320,13 @@ def test_values_that_contradict_each_other_are_named_together(helm: Helm, case: 
     assert "secret@" not in message
 
 
-def test_no_model_is_no_release(helm: Helm) -> None:
-    with pytest.raises(HelmError, match="models"):
+def test_no_model_is_no_release_and_lint_says_the_same(helm: Helm) -> None:
+    sentence = "models is empty: say at least one model and its source, as in ci/cpu-demo-values.yaml."
+    with pytest.raises(HelmError, match=re.escape(sentence)):
         helm.render({})
+    severity, log = helm.lint(CHART)
+    assert severity < 3, "an error of a template"
+    assert sentence in log
 
 
 def test_scaling_to_zero_needs_a_kubernetes_that_supports_it(helm: Helm) -> None:

@@ -167,6 +167,17 @@ def test_an_image_runs_as_a_user_that_is_a_number_and_not_root(path, target):
 
 
 @images
+def test_an_image_runs_as_any_user(path, target):
+    """One that no file names has neither a home nor a name, and libraries ask for both; /tmp is everybody's."""
+    line = list(line_of(path, target))
+    variables = " ".join(text for stage in line for text in stage.arguments_of("ENV"))
+    assert {"HOME=/tmp", "USER=quire"} <= set(variables.split())
+    assert [folder for stage in line for folder in stage.arguments_of("WORKDIR")][-1] == "/tmp"
+    copied = [text for stage in line for kind, text in stage.steps if kind in ("COPY", "ADD")]
+    assert not any("--chown" in text or "--chmod" in text for text in copied)
+
+
+@images
 def test_an_image_has_labels_ports_a_command_and_no_health_check(path, target):
     line = list(line_of(path, target))
     labels = " ".join(text for stage in line for text in stage.arguments_of("LABEL"))

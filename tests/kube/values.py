@@ -22,6 +22,8 @@ NEEDS = {
 """The API versions that an example needs besides those that every cluster has."""
 NEW = {"canary", "endpoint-picker", "nodes"}
 """Examples of what the previous version of the chart cannot do: their releases begin with this one."""
+EVERY_POD = ("cpu-demo", "nodes")
+"""Examples that together have every kind of pod that the chart makes."""
 
 
 @cache

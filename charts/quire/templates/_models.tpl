@@ -171,7 +171,13 @@
 {{- end }}
 {{- end -}}
 
-{{/* Where the router finds a model's tokenizer. Takes the model. */}}
+{{/* Where the router finds a model's tokenizer. What it downloads is small, however large the model is. Takes the model. */}}
 {{- define "quire.tokenizerSource" -}}
-{{- toYaml (default .source .tokenizer) -}}
+{{- $source := deepCopy (default .source .tokenizer) -}}
+{{- with $source.download -}}
+{{- if not .claimName -}}
+{{- $_ := set . "sizeLimit" (default "256Mi" (default dict $.tokenizer.download).sizeLimit) -}}
+{{- end -}}
+{{- end -}}
+{{- toYaml $source -}}
 {{- end -}}

@@ -10,15 +10,24 @@
 {{- max 1 (ceil (divf .seconds .period)) -}}
 {{- end -}}
 
-{{/* The security context of a pod. Takes user and group. */}}
+{{/* Whether the cluster is OpenShift. Takes the root. */}}
+{{- define "quire.isOpenShift" -}}
+{{- $given := ternary "auto" (toString .Values.openshift) (kindIs "invalid" .Values.openshift) -}}
+{{- if or (eq $given "true") (and (eq $given "auto") (.Capabilities.APIVersions.Has "security.openshift.io/v1")) -}}true{{- end -}}
+{{- end -}}
+
+{{/* The security context of a pod. Its ids are those of runAsUser and runAsGroup, but for OpenShift, which refuses ids that it did
+     not choose. Takes root and ids (the values that have the two). */}}
 {{- define "quire.podSecurity" -}}
 runAsNonRoot: true
-{{- if .user }}
-runAsUser: {{ int64 .user }}
+{{- if not (include "quire.isOpenShift" .root) }}
+{{- with .ids.runAsUser }}
+runAsUser: {{ int64 . }}
 {{- end }}
-{{- if .group }}
-runAsGroup: {{ int64 .group }}
-fsGroup: {{ int64 .group }}
+{{- with .ids.runAsGroup }}
+runAsGroup: {{ int64 . }}
+fsGroup: {{ int64 . }}
+{{- end }}
 {{- end }}
 fsGroupChangePolicy: OnRootMismatch
 seccompProfile:
@@ -31,6 +40,24 @@ allowPrivilegeEscalation: false
 readOnlyRootFilesystem: {{ . }}
 capabilities:
   drop: [ALL]
+{{- end -}}
+
+{{/* The resources of a container. Where they say nothing of ephemeral-storage, the container requests what the pod may write to the
+     disk of its node. Takes resources, sizes (quantities) and volumes (further ones of the values). */}}
+{{- define "quire.resources" -}}
+{{- $resources := deepCopy .resources -}}
+{{- $sizes := .sizes -}}
+{{- range .volumes -}}
+{{- if and .emptyDir (ne (default "" .emptyDir.medium) "Memory") -}}{{- $sizes = append $sizes .emptyDir.sizeLimit -}}{{- end -}}
+{{- end -}}
+{{- $given := merge (dict) (default dict $resources.requests) (default dict $resources.limits) -}}
+{{- if and $sizes (not (hasKey $given "ephemeral-storage")) -}}
+{{- $bytes := 0.0 -}}
+{{- range $sizes -}}{{- $bytes = addf $bytes (include "quire.number" . | float64) -}}{{- end -}}
+{{- $storage := dict "ephemeral-storage" (printf "%dMi" (divf $bytes 1048576 | ceil | int64)) -}}
+{{- $_ := set $resources "requests" (merge $storage (default dict $resources.requests)) -}}
+{{- end -}}
+{{- toYaml $resources -}}
 {{- end -}}
 
 {{/* Where a pod may run. Takes root, component, key and placement (the values of a component). */}}

@@ -203,6 +203,11 @@
 {{- if and (gt (int $ranks) 1) $memory (ge (include "quire.number" .model.sharedMemory | float64) (include "quire.number" $memory | float64)) -}}
 {{- fail (printf "%s.sharedMemory is %s and %s.resources.limits.memory is %v: what is shared counts as memory, so that the limit must be larger." $path .model.sharedMemory $path $memory) -}}
 {{- end -}}
+{{- $flags := default dict .model.flags -}}
+{{- $room := default "4Gi" .model.temporaryStorage -}}
+{{- if and (hasPrefix "/tmp/" (printf "%v/" $flags.kvDiskPath)) (not (kindIs "string" $flags.kvDiskSpace)) (ge (mulf $flags.kvDiskSpace 1073741824.0) (include "quire.number" $room | float64)) -}}
+{{- fail (printf "%s.flags.kvDiskSpace is %v (GiB) in %s, and %s.temporaryStorage, the size of /tmp, is %s: the pod would be evicted. Set temporaryStorage above it, or keep the blocks in one of %s.volumes." $path $flags.kvDiskSpace $flags.kvDiskPath $path $room $path) -}}
+{{- end -}}
 {{- include "quire.validatePods" (dict "root" .root "path" $path "values" .model "keys" (list .key)) -}}
 {{- if and (eq (toString .model.maxSurge | trimSuffix "%") "0") (eq (toString .model.maxUnavailable | trimSuffix "%") "0") -}}
 {{- fail (printf "%s.maxSurge and %s.maxUnavailable are both 0: no update could begin." $path $path) -}}

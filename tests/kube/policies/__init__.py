@@ -18,6 +18,7 @@ POLICIES: tuple[Policy, ...] = (
     of_pods.containers_have_no_rights,
     of_pods.pods_share_nothing_with_the_node,
     of_pods.temporary_folders_are_bounded,
+    of_pods.disk_is_requested,
     of_pods.mounts_and_volumes_agree,
     of_pods.variables_are_there_once,
     of_pods.only_the_router_speaks_to_kubernetes,

@@ -13,6 +13,8 @@ VOLUMES = {
     "configMap", "csi", "downwardAPI", "emptyDir", "ephemeral", "image", "persistentVolumeClaim", "projected", "secret",
 }  # fmt: skip
 """The kinds that Kubernetes' restricted standard allows."""
+UNITS = {"": 1.0, "m": 0.001, **{unit: 1000.0**power for power, unit in enumerate("kMGTPE", 1)}}
+UNITS |= {f"{unit}i": 1024.0**power for power, unit in enumerate("KMGTPE", 1)}
 HOST_NAMESPACES = ("hostNetwork", "hostPID", "hostIPC")
 
 
@@ -105,6 +107,37 @@ def temporary_folders_are_bounded(release: Release) -> Iterator[str]:
         for volume in pod.volumes:
             if "emptyDir" in volume and "sizeLimit" not in (volume["emptyDir"] or {}):
                 yield f"{pod.name}: volume {volume['name']} has no sizeLimit"
+
+
+def disk_is_requested(release: Release) -> Iterator[str]:
+    """A pod that may write to its node's disk requests the size of its folders there. A model's folder has a bound that
+    is above the size of most models, so that any request will do.
+    """
+    for pod in pods(release):
+        folders = {
+            volume["name"]: volume["emptyDir"].get("sizeLimit", 0)
+            for volume in pod.volumes
+            if "emptyDir" in volume and volume["emptyDir"].get("medium") != "Memory"
+        }
+        writes = bool(folders) or any(not _context(pod, each).get("readOnlyRootFilesystem") for each in pod.containers)
+        least = sum(number(size) for name, size in folders.items() if not name.startswith("model-"))
+        requested = _requested_disk(pod)
+        if writes and (not requested or requested < least):
+            yield f"{pod.name} requests {requested:.0f} bytes of its node's disk, and may write {least:.0f}"
+
+
+def _requested_disk(pod: Pod) -> float:
+    """Bytes; where only a limit is given, Kubernetes takes it as the request."""
+    resources = [each.get("resources", {}) for each in pod.containers]
+    asked = [{**each.get("limits", {}), **each.get("requests", {})} for each in resources]
+    return sum(number(each.get("ephemeral-storage", 0)) for each in asked)
+
+
+def number(quantity: str | float) -> float:
+    """A quantity of Kubernetes as a number: bytes, processors."""
+    match = re.fullmatch(r"([0-9.]+)([A-Za-z]*)", str(quantity))
+    assert match is not None, quantity
+    return float(match[1]) * UNITS[match[2]]
 
 
 def mounts_and_volumes_agree(release: Release) -> Iterator[str]:

@@ -34,7 +34,18 @@ name: {{ include "quire.engineName" . }}
 {{- if gt (int .gpus) 0 -}}
 {{- $_ := set $resources "limits" (merge (dict .gpuResource (int .gpus | toString)) (default dict $resources.limits)) -}}
 {{- end -}}
-{{- toYaml $resources -}}
+{{- $sizes := list (default "4Gi" .temporaryStorage) -}}
+{{- with .source.download -}}
+{{- if not .claimName -}}{{- $sizes = append $sizes (default (include "quire.downloadEstimate" $) .sizeLimit) -}}{{- end -}}
+{{- end -}}
+{{- include "quire.resources" (dict "resources" $resources "sizes" $sizes "volumes" .volumes) -}}
+{{- end -}}
+
+{{/* What a download of unknown size is taken for: what is loaded fits the memory. No folder takes more than its sizeLimit. Takes
+     the model. */}}
+{{- define "quire.downloadEstimate" -}}
+{{- $memory := get (default dict .resources.limits) "memory" | default "20Gi" -}}
+{{- ternary "200Gi" $memory (gt (include "quire.number" $memory | float64) (include "quire.number" "200Gi" | float64)) -}}
 {{- end -}}
 
 {{/* The template of an engine's pods, those of each of its nodes alike. Takes root, component, key and model. */}}
@@ -52,7 +63,7 @@ spec:
   enableServiceLinks: false
   terminationGracePeriodSeconds: {{ include "quire.grace" $.model }}
   securityContext:
-    {{- include "quire.podSecurity" (dict "user" $.root.Values.security.runAsUser "group" $.root.Values.security.runAsGroup) | nindent 4 }}
+    {{- include "quire.podSecurity" (dict "root" $.root "ids" $.root.Values.security) | nindent 4 }}
   {{- include "quire.scheduling" (merge (dict "placement" $.model) (pick $ "root" "component" "key")) | trim | nindent 2 }}
   {{- with $.model.resourceClaims }}
   resourceClaims:

@@ -20,6 +20,16 @@
     - port: {{ int . }}
       protocol: TCP
     {{- end }}
+{{- if include "quire.isOpenShift" . }}
+# Policies see the port of OpenShift's DNS pods, which is not the one of their Service.
+- to:
+    {{- include "quire.namespacePeer" "openshift-dns" | nindent 4 }}
+  ports:
+    - port: 5353
+      protocol: UDP
+    - port: 5353
+      protocol: TCP
+{{- end }}
 {{- end -}}
 
 {{/* Egress to addresses; without any to every address, as no block of addresses has nodes of the cluster in it for some plugins. Takes

@@ -171,6 +171,17 @@
 {{- end -}}
 {{- end -}}
 
+{{/* The resources of a router. Takes the root. */}}
+{{- define "quire.routerResources" -}}
+{{- $sizes := list (default "1Gi" .Values.router.temporaryStorage) -}}
+{{- range include "quire.models" . | fromYaml -}}
+{{- with (include "quire.tokenizerSource" . | fromYaml).download -}}
+{{- with .sizeLimit -}}{{- $sizes = append $sizes . -}}{{- end -}}
+{{- end -}}
+{{- end -}}
+{{- include "quire.resources" (dict "resources" .Values.router.resources "sizes" $sizes "volumes" .Values.router.volumes) -}}
+{{- end -}}
+
 {{/* The containers that download tokenizers before routers start. Takes the root. */}}
 {{- define "quire.routerDownloads" -}}
 {{- range $key, $model := include "quire.models" . | fromYaml -}}

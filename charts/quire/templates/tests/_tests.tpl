@@ -24,6 +24,8 @@
 {{- define "quire.testPod" -}}
 {{- /* Rendered before validation.yaml, and lost without a model. */ -}}
 {{- include "quire.validate" .root -}}
+{{- /* helm lint reports what fails there, and renders on. */ -}}
+{{- if .root.Values.models -}}
 {{- $of := dict "root" .root "component" "test" -}}
 {{- $values := .root.Values -}}
 {{- $fullname := include "quire.fullname" .root -}}
@@ -45,7 +47,7 @@ spec:
   automountServiceAccountToken: false
   enableServiceLinks: false
   securityContext:
-    {{- include "quire.podSecurity" (dict "user" $values.security.runAsUser "group" $values.security.runAsGroup) | nindent 4 }}
+    {{- include "quire.podSecurity" (dict "root" .root "ids" $values.security) | nindent 4 }}
   {{- include "quire.scheduling" (merge (dict "placement" $values.tests) $of) | trim | nindent 2 }}
   containers:
     - name: {{ .api }}
@@ -90,4 +92,5 @@ spec:
         {{- toYaml (default (dict "requests" (dict "cpu" "100m" "memory" "128Mi") "limits" (dict "memory" "256Mi")) $values.tests.resources) | nindent 8 }}
       securityContext:
         {{- include "quire.containerSecurity" true | nindent 8 }}
+{{- end -}}
 {{- end -}}
