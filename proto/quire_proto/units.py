@@ -6,6 +6,7 @@ A number alone has the unit that the setting names. With a unit behind it, it is
 
 import re
 from collections.abc import Iterator
+from fractions import Fraction
 from typing import Annotated, Any, get_args
 
 from pydantic import BeforeValidator
@@ -22,8 +23,8 @@ _LONGEST = 64  # characters of a value
 
 
 def read_size(value: object) -> object:
-    """Returns the bytes of a size with a unit; anything else as it is. Raises ``ValueError`` for an unknown unit, and
-    for a size that is not a whole number of bytes.
+    """Returns the whole bytes of a size with a unit; anything else as it is. Raises ``ValueError`` for an unknown
+    unit.
     """
     text = _with_unit(value)
     if text is None:
@@ -31,8 +32,6 @@ def read_size(value: object) -> object:
     size = _bytes_of(text)
     if size is None:
         raise ValueError(f"{text!r} is not a size: write bytes, or a number with a unit, such as 512MiB, 1.5G or 2Gi")
-    if size != int(size):
-        raise ValueError(f"{text!r} is not a whole number of bytes")
     return int(size)
 
 
@@ -44,7 +43,7 @@ def read_gib(value: object) -> object:
     size = _bytes_of(text)
     if size is None:
         raise ValueError(f"{text!r} is not a size: write GiB, or a number with a unit, such as 512MiB, 1.5G or 2Gi")
-    return size / GIB
+    return float(size / GIB)
 
 
 def read_duration(value: object) -> object:
@@ -75,12 +74,12 @@ def _with_unit(value: object) -> str | None:
     return None if not text or _NUMBER.fullmatch(text) else text
 
 
-def _bytes_of(text: str) -> float | None:
+def _bytes_of(text: str) -> Fraction | None:
     found = _SIZE.fullmatch(text)
     if found is None or (found["binary"] and not found["prefix"]):
         return None
     base = 1024 if found["binary"] else 1000
-    return float(found["number"]) * float(base ** _EXPONENTS[found["prefix"].lower()])
+    return Fraction(found["number"]) * int(base ** _EXPONENTS[found["prefix"].lower()])
 
 
 SIZE, GIBIBYTES, DURATION = BeforeValidator(read_size), BeforeValidator(read_gib), BeforeValidator(read_duration)
