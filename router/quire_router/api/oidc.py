@@ -167,7 +167,7 @@ def _read_keys(found: dict[str, Any]) -> dict[str | None, _Key]:
     jwt.PyJWKSet.from_dict(found)
     keys: dict[str | None, _Key] = {}
     for data in found["keys"]:
-        with suppress(jwt.PyJWTError):
+        with suppress(jwt.PyJWTError, TypeError, ValueError, AttributeError):  # PyJWT expects texts
             key = jwt.PyJWK(data)
             any_of_rsa = _RSA if key.key_type == "RSA" and not data.get("alg") else ()  # else PyJWT takes RS256 alone
             known = {name: jwt.PyJWK(data, name) for name in any_of_rsa} or {key.algorithm_name: key}
@@ -189,7 +189,10 @@ async def _fetch_json(session: aiohttp.ClientSession, address: str) -> dict[str,
             body += more
     if len(body) > _MAX_BYTES:
         raise ValueError(f"{address} has more than {_MAX_BYTES} bytes")
-    found = json.loads(body)
+    try:
+        found = json.loads(body)
+    except RecursionError:
+        found = None
     if not isinstance(found, dict):
         raise ValueError(f"{address} is no JSON object")
     return found

@@ -41,15 +41,18 @@ def public(key_id):
 
 
 class Issuer:
-    """What the server says: ``keys`` and, with ``changes``, another configuration."""
+    """What the server says: ``keys`` and, with ``changes``, another configuration; or a ``text`` in its place."""
 
     def __init__(self):
         self.keys = [public("rsa")]
         self.changes = {}
+        self.text = ""
         self.asked = 0
         self.url = ""
 
     async def configuration(self, _request):
+        if self.text:
+            return web.Response(text=self.text)
         return web.json_response({"issuer": self.url, "jwks_uri": f"{self.url}/keys", **self.changes})
 
     async def key_set(self, _request):
@@ -229,6 +232,24 @@ async def test_an_issuer_that_says_something_else_is_not_believed_and_known_keys
         assert verifier.verify(token(issuer)) == "alice"
     assert metrics.OIDC_KEYS_CURRENT._value.get() == 0
     assert sum("cannot be read" in record.message for record in caplog.records) == 1
+
+
+@pytest.mark.parametrize(
+    "key", [5, None, [], {"kty": "RSA", "n": 5}, {**public("ec"), "kid": []}, {**public("ec"), "alg": {}}], ids=range(6)
+)
+async def test_a_key_that_is_none_costs_no_other(key):
+    async with serving() as issuer:
+        issuer.keys = [key, public("rsa"), key]
+        verifier = await read(issuer)
+        assert verifier.verify(token(issuer)) == "alice"
+
+
+async def test_an_issuer_that_nests_deeper_than_can_be_read_changes_nothing():
+    async with serving() as issuer:
+        verifier = await read(issuer)
+        issuer.text = "[" * 100_000
+        await verifier.read_keys()
+        assert verifier.verify(token(issuer)) == "alice"
 
 
 async def test_an_issuer_that_is_away_or_sends_too_much_changes_nothing(monkeypatch):
