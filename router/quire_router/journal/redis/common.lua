@@ -1,7 +1,8 @@
--- Included at the beginning of every script. A record is a hash: request, prompt, conversation, where there is one, and
--- their checksum 'seal'; version, that of the model that the log is of; owner, epoch and lease_expires (ms); 'sum', the checksum of the token log, and told, how many tokens it has; claim, the name of the
--- last one; cancelled; opened (ms), when it began by this clock; retention (s), where the request has its own; and of
--- one that has ended reason, error, usage and 'ended', when (ms). KEYS: record, tokens. ARGV: owner, epoch, then as each script documents.
+-- Included at the beginning of every script. KEYS: record, tokens. ARGV: owner, epoch, then as each script documents.
+-- A record is a hash: request, prompt, conversation, where there is one, and their checksum 'seal'; version, that of the
+-- model that the log is of; owner, epoch and lease_expires (ms); 'sum', the checksum of the token log, and told, how many
+-- tokens it has; claim, the name of the last one; cancelled; opened (ms), when it began by this clock; retention (s),
+-- where the request has its own; and of one that has ended reason, error, usage and 'ended', when (ms).
 -- Each writes first with a command that Redis refuses when it is out of memory, so that it changes all or nothing: a
 -- DEL or a ZREM is not refused. (No script declares flags: Redis 6 does not know them.)
 -- Scripts return DONE; STALE when another owner or a newer epoch has the record, so that the writer has lost it; LOST
