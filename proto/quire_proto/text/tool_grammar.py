@@ -391,13 +391,13 @@ class _Members:
 
     def tagged_json(self, schema: Any) -> str:
         """The rule of a value in JSON between tags: a string where the schema does not say a type."""
-        if isinstance(schema, Mapping) and "type" not in schema and not self._types.of(schema):
-            schema = {**schema, "type": STRING}
-        return self.json(schema)
+        is_open = isinstance(schema, Mapping) and "type" not in schema and not self._types.of(schema)
+        return self.json(schema, {"type": STRING} if is_open else {})
 
-    def json(self, schema: Any) -> str:
-        """The rule of a value in JSON."""
+    def json(self, schema: Any, more: Mapping[str, Any] = {}) -> str:
+        """The rule of a value in JSON, by a schema with ``more`` keywords."""
         own = self._types.references.standalone(schema) if "$ref" in json.dumps(schema) else schema
+        own = {**own, **more} if more else own
         return self._rule(f"value_{self._number}_{len(self._rules)}", f"%json {_schema(own, self._marks)}")
 
     def until(self, schema: Any, mark: str) -> str:

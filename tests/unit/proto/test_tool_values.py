@@ -136,6 +136,12 @@ REFERRING = {
     "with an escape": {"properties": {"a": DIGIT, "b": {"$ref": "#/$defs/n%20[1]~1"}}, "$defs": {"n [1]/": DIGIT}},
     "by an anchor": {"properties": {"a": DIGIT, "b": {"$ref": "#n"}}, "$defs": {"n": {**DIGIT, "$anchor": "n"}}},
     "by a name": {"properties": {"a": DIGIT, "b": {"$ref": "n"}}, "$defs": {"n": {**DIGIT, "$id": "n"}}, "$id": "x:f"},
+    "by a name of its own": {
+        "properties": {
+            "a": DIGIT,
+            "b": {"$id": "http://x/b", "$ref": "#/$defs/n", "minLength": 1, "$defs": {"n": {"maxLength": 3}}},
+        }
+    },
     "from a property of that name": {
         "properties": {"a": DIGIT, "b": {"type": "object", "properties": {"default": {"$ref": "#/properties/a"}}}}
     },
