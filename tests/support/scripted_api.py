@@ -200,7 +200,7 @@ class ScriptedRunner:
         run = self.runs.get(request_id)
         return None if run is None else run.record()
 
-    async def statuses(self, request_ids: Sequence[str], *, surely: bool = True) -> list[RequestRecord | None]:
+    async def statuses(self, request_ids: Sequence[str], *, confirm_missing: bool = True) -> list[RequestRecord | None]:
         return [await self.record(request_id) for request_id in request_ids]
 
     def resume(self, record: RequestRecord, mark: StreamCursor, deadline: float | None = None) -> AsyncGenerator[Delta]:

@@ -345,7 +345,7 @@ class Runner(Protocol):
         """Returns the record of a request, running anywhere or ended; None when there is none."""
         ...
 
-    async def statuses(self, request_ids: Sequence[str], *, surely: bool = True) -> list[RequestRecord | None]:
+    async def statuses(self, request_ids: Sequence[str], *, confirm_missing: bool = True) -> list[RequestRecord | None]:
         """Returns the records of several requests without prompts and deltas; see ``Journal.statuses``. A background
         request without a lease is claimed.
         """

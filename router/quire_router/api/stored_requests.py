@@ -105,17 +105,17 @@ class RequestStore:
         """As ``get``, but the records have neither prompts nor deltas."""
         name = _parse_id(request_id)
         for delay in _RETRY_DELAYS:
-            (record,) = await self._runner.statuses([name], surely=not delay)
+            (record,) = await self._runner.statuses([name], confirm_missing=not delay)
             if record is not None and owns(caller.tenant, record.generation.tenant):
                 parts = record.generation.parts[1:]
-                others = await self._runner.statuses(parts, surely=False) if parts else []
+                others = await self._runner.statuses(parts, confirm_missing=False) if parts else []
                 return StoredRequest((record, *(other for other in others if other is not None)))
             await asyncio.sleep(delay)
         raise request_not_found()
 
     async def exists(self, request_id: str) -> bool:
         """Returns whether there is a record of exactly this id. Raises ``QuireError``."""
-        (record,) = await self._runner.statuses([request_id], surely=False)
+        (record,) = await self._runner.statuses([request_id], confirm_missing=False)
         return record is not None
 
     async def peek(self, request_id: str) -> StoredRequest | None:

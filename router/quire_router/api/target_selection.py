@@ -87,7 +87,7 @@ class TargetSelector:
     async def _known(self, request_id: str, caller: Identity) -> GenerationRequest | None:
         """Returns the request that came first with this id; None if there is none, or the journal is away."""
         with suppress(QuireError):
-            (record,) = await self._runner.statuses([request_id], surely=False)
+            (record,) = await self._runner.statuses([request_id], confirm_missing=False)
             if record is not None and owns(caller.tenant, record.generation.tenant):
                 return record.generation
         return None

@@ -52,7 +52,7 @@ def structured_of(request: GenerationBody, tokenizer: ModelTokenizer, prompt: Se
     thinking = _reasoning_state(tokenizer, prompt)
     if not request.offered_tools:
         return requested if requested is None else _after_reasoning(request, requested, thinking, tokenizer)
-    tool_format = detect_tool_format(tokenizer)
+    tool_format = require_tool_format(tokenizer)
     reply = None if requested is None else _reply(requested)
     if reply is None and not request.is_guided:
         return None
@@ -154,7 +154,7 @@ def _unusable_parameters(tool: str, reason: str) -> QuireError:
     return invalid("tools", f"The parameters of the tool {tool} cannot be used: {reason}")
 
 
-def detect_tool_format(tokenizer: ModelTokenizer) -> ToolFormat:
+def require_tool_format(tokenizer: ModelTokenizer) -> ToolFormat:
     """Returns how the model writes tool calls. Raises ``QuireError`` where it has none, or an unknown format."""
     if tokenizer.tool_format is not None:
         return tokenizer.tool_format
@@ -172,7 +172,7 @@ def drop_unsupported_by_template(request: TemplatedT, tokenizer: ModelTokenizer)
     if not request.offered_tools or tokenizer.tool_format is not None:
         return request, ignored
     if request.call_required:
-        detect_tool_format(tokenizer)
+        require_tool_format(tokenizer)
     tool_fields = [
         name for name in _TOOL_FIELDS if name in type(request).model_fields and getattr(request, name) is not None
     ]

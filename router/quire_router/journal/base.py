@@ -198,7 +198,7 @@ class Journal(Protocol):
         """
         ...
 
-    async def settle(self, lease: Lease) -> bool:
+    async def flush_end(self, lease: Lease) -> bool:
         """Waits until the end that ``finish`` was called with survives this process and is what every router reads, a
         fifth of a second at most; returns whether it is. To be called right after ``finish``.
         """

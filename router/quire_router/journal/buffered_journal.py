@@ -195,34 +195,34 @@ class BufferedJournal(ABC):
         claimed = await self._call(request_id, lambda: self._store.claim(request_id, self._owner, name))
         return None if claimed is None else await self._resume_claimed(request_id, *claimed)
 
-    async def settle(self, lease: Lease) -> bool:
+    async def flush_end(self, lease: Lease) -> bool:
         """See ``Journal``. Waits for nothing while the database is known to be away."""
         request = self._buffer.get(lease.request_id)
         if request is None or request.lease != lease or request.end is None:
             return False
-        return await self._wait_ended(request)
+        return await self._flush_end(request)
 
-    async def settle_all(self, request_ids: Sequence[str]) -> bool:
-        """Has written what has ended here of these requests, in the time that ``settle`` takes; returns False if all of
+    async def flush_ends(self, request_ids: Sequence[str]) -> bool:
+        """Has the ends of these requests written that have ended here, as ``flush_end`` does. Returns False if all of
         them run here.
         """
         requests = [self._buffer.get(request_id) for request_id in request_ids]
         ended = [each for each in requests if each is not None and each.end is not None]
-        await asyncio.gather(*map(self._wait_ended, ended))
+        await asyncio.gather(*map(self._flush_end, ended))
         return not all(each is not None and each.is_writable for each in requests)
 
-    async def _wait_ended(self, request: BufferedRequest) -> bool:
+    async def _flush_end(self, request: BufferedRequest) -> bool:
         """Has the end of a request written at once; returns whether that was done in time."""
         if not (self._writer.is_failing or request.end_stored):
             with suppress(TimeoutError):
                 async with asyncio.timeout(self._end_timeout):
-                    await self._writer.wait_ended(request)
+                    await self._writer.flush_end(request)
         return request.end_stored
 
     async def _ended_here(self, request_id: str) -> BufferedRequest | None:
         """The request if it has ended at this router, and the database does not have its end even now."""
         request = self._buffer.get(request_id)
-        if request is None or request.end is None or request.deleted or await self._wait_ended(request):
+        if request is None or request.end is None or request.deleted or await self._flush_end(request):
             return None
         return request if self._buffer.contains(request) else None
 

@@ -152,8 +152,8 @@ class JournalWriter:
             self._flushed.clear()
             await self._flushed.wait()
 
-    async def wait_ended(self, request: BufferedRequest) -> None:
-        """Waits until the end of a request is in the database, or will never be; has it written at once."""
+    async def flush_end(self, request: BufferedRequest) -> None:
+        """Has the end of a request written at once. Waits until the database has it, or never will."""
         self._buffer.mark_urgent(request)
         while self._buffer.contains(request) and not request.end_stored:
             self._flushed.clear()

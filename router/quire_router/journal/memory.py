@@ -227,7 +227,7 @@ class MemoryJournal:
             self._begin_retention(record)
         self._count_unrecorded(lease, usage)
 
-    async def settle(self, lease: Lease) -> bool:
+    async def flush_end(self, lease: Lease) -> bool:
         """See ``Journal``."""
         record = self._records.get(lease.request_id)
         return record is not None and record.end is not None

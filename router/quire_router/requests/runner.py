@@ -152,9 +152,9 @@ class RequestRunner:
         """Returns the record of a request; None if there is none."""
         return await self._journal.read(request_id, tokens_only=True)
 
-    async def statuses(self, request_ids: Sequence[str], *, surely: bool = True) -> list[RequestRecord | None]:
+    async def statuses(self, request_ids: Sequence[str], *, confirm_missing: bool = True) -> list[RequestRecord | None]:
         """Returns the records without prompts and deltas; see ``Runner.statuses``."""
-        records = await self._journal.statuses(request_ids, confirm_missing=surely)
+        records = await self._journal.statuses(request_ids, confirm_missing=confirm_missing)
         for record in records:
             if record is not None and record.generation.background:
                 await self._resumer.claim_if_orphaned(record)
@@ -350,7 +350,7 @@ class RequestRunner:
         else:
             state.consumer.prompt_group.failed = True
             state.finish(FinishReason.ERROR, encode_error(error))
-            await state.settle()
+            await state.flush_end()
 
 
 async def _end_last(state: RequestState, deltas: Sequence[Delta]) -> AsyncGenerator[Delta]:
@@ -367,8 +367,8 @@ async def _end_last(state: RequestState, deltas: Sequence[Delta]) -> AsyncGenera
     if last.token_ids or last.text or last.finish_reason is not None:
         yield replace(last, usage=None)
         replayed = False
-    settled = await state.settle()
-    yield Delta("", [], usage=usage, index=last.index, replayed=replayed, pending=not settled)
+    is_stored = await state.flush_end()
+    yield Delta("", [], usage=usage, index=last.index, replayed=replayed, pending=not is_stored)
 
 
 class RequestRegistry:

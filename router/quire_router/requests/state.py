@@ -363,11 +363,11 @@ class RequestState:
             self._journal.finish(self._lease, reason, error, self._used)
             self._close(reason)
 
-    async def settle(self) -> bool:
+    async def flush_end(self) -> bool:
         """Waits until the end of an answer that is stored is in the journal, for a moment at most; returns whether it
         is.
         """
-        return not self.generation.is_stored or await self._journal.settle(self._lease)
+        return not self.generation.is_stored or await self._journal.flush_end(self._lease)
 
     def release(self) -> None:
         """Ends the request here and releases its record for others to claim; only the first call does."""

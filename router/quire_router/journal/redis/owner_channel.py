@@ -30,7 +30,7 @@ MAX_IDS = 1_024  # in one question, as a request has so many prompts at most
 HEARTBEAT = 2.0  # seconds between two signs of life of a silent channel
 FIRST_DELAY, LAST_DELAY = 0.05, 2.0
 _ERRORS = (RedisError, OSError, TimeoutError)
-Settle = Callable[[Sequence[str]], Awaitable[bool]]
+FlushEnds = Callable[[Sequence[str]], Awaitable[bool]]
 
 
 def channel_of(owner: str) -> str:
@@ -39,14 +39,14 @@ def channel_of(owner: str) -> str:
 
 
 class OwnerChannel:
-    """Asks other routers, and answers them with ``settle``: it has written what has ended of some requests, and returns
-    False if all of them run. ``client`` is used by nothing else.
+    """Asks other routers, and answers them with ``flush_ends``, which has the ends of some requests written, and
+    returns False if all of them run. ``client`` is used by nothing else.
     """
 
-    def __init__(self, client: Redis, owner: str, settle: Settle, *, timeout: float = ASK_TIMEOUT) -> None:
+    def __init__(self, client: Redis, owner: str, flush_ends: FlushEnds, *, timeout: float = ASK_TIMEOUT) -> None:
         self._client = client
         self._owner = owner
-        self._settle = settle
+        self._flush_ends = flush_ends
         self._timeout = timeout
         self._tried = asyncio.Event()  # to subscribe, for the first time
         self._failing = False
@@ -143,5 +143,5 @@ class OwnerChannel:
 
     async def _answer(self, number: int, asking: str, request_ids: Sequence[str]) -> None:
         with suppress(*_ERRORS):  # then no answer comes, which the other router expects, too
-            answer = {"answer": number, "ended": await self._settle(request_ids)}
+            answer = {"answer": number, "ended": await self._flush_ends(request_ids)}
             await self._client.publish(channel_of(asking), json.dumps(answer))

@@ -45,7 +45,7 @@ class RedisJournal(BufferedJournal):
         writer = JournalWriter(target, buffer, settings)
         super().__init__(self._records, writer, buffer, owner=owner, timeout=timeout, end_timeout=settings.end_timeout)
         asking = redis_client(access, timeout=timeout, repeats=0)
-        self._owners = OwnerChannel(asking, self._owner, self.settle_all, timeout=settings.ask_timeout)
+        self._owners = OwnerChannel(asking, self._owner, self.flush_ends, timeout=settings.ask_timeout)
 
     def start(self) -> None:
         """See ``BufferedJournal``."""

@@ -85,7 +85,7 @@ async def test_a_key_that_came_before_ids_had_16_bytes_is_found():
     tenant = "0123456789ab" + "c" * 20
 
     class Former(ScriptedRunner):
-        async def statuses(self, request_ids, *, surely=True):
+        async def statuses(self, request_ids, *, confirm_missing=True):
             return [object() for _ in request_ids]
 
     options = RequestOptions(key="k")

@@ -212,7 +212,7 @@ async def test_writes_that_reach_redis_after_the_deletion_change_nothing(server:
             proxy.break_silently([UP], loses=False)
             append_tokens(owner, lease, 2, [3])
             owner.finish(lease, FinishReason.STOP, usage=USED)
-            assert not await owner.settle(lease)
+            assert not await owner.flush_end(lease)
             assert await other.delete("r")
             proxy.heal()
             await flushed(owner)

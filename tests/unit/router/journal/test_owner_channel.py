@@ -95,7 +95,7 @@ async def test_a_request_that_runs_is_said_to_run(server: RedisServer, redis: Re
             assert record is not None
             assert (record.finish_reason, record.leased) == (None, True)
         owner.finish(lease, FinishReason.LENGTH)
-        assert await owner.settle(lease)
+        assert await owner.flush_end(lease)
 
 
 async def test_an_end_that_is_deleted_at_another_router_was_the_end(server: RedisServer, redis: Redis) -> None:
@@ -146,7 +146,7 @@ async def test_reads_go_on_where_no_router_may_subscribe(server: RedisServer, re
             assert record is not None
             assert record.finish_reason is None
             owner.finish(lease, FinishReason.LENGTH)
-            assert await owner.settle(lease)
+            assert await owner.flush_end(lease)
     finally:
         await redis.execute_command("ACL", "SETUSER", "default", "allchannels")
 
@@ -160,11 +160,14 @@ async def test_questions_are_answered_again_after_the_connection_broke(
     client = Redis.from_url(f"redis://{proxy.address}")
     asked: list[list[str]] = []
 
-    async def settle(request_ids: list[str]) -> bool:
+    async def flush_ends(request_ids: list[str]) -> bool:
         asked.append(request_ids)
         return True
 
-    channel, asking = OwnerChannel(client, "me", settle), OwnerChannel(Redis.from_url(server.url), "you", settle)
+    channel, asking = (
+        OwnerChannel(client, "me", flush_ends),
+        OwnerChannel(Redis.from_url(server.url), "you", flush_ends),
+    )
     try:
         for each in (channel, asking):
             each.start()
@@ -195,10 +198,10 @@ async def test_questions_are_answered_again_after_the_connection_broke(
 )
 def test_whatever_comes_over_the_channel_ends_nothing(data: bytes) -> None:
     async def receive() -> None:
-        async def settle(_: object) -> bool:
+        async def flush_ends(_: object) -> bool:
             return True
 
-        channel = OwnerChannel(Redis(), "me", settle)
+        channel = OwnerChannel(Redis(), "me", flush_ends)
         channel._on_message(data)
         for answer in list(channel._answers):
             answer.cancel()
@@ -208,11 +211,11 @@ def test_whatever_comes_over_the_channel_ends_nothing(data: bytes) -> None:
 
 
 async def test_no_more_answers_are_under_way_than_may_be() -> None:
-    async def settle(_: object) -> bool:
+    async def flush_ends(_: object) -> bool:
         await asyncio.Event().wait()
         return True
 
-    channel = OwnerChannel(Redis(), "me", settle)
+    channel = OwnerChannel(Redis(), "me", flush_ends)
     for number in range(MAX_ANSWERS + 10):
         channel._on_message(json.dumps({"ask": number, "from": "you", "ids": ["r"]}).encode())
     assert len(channel._answers) == MAX_ANSWERS

@@ -32,7 +32,7 @@ class LateJournal(MemoryJournal):
         self.asked = asyncio.Event()
         self.answers: asyncio.Future[bool] = asyncio.get_running_loop().create_future()
 
-    async def settle(self, lease: Lease) -> bool:
+    async def flush_end(self, lease: Lease) -> bool:
         self.asked.set()
         return await self.answers
 
@@ -51,9 +51,9 @@ async def begun(answer: Any, journal: LateJournal) -> tuple[asyncio.Task[None], 
     return reading, deltas
 
 
-@pytest.mark.parametrize("settled", [True, False])
+@pytest.mark.parametrize("is_stored", [True, False])
 @pytest.mark.parametrize("kind", STORED)
-async def test_only_the_usage_waits_for_the_journal(kind: str, *, settled: bool) -> None:
+async def test_only_the_usage_waits_for_the_journal(kind: str, *, is_stored: bool) -> None:
     journal = LateJournal()
     async with open_runner(journal=journal) as place:
         answer = place.lifecycle.run(replace(REQUEST, **STORED[kind]))
@@ -65,9 +65,9 @@ async def test_only_the_usage_waits_for_the_journal(kind: str, *, settled: bool)
             assert "".join(delta.text for delta in deltas) == "abc"
             assert deltas[-1].finish_reason is not None
             assert all(delta.usage is None for delta in deltas)
-            journal.answers.set_result(settled)
+            journal.answers.set_result(is_stored)
             await reading_on
-        assert deltas[-1] == Delta("", [], usage=Usage(5, 3), pending=not settled)
+        assert deltas[-1] == Delta("", [], usage=Usage(5, 3), pending=not is_stored)
 
 
 @pytest.mark.parametrize("kind", NOT_STORED)

@@ -70,7 +70,7 @@ async def test_an_end_is_written_at_once_for_who_waits_for_it(
     async with journal_of(kind, Databases(server, tmp_path / "journal"), SELDOM) as journal:
         journal.open(small_request("another"))  # has begun the pause
         for number in range(READS):
-            assert await journal.settle(end(journal, f"r{number}"))
+            assert await journal.flush_end(end(journal, f"r{number}"))
             await assert_ended(journal, f"r{number}")
 
 
@@ -108,7 +108,7 @@ async def test_an_end_that_is_not_confirmed_in_time_is_seen_at_its_router_all_th
         await flushed(journal)
         proxy.break_silently([direction], loses=False)
         lease = end(journal)
-        assert not await journal.settle(lease)
+        assert not await journal.flush_end(lease)
         record = await journal.read("r")
         assert record is not None
         assert (record.finish_reason, record.usage) == (FinishReason.LENGTH, USED)
@@ -130,44 +130,44 @@ async def test_an_end_that_is_not_confirmed_in_time_is_seen_at_its_router_all_th
 async def test_an_end_does_not_wait_for_what_it_used_to_be_counted(server: RedisServer, redis: Redis) -> None:
     """The record says what that is, and whoever finds it counts."""
     async with behind_a_proxy(server, PATIENT) as (journal, _):
-        await journal.settle(end(journal, "first"))
+        await journal.flush_end(end(journal, "first"))
         await redis.delete("quire:{usage}:open")
         await redis.set("quire:{usage}:open", "no ledger")
-        assert await journal.settle(end(journal))
+        assert await journal.flush_end(end(journal))
         assert await redis.hget(keys("r")[0], "reason") == b"length"
         await redis.delete("quire:{usage}:open")
 
 
-async def test_an_end_is_not_settled_where_another_router_has_the_record(server: RedisServer, redis: Redis) -> None:
+async def test_an_end_is_not_flushed_where_another_router_has_the_record(server: RedisServer, redis: Redis) -> None:
     async with journal_at(server) as journal, journal_at(server, "you") as other:
         lease = journal.open(small_request())
         await flushed(journal)
         await expire(server, "r")
         await taken(other, "r")
         journal.finish(lease, FinishReason.LENGTH, usage=USED)
-        assert not await journal.settle(lease)
+        assert not await journal.flush_end(lease)
 
 
 @pytest.mark.parametrize("kind", KINDS)
-async def test_what_has_no_record_is_never_settled(
+async def test_what_has_no_record_is_never_flushed(
     server: RedisServer, redis: Redis, tmp_path: Path, kind: str
 ) -> None:
     async with journal_of(kind, Databases(server, tmp_path / "journal")) as journal:
-        assert not await journal.settle(unrecorded("r"))
+        assert not await journal.flush_end(unrecorded("r"))
         lease = journal.open(small_request())
-        assert not await journal.settle(lease), "it has not ended"
+        assert not await journal.flush_end(lease), "it has not ended"
 
 
 async def test_nothing_waits_for_a_redis_that_is_known_to_be_away(server: RedisServer, redis: Redis) -> None:
     async with behind_a_proxy(server) as (journal, proxy):
-        await journal.settle(end(journal, "first"))
+        await journal.flush_end(end(journal, "first"))
         proxy.target = free_port()  # where nobody listens
         proxy.cut()
         while journal.available:
-            await journal.settle(end(journal))
+            await journal.flush_end(end(journal))
         lease = end(journal, "second")
-        settling = journal.settle(lease)
+        flushing = journal.flush_end(lease)
         with pytest.raises(StopIteration) as returned:
-            settling.send(None)
+            flushing.send(None)
         assert returned.value.value is False
         proxy.target = server.port
