@@ -54,7 +54,7 @@ def new_answer_parser(
     splits_reasoning: bool,
     tools: Collection[str] = (),
     types: Mapping[str, ParameterTypes] = {},
-    exact: bool = False,
+    guided: bool = False,
 ) -> AnswerParser:
     """Returns the parser of an answer of this model to a prompt, which may call ``tools``. Without ``splits_reasoning``
     reasoning is content. The rest is as for ``new_tool_parser``.
@@ -67,7 +67,7 @@ def new_answer_parser(
         reasoning = ReasoningParser(marks, opened=tokenizer.starts_in_reasoning(prompt_token_ids))
     if not tools or tokenizer.tool_format is None:
         return AnswerParser(reasoning, None)
-    return AnswerParser(reasoning, new_tool_parser(tokenizer.tool_format, tools, types, exact=exact))
+    return AnswerParser(reasoning, new_tool_parser(tokenizer.tool_format, tools, types, guided=guided))
 
 
 def has_only_content(tokenizer: ModelTokenizer, tools: Collection[str], *, follows_grammar: bool) -> bool:

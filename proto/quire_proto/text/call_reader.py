@@ -3,11 +3,14 @@ it is undecided whether it is one.
 """
 
 import re
+from collections.abc import Collection
 
 from quire_proto.text.stream_scanner import BracketScanner, MarkerSearch, Steps, StreamParser, TextBuffer
 
 MAX_CALL_CHARS = 65_536  # characters of a call, or of a value, that can only be emitted as a whole
 MAX_HEADER_CHARS = 512  # characters before the arguments of a call that is emitted while it streams
+
+WORD = re.compile(r"[\w.+-]*")
 
 
 class NotACallError(Exception):
@@ -51,7 +54,7 @@ class CallReader(StreamParser):
     def _expect(self, mark: str, error: type[NotACallError] = NotACallError) -> Steps[None]:
         """Reads white space and ``mark``. Raises ``error`` if it is not there."""
         yield from self._skip_space()
-        if not (yield from self._reads(mark)):
+        if not (yield from self._accept(mark)):
             raise error
 
     def _read_marks(self, marks: str) -> Steps[None]:
@@ -71,8 +74,45 @@ class CallReader(StreamParser):
                 break
         return word
 
-    def _next_is(self, character: str) -> Steps[bool]:
+    def _peek(self, character: str) -> Steps[bool]:
         return (yield from self._more()) and self._source.text[self._source.at] == character
+
+    def _read_string(self, known: Collection[str], unknown: type[NotACallError]) -> Steps[str]:
+        """Reads a string of ``known``. Raises ``unknown`` as soon as it is none of them, and ``UndecidedError`` if it
+        has an escape or reaches the limit.
+        """
+        yield from self._expect('"', unknown)
+        source, string = self._source, ""
+        while (yield from self._more()):
+            stop = min(len(source.text), source.at + self._limit + 1 - source.position)
+            at = source.text.find('"', source.at, stop)
+            string += source.text[source.at : stop if at < 0 else at]
+            source.advance(stop if at < 0 else at + 1)
+            text, escape, _ = string.partition("\\")
+            if not begins(text, known, ended=at >= 0 and not escape):
+                raise unknown
+            if escape or source.position > self._limit:
+                raise UndecidedError
+            if at >= 0:
+                return string
+        raise NotACallError
+
+    def _skip_value(self) -> Steps[None]:
+        """Reads a string, a number or a word that means nothing here."""
+        yield from self._skip_space()
+        if not (yield from self._peek('"')):
+            yield from self._read_word(WORD)
+            return
+        yield from self._skip_to(BracketScanner(), self._limit)
+
+    def _peek_mark(self, mark: str) -> Steps[bool]:
+        """Whether ``mark`` is next, or the output ends within it."""
+        if (yield from self._accept(mark)):
+            self._source.put_back(mark)
+            return True
+        rest = self._source.take_rest() if self._met_end else ""
+        self._source.put_back(rest)
+        return self._met_end and mark.startswith(rest)
 
     def _left(self) -> int:
         """The index in the source at which what is being read has ``MAX_CALL_CHARS``, at most the end of the text."""
@@ -127,3 +167,8 @@ class CallReader(StreamParser):
             if source.position >= limit:
                 break
         raise UndecidedError
+
+
+def begins(string: str, known: Collection[str], *, ended: bool) -> bool:
+    """Whether ``string`` is one of ``known``, or, unless it has ``ended``, the beginning of one."""
+    return string in known if ended else any(each.startswith(string) for each in known)

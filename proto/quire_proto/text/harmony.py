@@ -58,7 +58,7 @@ class HarmonyParser(StreamParser):
             if source.at < len(source.text):
                 break
         for mark in (START, CHANNEL, "to="):
-            if (yield from self._reads(mark)):
+            if (yield from self._accept(mark)):
                 return space.take() + mark
         self._emit_content(space.take())
         return (yield from self._read_body(self._emit_content))
@@ -105,7 +105,7 @@ class HarmonyParser(StreamParser):
             if not found:
                 continue
             for mark in ENDS:
-                if (yield from self._reads(mark.removeprefix(_MARK))):
+                if (yield from self._accept(mark.removeprefix(_MARK))):
                     return mark if mark in (START, CHANNEL) else ""
             if self._is_cut_here and self._begins_mark():
                 break

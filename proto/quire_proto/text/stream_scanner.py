@@ -344,8 +344,8 @@ class StreamParser(ABC):
         parts, self._parts = self._parts, []
         return merge_adjacent(parts) if len(parts) > 1 else parts
 
-    def _reads(self, mark: str) -> Steps[bool]:
-        """Whether ``mark`` is next. Reads it, or nothing."""
+    def _accept(self, mark: str) -> Steps[bool]:
+        """Reads ``mark`` if it is next, and returns whether it was."""
         match = MarkerMatch(mark)
         while (yield from self._more()):
             found = match.read(self._source)

@@ -129,11 +129,11 @@ def json_type(text: str) -> str:
     return _JSON_TYPES.get(text[:1]) or ("integer" if _INTEGER.fullmatch(text) else "number")
 
 
-def to_json(text: str, types: Collection[str], *, exact: bool = False) -> str:
+def to_json(text: str, types: Collection[str], *, guided: bool = False) -> str:
     """The JSON of a value that was written as bare text: the text itself if it is JSON, or a literal of Python, of one
-    of ``types``, and otherwise a string. With ``exact`` a ``QUOTED`` string is JSON too.
+    of ``types``, and otherwise a string. With ``guided`` a ``QUOTED`` string is JSON too.
     """
-    wanted = set(types) - {STRING, QUOTED} | ({STRING} if exact else set())
+    wanted = set(types) - {STRING, QUOTED} | ({STRING} if guided else set())
     for read in (_checked_json, python_value):
         try:
             value = read(text.strip())

@@ -11,9 +11,11 @@ from collections.abc import Callable, Collection, Mapping
 from quire_proto.text.call_reader import (
     MAX_CALL_CHARS,
     MAX_HEADER_CHARS,
+    WORD,
     CallReader,
     NotACallError,
     UndecidedError,
+    begins,
 )
 from quire_proto.text.harmony import HarmonyParser
 from quire_proto.text.stream_scanner import (
@@ -58,7 +60,6 @@ _KEYS = (*NAME_KEYS, *ARGUMENTS_KEYS, *_OTHER_KEYS, "function")
 _NAME = re.compile(r"[\w.-]*")
 _PREFIX, _COUNT = "functions.", ":{number}"  # around a tool's name; a prefix may be missing, or the count
 _KEY = re.compile(r'[^<>"\n]*')
-_WORD = re.compile(r"[\w.+-]*")
 _TEXT = (STRING,)
 _TEXT_TYPES = frozenset({STRING, QUOTED})
 _KINDS = {"true": _TEXT, "false": ("array", "boolean", "integer", "null", "number", "object")}
@@ -66,11 +67,11 @@ _KINDS = {"true": _TEXT, "false": ("array", "boolean", "integer", "null", "numbe
 
 class ToolParser(CallReader):
     """Splits one output into content and calls of the tools in ``names``, the parameters of which have these
-    ``types``. ``exact``: a grammar writes the calls.
+    ``types``. ``guided``: a grammar writes the calls.
 
     A call is emitted when its arguments begin, and these as they arrive: JSON as the model wrote it, and what is
     between tags as JSON by the types in the tool's schema. Calls in the notations of Python and Gemma, and those in
-    JSON that have their arguments before their name, are emitted when they are complete; the latter with ``exact``
+    JSON that have their arguments before their name, are emitted when they are complete; the latter with ``guided``
     never. Text that turns out to be no call, or a call of another tool, is content, marks included. Space between
     content and a call belongs to neither; more than ``MAX_MARKER_SPACE`` characters of it are content.
 
@@ -85,15 +86,15 @@ class ToolParser(CallReader):
         names: Collection[str],
         types: Mapping[str, ParameterTypes] = {},
         *,
-        exact: bool = False,
+        guided: bool = False,
     ) -> None:
         super().__init__()
         self._format = tool_format
         self._names = frozenset(names)
         self._types = types
-        self._exact = exact
+        self._guided = guided
         self._marks = tool_format.begin.split()
-        self._begins = (*self._marks[:1], *([] if exact else _marks_of_heads(tool_format)))
+        self._begins = (*self._marks[:1], *([] if guided else _marks_of_heads(tool_format)))
         self._read_of_head = ""  # the mark of a call that was read in place of that of a section
         self._has_content = False
         self._last_is_call = False  # the last emitted part belongs to a call
@@ -101,7 +102,7 @@ class ToolParser(CallReader):
         self._opening = ""  # the space and the mark before the possible call
 
     def _parse(self) -> Steps[None]:
-        if self._format.preface and not (yield from self._reads(self._format.preface)) and self._is_cut_here:
+        if self._format.preface and not (yield from self._accept(self._format.preface)) and self._is_cut_here:
             self._source.take_rest()
         if self._format.bare:
             yield from self._read_bare()
@@ -138,7 +139,7 @@ class ToolParser(CallReader):
         begins = False
         try:
             yield from self._skip_space()
-            if self._marks and (yield from self._reads(self._marks[0])):
+            if self._marks and (yield from self._accept(self._marks[0])):
                 begins = True
             elif (yield from self._more()):
                 begins = self._begins_bare(self._source.text[self._source.at])
@@ -166,9 +167,9 @@ class ToolParser(CallReader):
                 yield from self._expect(mark)
             if self._format.listed:
                 yield from self._skip_space()
-                yield from self._reads("[")
+                yield from self._accept("[")
             yield from self._read_call()
-            while (yield from self._reads_another()):
+            while (yield from self._read_separator()):
                 yield from self._read_call()
         except NotACallError:
             is_dropped = self._is_cut_here and (not self._opening or bool(self._opening.strip(SPACE)))
@@ -180,23 +181,23 @@ class ToolParser(CallReader):
                 self._source.put_back(self._source.log.take())
         self._source.log = None
 
-    def _reads_another(self) -> Steps[bool]:
+    def _read_separator(self) -> Steps[bool]:
         """Reads what stands after a call. Returns whether another call of the section may be next, false at the end of
         the section. Raises ``NotACallError`` if it is neither.
         """
         self._begin(MAX_MARKER_SPACE)
         yield from self._skip_space()
-        if self._format.listed and (yield from self._reads("]")):
+        if self._format.listed and (yield from self._accept("]")):
             self._begin(MAX_MARKER_SPACE)
             if self._format.end:
                 yield from self._read_marks(self._format.end)
             return False
-        if self._format.end and (yield from self._reads(self._format.end.split()[0])):
+        if self._format.end and (yield from self._accept(self._format.end.split()[0])):
             return False
         for separator in ",;":
-            if (yield from self._reads(separator)):
+            if (yield from self._accept(separator)):
                 yield from self._skip_space()
-        if self._format.bare and self._marks and (yield from self._reads(self._marks[0])):
+        if self._format.bare and self._marks and (yield from self._accept(self._marks[0])):
             yield from self._skip_space()
         if self._format.between is None:
             raise NotACallError
@@ -230,18 +231,18 @@ class ToolParser(CallReader):
         name = word.removeprefix(_PREFIX)
         if name not in self._names:
             known = [*self._names, *(_PREFIX + each for each in self._names)]
-            self._met_end = self._met_end and _begins(word, known, ended=False)
+            self._met_end = self._met_end and begins(word, known, ended=False)
             raise NotACallError
         if after.startswith(_COUNT):
             after = after.removeprefix(_COUNT)
-            if (yield from self._reads(_COUNT[0])):
-                yield from self._read_word(_WORD)
+            if (yield from self._accept(_COUNT[0])):
+                yield from self._read_word(WORD)
         if not skipped:
             yield from self._read_marks(after)
         else:
-            if (yield from self._reads(skipped)):
-                yield from self._read_word(_WORD)
-            yield from self._reads(after)
+            if (yield from self._accept(skipped)):
+                yield from self._read_word(WORD)
+            yield from self._accept(after)
         return name
 
     def _commit(self, name: str) -> None:
@@ -270,7 +271,7 @@ class ToolParser(CallReader):
     def _read_named_call(self, call: NamedCall) -> Steps[None]:
         name = yield from self._read_head(call.head, call.skipped)
         yield from self._skip_space()
-        if not (yield from self._next_is("{")):
+        if not (yield from self._peek("{")):
             raise NotACallError
         self._commit(name)
         yield from self._stream_object()
@@ -327,37 +328,9 @@ class ToolParser(CallReader):
                 break
             yield from self._expect(",", missing)
         yield from self._skip_space()
-        if not name or not (yield from self._next_is("{")):
+        if not name or not (yield from self._peek("{")):
             raise UndecidedError
         return name, depth
-
-    def _read_string(self, known: Collection[str], unknown: type[NotACallError]) -> Steps[str]:
-        """Reads a string of ``known``. Raises ``unknown`` as soon as it is none of them, and ``UndecidedError`` if it
-        has an escape or reaches the limit.
-        """
-        yield from self._expect('"', unknown)
-        source, string = self._source, ""
-        while (yield from self._more()):
-            stop = min(len(source.text), source.at + self._limit + 1 - source.position)
-            at = source.text.find('"', source.at, stop)
-            string += source.text[source.at : stop if at < 0 else at]
-            source.advance(stop if at < 0 else at + 1)
-            text, escape, _ = string.partition("\\")
-            if not _begins(text, known, ended=at >= 0 and not escape):
-                raise unknown
-            if escape or source.position > self._limit:
-                raise UndecidedError
-            if at >= 0:
-                return string
-        raise NotACallError
-
-    def _skip_value(self) -> Steps[None]:
-        """Reads a string, a number or a word that means nothing here."""
-        yield from self._skip_space()
-        if not (yield from self._next_is('"')):
-            yield from self._read_word(_WORD)
-            return
-        yield from self._skip_to(BracketScanner(), self._limit)
 
     def _stream_object(self) -> Steps[None]:
         """Emits an object as it arrives."""
@@ -372,15 +345,15 @@ class ToolParser(CallReader):
         """Reads the rest of the objects around the arguments. Raises ``NotACallError`` if it is too long."""
         for _ in range(depth):
             yield from self._skip_space()
-            if (yield from self._next_is(",")):
+            if (yield from self._peek(",")):
                 yield from self._skip_to(BracketScanner(depth=1), self._start + MAX_HEADER_CHARS)
-            elif not (yield from self._reads("}")):
+            elif not (yield from self._accept("}")):
                 return
 
     def _read_whole_json(self) -> Steps[None]:
         """Reads a call whose keys are in an order that only the whole object makes sense of."""
         log, length = self._source.log, self._source.position - self._start
-        if self._exact or log is None:
+        if self._guided or log is None:
             raise NotACallError
         self._source.put_back(log.last(length))
         body = yield from self._read_whole(BracketScanner())
@@ -425,13 +398,13 @@ class ToolParser(CallReader):
         first, *others = PLACES.split(call.key)[0].split()
         between, _, after = call.key.partition("{key}")[2].partition("{kind}")
         yield from self._skip_space()
-        if not (yield from self._reads(first)):
+        if not (yield from self._accept(first)):
             return None
         for mark in others:
             yield from self._expect(mark)
         key = yield from self._read_word(_KEY)
         yield from self._read_marks(between)
-        kind = (yield from self._read_word(_WORD)) if after else ""
+        kind = (yield from self._read_word(WORD)) if after else ""
         yield from self._read_marks(after)
         return key, kind
 
@@ -445,7 +418,7 @@ class ToolParser(CallReader):
     def _read_value(self, call: TaggedCall, types: Collection[str]) -> Steps[bool]:
         """Emits the value of an argument. Returns whether it ended before the output."""
         trim = call.key.endswith("\n")
-        if STRING in types and not (set(types) - _TEXT_TYPES or (self._exact and QUOTED in types)):
+        if STRING in types and not (set(types) - _TEXT_TYPES or (self._guided and QUOTED in types)):
             return (yield from self._stream_text(call, "", trim=trim))
         source, search, body = self._source, MarkerSearch(call.value_marks[0]), TextBuffer()
         begin = source.position
@@ -458,7 +431,7 @@ class ToolParser(CallReader):
             elif found:
                 value = body.take()
                 value = value.removeprefix("\n").removesuffix("\n") if trim else value
-                self._emit_arguments(to_json(value, types, exact=self._exact))
+                self._emit_arguments(to_json(value, types, guided=self._guided))
                 return True
             if source.position - begin >= MAX_CALL_CHARS:  # too long to be held back: a text
                 source.put_back(search.take())
@@ -479,20 +452,11 @@ class ToolParser(CallReader):
         else:
             is_end = source.position < limit  # of the output
         for mark in following:
-            is_end = is_end or (yield from self._stands(mark))
+            is_end = is_end or (yield from self._peek_mark(mark))
         if not is_end:
             return call.value_marks[0] + log.take()
         source.put_back(log.take())
         return ""
-
-    def _stands(self, mark: str) -> Steps[bool]:
-        """Whether ``mark`` is next, or the output ends within it."""
-        if (yield from self._reads(mark)):
-            self._source.put_back(mark)
-            return True
-        rest = self._source.take_rest() if self._met_end else ""
-        self._source.put_back(rest)
-        return self._met_end and mark.startswith(rest)
 
     def _stream_text(self, call: TaggedCall, begun: str, *, trim: bool) -> Steps[bool]:
         """Emits a text up to the end of a value as a string of JSON while it arrives, without the line breaks at its
@@ -524,15 +488,10 @@ def _marks_of_heads(tool_format: ToolFormat) -> list[str]:
     return [mark for mark in before.split()[:1] if mark.startswith("<") and tool_format.begin.strip()]
 
 
-def _begins(string: str, known: Collection[str], *, ended: bool) -> bool:
-    """Whether ``string`` is one of ``known``, or, unless it has ``ended``, the beginning of one."""
-    return string in known if ended else any(each.startswith(string) for each in known)
-
-
 def new_tool_parser(
-    tool_format: ToolFormat, names: Collection[str], types: Mapping[str, ParameterTypes] = {}, *, exact: bool = False
+    tool_format: ToolFormat, names: Collection[str], types: Mapping[str, ParameterTypes] = {}, *, guided: bool = False
 ) -> StreamParser:
     """A parser for one output in this format. The arguments are those of ``ToolParser``."""
     if tool_format is HARMONY:
         return HarmonyParser(names)
-    return ToolParser(tool_format, names, types, exact=exact)
+    return ToolParser(tool_format, names, types, guided=guided)

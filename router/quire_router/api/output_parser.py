@@ -164,7 +164,7 @@ def _new_parser(prepared: PreparedRequest) -> AnswerParser:
         splits_reasoning=prepared.has_reasoning,
         tools=options.tools,
         types=options.tool_types,
-        exact=first.params.structured is not None,  # with tools the grammar is always of calls
+        guided=first.params.structured is not None,  # with tools the grammar is always of calls
     )
 
 

@@ -116,7 +116,7 @@ def _create_choice(
         splits_reasoning=True,
         tools=options.tools,
         types=options.tool_types,
-        exact=structured is not None,
+        guided=structured is not None,
     )
     matcher = StopMatcher(request.stop, include=request.include_stop)
     parts = AnswerStream(text, parser, matcher)

@@ -119,7 +119,7 @@ def accepts(model, grammar, text):
 
 def read_calls(tool_format, text):
     """The calls in a text that must have nothing else."""
-    parser = new_tool_parser(tool_format, SCHEMAS, TYPES, exact=True)
+    parser = new_tool_parser(tool_format, SCHEMAS, TYPES, guided=True)
     calls = []
     for piece in [*parser.push(text), *parser.finish()]:
         assert not isinstance(piece, Content), text
@@ -325,7 +325,7 @@ def test_an_answer_with_a_schema_is_calls_or_json_of_that_schema(model, tool_for
         text = walk(model, grammar, Random(seed)) if len(seen) < 3 or seed < 6 else None
         if text is None:
             continue
-        parser = new_tool_parser(tool_format, SCHEMAS, TYPES, exact=True)
+        parser = new_tool_parser(tool_format, SCHEMAS, TYPES, guided=True)
         pieces = [*parser.push(text), *parser.finish()]
         kinds = {type(piece) for piece in pieces}
         seen |= kinds
@@ -353,7 +353,7 @@ def test_an_answer_with_a_schema_is_nothing_else(model, tool_format):
 @pytest.mark.parametrize("cut", [1, 5, 100])
 def test_a_reply_that_has_a_tools_name_is_no_call(cut):
     text = '{"name":"get","mood":"good"}'
-    parser = new_tool_parser(LLAMA3, SCHEMAS, exact=True)
+    parser = new_tool_parser(LLAMA3, SCHEMAS, guided=True)
     pieces = [piece for at in range(0, len(text), cut) for piece in parser.push(text[at : at + cut])]
     pieces += parser.finish()
     assert "".join(piece.text for piece in pieces if isinstance(piece, Content)) == text

@@ -73,9 +73,9 @@ def parameters(draw, tool_format):
     return {"properties": properties, "required": required, "additionalProperties": others, **definitions}
 
 
-def read(tool_format, text, schema, *, exact, cuts=(), cut=False):
+def read(tool_format, text, schema, *, guided, cuts=(), cut=False):
     """The content of an output, and its calls."""
-    parser = new_tool_parser(tool_format, ["get"], {"get": parameter_types(schema)}, exact=exact)
+    parser = new_tool_parser(tool_format, ["get"], {"get": parameter_types(schema)}, guided=guided)
     bounds = sorted({0, len(text), *(each for each in cuts if each < len(text))})
     pieces = [piece for start, end in pairwise(bounds) for piece in parser.push(text[start:end])]
     pieces = merge_adjacent([*pieces, *parser.finish(cut=cut)])
@@ -94,7 +94,7 @@ def check(model, tool_format, schema, seed):
         output = walk(model, grammar, Random(seed + number))
         if output is None:
             continue
-        content, calls, count = read(tool_format, output, schema, exact=True)
+        content, calls, count = read(tool_format, output, schema, guided=True)
         assert (content, count) == ("", 1), output
         errors = [*Draft202012Validator(schema).iter_errors(json.loads(calls[0]))]
         assert not errors, (output, errors[0].message)
@@ -122,7 +122,7 @@ def test_a_listed_value_that_contains_a_mark_is_called_whole(model, tool_format)
             schema = {"properties": {"e": {"enum": [value]}}, "required": ["e"], "additionalProperties": False}
             text = tool_call_grammar(tool_format, [ToolSpec("get", schema)], forced=True, parallel=False)
             output = walk(model, model[2].compile(Structured(StructuredKind.GRAMMAR, text)), Random(1))
-            content, calls, count = read(tool_format, output, schema, exact=True)
+            content, calls, count = read(tool_format, output, schema, guided=True)
             assert (content, count, json.loads(calls[0])) == ("", 1, {"e": value}), output
 
 
@@ -160,7 +160,7 @@ def test_a_parameter_is_held_to_what_it_refers_to(model, name, how):
     outputs = [output for seed in range(12) if (output := walk(model, grammar, Random(seed))) is not None]
     assert outputs
     for output in outputs:
-        content, calls, _ = read(BY_NAME[name], output, schema, exact=True)
+        content, calls, _ = read(BY_NAME[name], output, schema, guided=True)
         assert (content, [*Draft202012Validator(schema).iter_errors(json.loads(calls[0]))]) == ("", []), output
 
 
@@ -197,7 +197,7 @@ def test_a_value_ends_where_another_argument_or_the_end_of_the_call_follows(tool
     text = written(tool_format, [("get", arguments)])
     cuts = data.draw(st.lists(st.integers(0, len(text)), max_size=6))
     for each in ((), cuts, range(len(text))):
-        content, calls, count = read(tool_format, text, STRINGS, exact=False, cuts=each)
+        content, calls, count = read(tool_format, text, STRINGS, guided=False, cuts=each)
         assert (content, count) == ("", 1)
         assert json.loads(calls[0]) == arguments
 
@@ -210,16 +210,16 @@ def test_a_call_is_read_where_the_mark_of_its_section_is_missing(name):
     tool_format, call = BY_NAME[name], ("get", {"city": "Rome", "note": "b"})
     text = f"So:\n\n{written(tool_format, [call]).removeprefix(tool_format.begin)}"
     for cuts in ((), range(len(text))):
-        content, calls, count = read(tool_format, text, STRINGS, exact=False, cuts=cuts)
+        content, calls, count = read(tool_format, text, STRINGS, guided=False, cuts=cuts)
         assert (content, count, json.loads(calls[0])) == ("So:", 1, call[1])
-        assert read(tool_format, text, STRINGS, exact=True, cuts=cuts)[2] == 0
+        assert read(tool_format, text, STRINGS, guided=True, cuts=cuts)[2] == 0
     other = text.replace("get", "drop")
-    assert read(tool_format, other, STRINGS, exact=False, cuts=range(len(other)))[0] == other
+    assert read(tool_format, other, STRINGS, guided=False, cuts=range(len(other)))[0] == other
 
 
 def test_calls_that_share_a_section_where_each_has_its_own_are_calls():
     text = "<tool_call>\n<function=get>\n</function>\n<function=get>\n</function>\n</tool_call>"
-    assert read(BY_NAME["qwen3-coder"], text, STRINGS, exact=False)[::2] == ("", 2)
+    assert read(BY_NAME["qwen3-coder"], text, STRINGS, guided=False)[::2] == ("", 2)
 
 
 # Cut off
@@ -234,8 +234,8 @@ def test_a_call_that_is_cut_anywhere_leaves_no_part_of_a_mark_in_the_content(too
     calls = [("get", arguments)] * (1 if tool_format is HARMONY else 2)
     text = before + written(tool_format, calls)
     for stop in range(len(before), len(text) + 1):
-        whole = read(tool_format, text[:stop], STRINGS, exact=False, cut=True)
-        assert whole == read(tool_format, text[:stop], STRINGS, exact=False, cut=True, cuts=range(stop))
+        whole = read(tool_format, text[:stop], STRINGS, guided=False, cut=True)
+        assert whole == read(tool_format, text[:stop], STRINGS, guided=False, cut=True, cuts=range(stop))
         content = whole[0]
         assert before.startswith(content.rstrip()) or _has_no_mark(tool_format, content), (text[:stop], content)
 
@@ -248,9 +248,9 @@ def _has_no_mark(tool_format, content):
 @FORMATS
 def test_a_text_that_ends_by_itself_is_complete(tool_format):
     for text in ("a <", "a <tool", "one [", "proof", "plan A"):
-        assert read(tool_format, text, STRINGS, exact=False)[0] == text
+        assert read(tool_format, text, STRINGS, guided=False)[0] == text
     for text in ("proof", "plan A", "a b"):
-        assert read(tool_format, text, STRINGS, exact=False, cut=True)[0] == text
+        assert read(tool_format, text, STRINGS, guided=False, cut=True)[0] == text
 
 
 @pytest.mark.parametrize("text", ["<think>a</think>b", "a</thi", "<thi", "<think>a</"])
