@@ -24,6 +24,7 @@ from quire_engine.core.engine_core import AbortRequest, AddRequest, EngineCoreOu
 from quire_engine.core.executor import ExecutorError
 from quire_engine.core.lora import LoRARequest
 from quire_engine.core.outputs import EngineCoreOutput
+from quire_engine.llm.arguments import Message, Prompt, read_conversations, read_prompts
 from quire_engine.llm.llm import LLM, Processor
 from quire_engine.llm.offline_engine import OPEN, OfflineEngine
 from quire_engine.llm.pooling_outputs import (
@@ -37,14 +38,7 @@ from quire_engine.llm.pooling_outputs import (
     embedding_output,
     read_params,
 )
-from quire_engine.llm.processor import (
-    Message,
-    OutputProcessor,
-    PreparedRequest,
-    Prompt,
-    read_conversations,
-    read_prompts,
-)
+from quire_engine.llm.processor import OutputProcessor, PreparedRequest
 from quire_engine.llm.types import RequestOutput, RequestOutputKind, SamplingParams
 
 if TYPE_CHECKING:

@@ -29,6 +29,14 @@ from quire_engine.core.engine_core import EngineCore, EngineCoreOutputs
 from quire_engine.core.lora import LoRARequest
 from quire_engine.core.outputs import EngineCoreOutput
 from quire_engine.core.request import Request
+from quire_engine.llm.arguments import (
+    Message,
+    Prompt,
+    broadcast,
+    read_conversations,
+    read_prompts,
+    with_prompt_index,
+)
 from quire_engine.llm.offline_engine import LLM_SETTINGS, OPEN, OfflineEngine
 from quire_engine.llm.pooling_outputs import (
     ClassificationRequestOutput,
@@ -44,16 +52,7 @@ from quire_engine.llm.pooling_outputs import (
     read_params,
     scored_output,
 )
-from quire_engine.llm.processor import (
-    Message,
-    OutputProcessor,
-    PreparedRequest,
-    Prompt,
-    broadcast,
-    read_conversations,
-    read_prompts,
-    with_prompt_index,
-)
+from quire_engine.llm.processor import OutputProcessor, PreparedRequest
 from quire_engine.llm.types import RequestOutput, SamplingParams
 
 if TYPE_CHECKING:

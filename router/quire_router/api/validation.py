@@ -1,5 +1,5 @@
-"""``Validator``: a request of either API becomes one ``GenerationRequest`` a prompt, or is refused with the parameter
-at fault. Below it: sampling parameters and what excludes each other beyond their ranges (which are quire_proto's).
+"""``Validator``: makes one ``GenerationRequest`` of each prompt of a request, or refuses it with the parameter at
+fault. Below it: sampling parameters, and which of them exclude each other. Their ranges are those of ``quire_proto``.
 """
 
 import re
@@ -109,9 +109,7 @@ class Validator:
     ) -> tuple[GenerationRequest, ...]:
         model, lora = self.resolve(target or request.model)
         tokenizer = self._tokenizers[model]
-        limits = self._limits(model)
-        if limits is None:
-            raise model_not_ready(request.model)
+        limits = self._known_limits(model, request.model)
         if Task.GENERATE not in (limits.supported_tasks or (Task.GENERATE,)):
             raise wrong_task(request.model, limits, Task.GENERATE)
         defaults = {} if request.search_width else self._sampling_defaults.get(model, {})  # a search draws nothing
@@ -152,9 +150,7 @@ class Validator:
         ``QuireError``.
         """
         model, lora = self.resolve(target or request.model)
-        limits = self._limits(model)
-        if limits is None:
-            raise model_not_ready(request.model)
+        limits = self._known_limits(model, request.model)
         template = GenerationRequest(
             request_id=request_id,
             model=model,
@@ -169,6 +165,13 @@ class Validator:
         )
         with _naming_as_sent(request):
             return pooled_requests(request, template, self._tokenizers[model], limits)
+
+    def _known_limits(self, model: str, name: str) -> ServedModelLimits:
+        """Returns the limits of a model, which a request calls ``name``. Raises ``QuireError`` while none are known."""
+        limits = self._limits(model)
+        if limits is None:
+            raise model_not_ready(name)
+        return limits
 
     def resolve(self, name: str) -> tuple[str, LoRA | None]:
         """Returns the configured model that a request names, and the adapter; of several targets, the one with the

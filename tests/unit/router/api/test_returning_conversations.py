@@ -10,7 +10,7 @@ import pytest
 from anthropic.types.beta import BetaContentBlockParam
 from openai.types.responses.response_input_item_param import ResponseInputItemParam
 from quire.v1 import inference_pb2 as pb
-from quire_engine.llm.processor import read_conversations
+from quire_engine.llm.arguments import read_conversations
 from quire_proto.text.chat_template import ChatTemplate
 from quire_router.api.auth import ANONYMOUS
 from quire_router.api.rpc.messages import message_fields
