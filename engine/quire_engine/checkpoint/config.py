@@ -2,8 +2,8 @@
 experts on top of it), and what the folder says about any model: end tokens, revision, rope length.
 
 ``config.json`` is read through transformers' own configuration classes, so that defaults and both spellings of the rope
-parameters mean what they mean there; a file that leaves nothing to them is read without (``plain_config``), as they
-take long to import. Code from a model folder is never run.
+parameters mean what they mean there. They take long to import, so a file that leaves nothing to them is read without
+(``plain_config``). Code from a model folder is never run.
 """
 
 import json

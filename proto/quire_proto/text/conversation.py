@@ -27,7 +27,7 @@ _FIELDS = frozenset(
 _OF_ASSISTANTS = ("function_call", "refusal")
 _BLOCKS = ("thinking_blocks", "reasoning_details")
 _REPEATED = frozenset({"parsed", *_BLOCKS})  # what other fields of the message say
-_MARKS = frozenset({
+_ADDED_BY_CLIENTS = frozenset({
     "cache_control", "created_at", "id", "index", "logprobs", "metadata", "model", "object", "phase",
     "provider_specific_fields", "role", "signature", "status", "stop_reason", "tool_name", "type",
 })  # fmt: skip
@@ -42,7 +42,7 @@ def read_message(message: Mapping[str, Any]) -> tuple[dict[str, Any], tuple[str,
     ``ValueError`` for parts of a tool's output that are none.
     """
     read = {name: value for name, value in message.items() if name in _FIELDS}
-    lost = [name for name in message.keys() - _FIELDS - _MARKS - _REPEATED if message[name]]
+    lost = [name for name in message.keys() - _FIELDS - _ADDED_BY_CLIENTS - _REPEATED if message[name]]
     role = message.get("role")
     if isinstance(parts := message.get("content"), list):
         lost += _lost_of_parts(parts)
@@ -132,7 +132,7 @@ def _read_result(message: Mapping[str, Any], read: dict[str, Any]) -> None:
 def _lost_of_parts(parts: Sequence[Any]) -> Iterator[str]:
     for number, part in enumerate(parts):
         if isinstance(part, Mapping) and len(part) > 2 and _kind(part) in _TEXT_PARTS:
-            names = part.keys() - _MARKS - {"text", "refusal"}
+            names = part.keys() - _ADDED_BY_CLIENTS - {"text", "refusal"}
             yield from (part_name("content", number, name) for name in names if part[name])
 
 

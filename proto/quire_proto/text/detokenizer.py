@@ -1,7 +1,7 @@
 """From an output's tokens to its text, while they arrive: detokenised, and cut at the first stop string.
 
-``Detokenizer`` keeps a short window of tokens whose text was returned already, decodes it together with the new ones,
-and returns the difference: decoders of the sentencepiece kind treat a first token's space differently, and a character
+``Detokenizer`` keeps a short window of tokens whose text was returned already. It decodes them together with new ones
+and returns the difference, because sentencepiece's decoders treat a first token's space differently, and a character
 may lie across tokens. ``StopMatcher`` finds the first stop string.
 """
 

@@ -73,8 +73,7 @@ class ReasoningParser:
 
     Reasoning stands at the beginning of an output: after ``<think>``, or whatever ``marks`` say, or at once if the
     prompt has ``opened`` it. Everything after ``</think>`` is content unchanged, so that an answer may mention these
-    markers. Space around
-    reasoning belongs to the markers; of space that has to be held back, at most ``MAX_MARKER_SPACE`` characters.
+    markers. Space around reasoning belongs to the markers; at most ``MAX_MARKER_SPACE`` characters of it are held back.
     Reasoning that never ends is reasoning.
     """
 

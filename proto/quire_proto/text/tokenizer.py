@@ -1,8 +1,7 @@
 """One model's tokenizer and chat template, loaded from a Hugging Face folder. No I/O after loading.
 
-``ModelTokenizer`` encodes text and conversations, and decodes. ``TokenBytes`` has the bytes of single tokens,
-``encode_bad_words`` the tokens of words that an output may not contain, and the digests at the end say whether two
-programs have the same model: one of the tokenizer's vocabulary, one of the sizes in ``config.json``.
+``ModelTokenizer`` encodes text and conversations, and decodes. ``TokenBytes`` has the bytes of single tokens, and
+``encode_bad_words`` returns the tokens of words that an output may not contain.
 """
 
 import logging
@@ -238,9 +237,9 @@ class ModelTokenizer:
         """The prompt of a conversation in tokens. Special tokens are those that the template writes; in messages they
         are text (see ``SpecialTokenEscaper``). Raises as ``render_chat_text`` and ``encode`` do.
 
-        ``earlier`` are the tokens that the conversation had before, a prompt and its answer. As many of them as the
-        prompt's text begins with are kept, and the rest is encoded: what a model wrote need not have the tokens that
-        the tokenizer chooses for its text, and a prefix cache has the model's.
+        ``earlier`` are the tokens that the conversation had before, a prompt and its answer. Those that the prompt's
+        text begins with are kept, and the rest is encoded. The tokenizer may choose other tokens for a text than the
+        model wrote, and a prefix cache has the model's.
         """
         mark, special = "", self._special_tokens
         if special is not None:

@@ -1,10 +1,15 @@
 """The formats in which models write tool calls, as data: one ``ToolFormat`` for each family of models, and how a
 chat template's family is recognised.
 
-A format says with which marks calls begin and end, and which of five notations is between them: a JSON object that
-holds name and arguments (``JsonCall``), a name before arguments in JSON (``NamedCall``), tags around each argument
-(``TaggedCall``), the call of a function in Python (``PythonCall``), or one in Gemma's notation (``GemmaCall``). The
-parsers (``tool_parser``) and the grammars (``tool_grammar``) are both made from it. Texts of a format are what a
+A format says with which marks calls begin and end, and which of five notations is between them:
+
+* ``JsonCall``: a JSON object that holds the name and the arguments;
+* ``NamedCall``: a name, then the arguments in JSON;
+* ``TaggedCall``: tags around each argument;
+* ``PythonCall``: the call of a function in Python;
+* ``GemmaCall``: Gemma's own notation.
+
+The parsers (``tool_parser``) and the grammars (``tool_grammar``) are both made from it. Texts of a format are what a
 grammar writes; a parser takes any white space, or none, wherever they have some.
 """
 

@@ -1,5 +1,5 @@
-"""``OutputParser``: splits the text of a chat's choice into content, reasoning and tool calls, for REST and gRPC: into
-parts in their order (``parts``), or into what a chunk of the OpenAI API holds of them (``parse``).
+"""``OutputParser``: splits the text of a chat's choice into content, reasoning and tool calls, for REST and gRPC.
+``parts`` returns the parts in their order, and ``parse`` what a chunk of the OpenAI API holds of them.
 """
 
 from collections.abc import Iterable, Sequence

@@ -1,7 +1,6 @@
-"""A request between its body and its response: the options that come outside its body (``RequestOptions``: idempotency
-key, session, timeout), with the same words in both APIs; and ``PreparedRequest``, validated, new or stored, with all
-that writing its response needs. And the protocols through which the API sees what is below it: the engine pool and the
-runner of requests.
+"""A request between its body and its response. ``RequestOptions`` come outside its body: idempotency key, session and
+timeout. ``PreparedRequest`` is a validated request, new or stored, with all that writing its response needs. Below it
+are the protocols through which the API sees the engine pool and the runner of requests.
 """
 
 import logging

@@ -93,11 +93,10 @@ PreparedT = TypeVar("PreparedT", PreparedRequest, PreparedPooling, ForwardedRequ
 
 class ApiService:
     """The common half of both APIs. No request may take more than ``request_timeout`` seconds, and one for an adapter
-    waits ``hold_timeout`` at most until it is known which there are. ``durable`` returns
-    whether the requests of these ids are recorded in the journal, and ``read_usage`` what a tenant used. Responses of
-    the Responses API are kept for ``responses_retention`` seconds, others as long as the journal keeps them; a tenant's
-    own retention comes first. A request may name what has ``targets``, and gets one of them. ``sampling_defaults``: see
-    ``Validator``.
+    waits ``hold_timeout`` at most until it is known which there are. ``durable`` returns whether the requests of these
+    ids are recorded in the journal, and ``read_usage`` what a tenant used. Responses of the Responses API are kept for
+    ``responses_retention`` seconds, others as long as the journal keeps them; a tenant's own retention comes first. A
+    request may name what has ``targets``, and gets one of them. ``sampling_defaults``: see ``Validator``.
     """
 
     def __init__(

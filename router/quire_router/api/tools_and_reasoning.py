@@ -42,9 +42,9 @@ _TOOL_FIELDS = ("tools", "tool_choice", "parallel_tool_calls")
 
 
 def structured_of(request: GenerationBody, tokenizer: ModelTokenizer, prompt: Sequence[int]) -> Structured | None:
-    """Returns what constrains the output: what the client requests, a grammar of the tool calls that it requires, or a
-    grammar of both, calls or JSON, each after reasoning where the model reasons; None for free text. Raises
-    ``QuireError`` INVALID for what cannot be enforced.
+    """Returns what constrains the output; None for free text. It is the client's own constraint, a grammar of tool
+    calls, or a grammar of calls or JSON, and includes reasoning if the model reasons. Raises ``QuireError`` INVALID for
+    what cannot be enforced.
     """
     requested = request.structured
     if not isinstance(request, ChatRequest):

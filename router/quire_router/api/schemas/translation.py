@@ -1,6 +1,6 @@
-"""What requests of other APIs have in common that mean a chat: the chat's fields that they do not have
-(``fields_of_chats``), and the chat that was made from one (``TranslatedRequest``), whose errors name the fields that
-its client sent (``FieldNames``).
+"""Requests of other APIs that are run as chats. ``TranslatedRequest`` is the chat that was made from one,
+``FieldNames`` makes its errors name the fields that the client sent, and ``fields_of_chats`` are those of a chat that
+another API does not have.
 """
 
 import re
