@@ -79,7 +79,7 @@ class ChatTemplate:
             self._template = environment.from_string(environment.counted(source))
             self.variables = frozenset(meta.find_undeclared_variables(environment.parse(source)))
         except (TemplateSyntaxError, RecursionError) as error:
-            raise TokenizerLoadError(f"{origin}: the chat template is not valid: {error}.") from error
+            raise TokenizerLoadError(f"{origin}: the chat template is not valid: {str(error).rstrip('.')}.") from error
         self.is_slow = False
         self._hidden: dict[tuple[str, frozenset[str]], frozenset[str]] = {}
         self._form = MessageForm()

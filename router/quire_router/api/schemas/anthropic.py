@@ -211,6 +211,8 @@ def _check_block(block: Block, role: str, where: str) -> None:
 
 
 def _tool_type(kind: str | None) -> str | None:
+    if kind == "function":
+        raise ValueError("this is the form of OpenAI's APIs; here name, description and input_schema stand in the tool")
     if kind not in (None, "custom"):
         raise ValueError(
             f"tools of type {kind[:32]!r} are Anthropic's own; only those with a name and an input_schema are supported"

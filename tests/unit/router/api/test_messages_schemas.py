@@ -375,6 +375,7 @@ def test_what_is_no_text_in_the_result_of_a_tool_is_replaced_by_words(part, word
         ({"stop_sequences": ["x"] * 17}, "stop_sequences", "stop_sequences holds 17 strings"),
         ({"stop_sequences": [""]}, "stop_sequences", "1 to 256 characters"),
         ({"tools": [{"type": "web_search_20260318", "name": "web_search"}]}, "tools[0].type", "Anthropic's own"),
+        ({"tools": [{"type": "function", "function": {"name": "get"}}]}, "tools[0].type", "OpenAI's APIs"),
         ({"tools": [{"name": "get"}]}, "tools[0].input_schema", "is missing"),
         ({"tools": [{"name": "a b", "input_schema": {}}]}, "tools[0].name", "pattern"),
         (
