@@ -190,6 +190,7 @@ EXTRA_FIELDS: Mapping[object, Mapping[str, str]] = {
         _MODEL := {
             "max_model_len": "vLLM: tokens of prompt and answer together",
             "parent": "vLLM: the model of an adapter",
+            "root": "vLLM: the model itself, or that of an adapter",
             "supported_tasks": "ours: what the model can do",
         }
     ),

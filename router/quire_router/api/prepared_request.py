@@ -45,6 +45,8 @@ def build_response_options(request: GenerationBody, max_tokens: int) -> Response
         continuous_usage=request.continuous_usage,
         logprobs=request.output_logprobs,
         prompt_logprobs=request.prompt_logprobs,
+        token_ids=bool(request.return_token_ids),
+        tokens_as_ids=bool(request.return_tokens_as_token_ids),
         tools=_callable_tool_names(request),
         tool_types=_tool_types(request),
         reasoning=_reasoning_placement(request),

@@ -263,9 +263,10 @@ MAX_OUTPUTS = 128
 MAX_VALUES = 2**22  # a hundred megabytes or two as JSON; one output of 131,072 tokens with 20 log-probabilities each
 
 
-def check_response_size(generations: Sequence[GenerationRequest]) -> None:
+def check_response_size(generations: Sequence[GenerationRequest], *, shows_prompts: bool = False) -> None:
     """Raises ``QuireError`` INVALID for a request whose response could be too large to be stored and written. Prompts,
-    outputs, tokens and log-probabilities each have their range; this bounds their product.
+    outputs, tokens and log-probabilities each have their range; this bounds their product. A response that
+    ``shows_prompts`` has the tokens of its prompt in each choice.
     """
     params = generations[0].params
     width = "beam_width" if params.beam_width else "best_of" if params.best_of > params.n else "n"
@@ -273,7 +274,7 @@ def check_response_size(generations: Sequence[GenerationRequest]) -> None:
     outputs = sum(generation.params.num_sequences for generation in generations)
     if outputs > MAX_OUTPUTS:
         raise invalid(param, f"The request asks for {outputs} outputs in all but at most {MAX_OUTPUTS} are allowed.")
-    values = sum(map(_num_values, generations))
+    values = sum(_num_values(each, shows_prompt=shows_prompts or each.echo) for each in generations)
     if values > MAX_VALUES:
         raise invalid(
             param if outputs > 1 else "max_tokens",
@@ -282,9 +283,9 @@ def check_response_size(generations: Sequence[GenerationRequest]) -> None:
         )
 
 
-def _num_values(generation: GenerationRequest) -> int:
+def _num_values(generation: GenerationRequest, *, shows_prompt: bool) -> int:
     params, prompt_tokens = generation.params, len(generation.prompt_token_ids)
-    output = params.num_sequences * (params.max_tokens + (prompt_tokens if generation.echo else 0))
+    output = params.num_sequences * (params.max_tokens + (prompt_tokens if shows_prompt else 0))
     return output + generation.num_logprobs(prompt_tokens, params.num_sequences * params.max_tokens)
 
 

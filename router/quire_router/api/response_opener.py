@@ -124,7 +124,7 @@ class ResponseOpener:
         return answer
 
 
-def started_choices(cursor: StreamCursor, choices: int) -> Container[int]:
+def started_choices(cursor: StreamCursor, choices: int) -> frozenset[int]:
     """Returns the choices of which the client has had something."""
     return frozenset(index for index in range(choices) if cursor.started(index))
 

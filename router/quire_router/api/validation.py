@@ -142,7 +142,7 @@ class Validator:
             generations = _with_texts(generations, sent)
         if request.seed is None:
             generations = tuple(map(_with_random_seed, generations))
-        check_response_size(generations)
+        check_response_size(generations, shows_prompts=bool(request.return_token_ids))
         return generations
 
     def pooling(self, request: PoolingBody, request_id: str, caller: Identity, target: str = "") -> PreparedPooling:

@@ -39,7 +39,8 @@ class ResponseOptions(BaseModel):
 
     ``include_usage`` ends a stream with the usage, and with ``continuous_usage`` each chunk before has it too.
     ``logprobs`` and ``prompt_logprobs`` are how many most probable tokens are shown beside each token of the output and
-    of the prompt; None shows no log-probabilities. ``tools`` are the names of the tools that a chat's model may call,
+    of the prompt; None shows no log-probabilities. ``token_ids`` shows the tokens of both, and ``tokens_as_ids`` names
+    tokens by their ids in the log-probabilities. ``tools`` are the names of the tools that a chat's model may call,
     ``tool_types`` the types of their parameters that are no strings, and ``reasoning`` is where the reasoning is shown.
     ``structured_param`` is the parameter that constrains the answer, empty where there is none or a grammar of the
     client. ``api`` is the API that the response is written in, and its output is ``limited_by_context`` where it may
@@ -53,6 +54,8 @@ class ResponseOptions(BaseModel):
     continuous_usage: bool = False
     logprobs: int | None = None
     prompt_logprobs: int | None = None
+    token_ids: bool = False
+    tokens_as_ids: bool = False
     tools: tuple[str, ...] = ()
     tool_types: Mapping[str, Mapping[str, tuple[str, ...]]] = {}
     reasoning: Annotated[ReasoningPlacement, Field(alias="thoughts")] = ReasoningPlacement.SEPARATE

@@ -330,8 +330,9 @@ class Model(TypedDict):
     object: Literal["model"]
     created: int
     owned_by: str
+    root: str
+    parent: str | None
     max_model_len: NotRequired[int]
-    parent: NotRequired[str]
     supported_tasks: NotRequired[list[str]]
 
 

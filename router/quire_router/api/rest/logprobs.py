@@ -26,10 +26,13 @@ LogprobLists = tuple[str, ...]  # contents of several JSON lists, without bracke
 
 
 class TokenNames:
-    """Tokens as one response shows them, in JSON, cached. ``token_bytes`` is the model's."""
+    """Tokens as one response shows them, in JSON, cached. ``token_bytes`` is the model's. With ``as_ids`` a token's
+    name is its id, as vLLM writes it.
+    """
 
-    def __init__(self, token_bytes: Callable[[int], bytes | None]) -> None:
+    def __init__(self, token_bytes: Callable[[int], bytes | None], *, as_ids: bool = False) -> None:
         self._bytes_of = token_bytes
+        self._as_ids = as_ids
         self.name = cache(self._name)
         self.marked_name = cache(self._marked_name)
         self.entry = cache(self._entry)
@@ -49,6 +52,8 @@ class TokenNames:
         return f'{{"token":{self.name(token_id)},"logprob":', f',"bytes":{written}'
 
     def _write(self, token_id: int, prefix: str) -> str:
+        if self._as_ids:
+            return f'"token_id:{token_id}"'
         raw = self._bytes_of(token_id) or b""
         try:
             return json_text(raw.decode())
@@ -156,11 +161,14 @@ class CompletionLogprobsFormat(LogprobsFormat):
         return str(offsets.finish()), number(logprobs.logprob), name, others
 
     def _most_probable(self, token_id: int, logprobs: TokenLogprobs) -> str:
-        """Returns an object by tokens' names; of two tokens with one name the more probable counts."""
-        entries: dict[str, str] = {}
-        for each, logprob in (*logprobs.top[: self._top], (token_id, logprobs.logprob)):
-            entries.setdefault(self._names.marked_name(each), number(logprob))
-        return f"{{{','.join([f'{name}:{value}' for name, value in entries.items()])}}}"
+        """Returns an object by tokens' names, the token's own first, as in vLLM. Of two tokens with one name the more
+        probable counts.
+        """
+        entries = {self._names.marked_name(token_id): logprobs.logprob}
+        for each, logprob in logprobs.top[: self._top]:
+            name = self._names.marked_name(each)
+            entries[name] = max(logprob, entries.get(name, logprob))
+        return f"{{{','.join([f'{name}:{number(value)}' for name, value in entries.items()])}}}"
 
 
 class PromptLogprobsFormat:
@@ -218,12 +226,13 @@ class LogprobsRenderer:
     def __init__(
         self, prepared: PreparedRequest, logprobs_format: type[LogprobsFormat], started: Container[int] = ()
     ) -> None:
-        options, names = prepared.response_options, TokenNames(prepared.tokenizer.token_bytes)
+        options, token_bytes = prepared.response_options, prepared.tokenizer.token_bytes
+        names = TokenNames(token_bytes, as_ids=options.tokens_as_ids)
         self._generations = prepared.generations
         self._tokenizer = prepared.tokenizer
         self._started = started
         self._format = None if options.logprobs is None else logprobs_format(names, options.logprobs)
-        self._prompt_format = None if options.prompt_logprobs is None else PromptLogprobsFormat(names)
+        self._prompt_format = None if options.prompt_logprobs is None else PromptLogprobsFormat(TokenNames(token_bytes))
         self._offsets: dict[int, TextOffsets] = {}
         self._prompts: dict[int, _PromptLogprobs] = {}
 

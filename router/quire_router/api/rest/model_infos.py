@@ -19,9 +19,9 @@ _NUMBER = re.compile(r"[0-9]{1,4}", re.ASCII)
 
 def model_object(card: ModelCard) -> dict[str, Any]:
     """Returns one model as OpenAI's API has it."""
-    known: dict[str, Any] = {"max_model_len": card.max_model_len} if card.max_model_len else {}
-    if card.parent:
-        known["parent"] = card.parent
+    known: dict[str, Any] = {"root": card.parent or card.name, "parent": card.parent or None}
+    if card.max_model_len:
+        known["max_model_len"] = card.max_model_len
     if card.supported_tasks:
         known["supported_tasks"] = card.supported_tasks
     return {"id": card.name, "object": "model", "created": card.created, "owned_by": "quire", **known}

@@ -41,9 +41,9 @@ class OpenAiFormat:
     of a chunk. ``first_choice`` and ``last_choice`` are the choices of a stream's first and last chunk;
     ``delta_prefix`` and ``delta_suffix`` surround the text of the chunks between them, ``message_prefix`` and
     ``message_suffix`` that of a whole response. ``logprobs_format`` writes log-probabilities of the output; those of
-    the prompt are in its choices (``prompt_in_choices``) or beside them. The last four name fields that are always null
-    here, and in vLLM unless a request asks for them: of a choice, of a whole response, of every chunk's choice except
-    that with the role, and of every chunk.
+    the prompt, and its tokens, are in its choices (``prompt_in_choices``) or beside them. The last three name fields
+    that are always null here, and in vLLM unless a request asks for them: of a choice, of a whole response, and of
+    every chunk except that with the role.
     """
 
     id_prefix: str
@@ -59,7 +59,6 @@ class OpenAiFormat:
     prompt_in_choices: bool
     null_choice_fields: tuple[str, ...]
     null_fields: tuple[str, ...]
-    null_chunk_choice_fields: tuple[str, ...]
     null_chunk_fields: tuple[str, ...]
     heartbeat: bytes | None = None
     id_headers: tuple[bytes, ...] = (b"x-request-id",)
@@ -107,12 +106,11 @@ CHAT = OpenAiFormat(
     message_suffix=f",{json_text(_NO_MESSAGE_FIELDS)[1:]}",
     logprobs_format=ChatLogprobsFormat,
     prompt_in_choices=False,
-    null_choice_fields=("token_ids", "routed_experts", "weight_versions"),
+    null_choice_fields=("routed_experts", "weight_versions"),
     null_fields=(
-        *("service_tier", "system_fingerprint", "prompt_token_ids", "prompt_text"),
+        *("service_tier", "system_fingerprint", "prompt_text"),
         *("kv_transfer_params", "ec_transfer_params", "metrics"),
     ),
-    null_chunk_choice_fields=("token_ids",),
     null_chunk_fields=("kv_transfer_params",),
 )
 COMPLETION = OpenAiFormat(
@@ -127,9 +125,8 @@ COMPLETION = OpenAiFormat(
     message_suffix="",
     logprobs_format=CompletionLogprobsFormat,
     prompt_in_choices=True,
-    null_choice_fields=("token_ids", "prompt_token_ids", "routed_experts", "weight_versions"),
+    null_choice_fields=("routed_experts", "weight_versions"),
     null_fields=("service_tier", "system_fingerprint", "kv_transfer_params", "ec_transfer_params", "metrics"),
-    null_chunk_choice_fields=("prompt_token_ids", "token_ids"),
     null_chunk_fields=(),
 )
 
@@ -227,6 +224,7 @@ class _ChoiceBuilder:
     texts: list[str] = field(default_factory=list)
     parsed: list[ParsedDelta] = field(default_factory=list)
     logprobs: list[LogprobLists] = field(default_factory=list)
+    token_ids: list[int] = field(default_factory=list)
     finish_reason: str | None = None
     stop_reason: str = "null"
     score: float | None = None
@@ -240,6 +238,7 @@ class CompletionBuilder:
         self._parsers = create_parsers(prepared) if prepared.is_parsed else None
         self._reasoning = None if self._parsers is None else ReasoningCounter(prepared, self._parsers)
         self._style = style
+        self._prompt_token_ids = prompt_token_ids(prepared)
         first = prepared.first
         self._stop_token_ids = first.params.stop_token_ids
         self._head = {
@@ -261,6 +260,8 @@ class CompletionBuilder:
                 self._reasoning.add(delta)
         if self.logprobs is not None:
             choice.logprobs.append(self.logprobs.logprobs(delta))
+        if self._prompt_token_ids:
+            choice.token_ids += delta.token_ids
         if delta.finish_reason is not None:
             choice.finish_reason, choice.score = delta.finish_reason, delta.score
             choice.stop_reason = stop_reason_json(delta, self._stop_token_ids)
@@ -277,7 +278,7 @@ class CompletionBuilder:
         for index, choice in enumerate(self._choices):
             choices.append(self._choice_object(index, choice).encode("ascii"))
             await asyncio.sleep(0)
-        after = "" if self._style.prompt_in_choices else self._prompt_logprobs(0)
+        after = "" if self._style.prompt_in_choices else self._of_prompt(0)
         after += nulls(self._style.null_fields)
         end = f'],"usage":{json_text(answer_usage(usage, self._reasoning))}{after}}}'
         return b"".join(
@@ -292,17 +293,20 @@ class CompletionBuilder:
         logprobs = "null"
         if self.logprobs is not None:
             logprobs = self.logprobs.logprobs_object(tuple(map(joined, zip(*choice.logprobs, strict=True))))
-        after = self._prompt_logprobs(index) if self._style.prompt_in_choices else ""
+        after = self._of_prompt(index) if self._style.prompt_in_choices else ""
         if choice.score is not None:
             after += f',"score":{number(choice.score)}'
+        after += f',"token_ids":{json_text(choice.token_ids if self._prompt_token_ids else None)}'
         after += nulls(self._style.null_choice_fields)
         reason = json_text(choice.finish_reason)
         end = f'"finish_reason":{reason},"stop_reason":{choice.stop_reason}{after}'
         return f'{{"index":{index},{text},"logprobs":{logprobs},{end}}}'
 
-    def _prompt_logprobs(self, index: int) -> str:
+    def _of_prompt(self, index: int) -> str:
+        """Returns what is shown of a choice's prompt."""
         listed = "" if self.logprobs is None else self.logprobs.prompt_logprobs(index)
-        return f',"prompt_logprobs":{listed or "null"}'
+        tokens = json_text(self._prompt_token_ids[index]) if self._prompt_token_ids else "null"
+        return f',"prompt_logprobs":{listed or "null"},"prompt_token_ids":{tokens}'
 
 
 class ChunkEncoder:
@@ -322,8 +326,11 @@ class ChunkEncoder:
         "_end",
         "_has_ids",
         "_head",
+        "_no_token_ids",
         "_parsers",
+        "_prompt_token_ids",
         "_prompts",
+        "_prompts_shown",
         "_reasoning",
         "_starts",
         "_stop_token_ids",
@@ -344,6 +351,8 @@ class ChunkEncoder:
         self._has_ids = prepared.event_ids
         self._continuous_usage = prepared.response_options.continuous_usage
         self._advances_cursor = self._has_ids or self._continuous_usage
+        self._prompt_token_ids = prompt_token_ids(prepared)
+        self._prompts_shown = {*started_choices(cursor, prepared.num_choices)}
         self._prompts = [len(each.prompt_token_ids) for each in prepared.generations for _ in range(each.params.n)]
         self._choices = prepared.num_choices
         first = prepared.first
@@ -360,9 +369,9 @@ class ChunkEncoder:
         self._before = [start + style.delta_prefix for start in starts]
         self._starts = [f'{start}"delta":' for start in starts]
         no_usage = ',"usage":null' if self._usage else ""
-        no_choice_fields, no_fields = nulls(style.null_chunk_choice_fields), nulls(style.null_chunk_fields)
-        self._closed = f"{no_choice_fields}}}]{no_fields}{no_usage}}}\n\n"
-        self._end = f',"finish_reason":null{self._closed}'
+        self._no_token_ids = nulls(("prompt_token_ids", "token_ids") if style.prompt_in_choices else ("token_ids",))
+        self._closed = f"}}]{nulls(style.null_chunk_fields)}{no_usage}}}\n\n"
+        self._end = f',"finish_reason":null{self._no_token_ids}{self._closed}'
         self._after = f'{style.delta_suffix},"logprobs":null{self._end}'
 
     def opening(self) -> bytes:
@@ -386,7 +395,7 @@ class ChunkEncoder:
 
     def encode_token(self, index: int, token_id: int, text: str) -> bytes:
         """As ``encode`` of a delta that is one token of choice ``index`` and its text."""
-        if self._advances_cursor or self._parsers is not None or self.logprobs is not None:
+        if self._advances_cursor or self._parsers is not None or self.logprobs is not None or self._prompt_token_ids:
             return self.encode(Delta(text, [token_id], index=index))
         if text:
             return f"{self._before[index]}{_quote(text)}{self._after}".encode("ascii")
@@ -396,9 +405,9 @@ class ChunkEncoder:
         line = self._advance(delta) if self._advances_cursor else ""
         if delta.finish_reason is not None:
             return self._encode_last(line, delta, logprobs)
-        if any(logprobs):  # also without text: tokens may come before their text
+        if any(logprobs) or self._shows_tokens(delta):  # also without text: tokens may come before their text
             text = self._before[delta.index] + _quote(delta.text) + self._style.delta_suffix
-            text += f',"logprobs":{self._logprobs_object(logprobs)}{self._end}'
+            text += f',"logprobs":{self._logprobs_object(logprobs)},"finish_reason":null{self._ended(delta)}'
             return f"{line}{text}".encode("ascii")
         if delta.text:
             return f"{line}{self._before[delta.index]}{_quote(delta.text)}{self._after}".encode("ascii")
@@ -409,10 +418,10 @@ class ChunkEncoder:
         if delta.replayed:
             return b""
         line = self._advance(delta) if self._advances_cursor else ""
-        if not (parsed.has_output or any(logprobs)):
+        if not (parsed.has_output or any(logprobs) or self._shows_tokens(delta)):
             return b""
         start = f"{line}{self._starts[delta.index]}{delta_json(parsed)}"
-        if not any(logprobs) and parsed.finish_reason is None:
+        if not (any(logprobs) or self._prompt_token_ids) and parsed.finish_reason is None:
             return f'{start},"logprobs":null{self._end}'.encode("ascii")
         logprobs_json = self._logprobs_object(logprobs)
         end = f',"logprobs":{logprobs_json},"finish_reason":{json_text(parsed.finish_reason)}{self._ended(delta)}'
@@ -431,10 +440,31 @@ class ChunkEncoder:
 
     def _ended(self, delta: Delta) -> str:
         """Returns what follows the finish reason."""
+        end = self._token_ids(delta) + self._closed
         if delta.finish_reason is None:
-            return self._closed
+            return end
         score = "" if delta.score is None else f',"score":{number(delta.score)}'
-        return f',"stop_reason":{stop_reason_json(delta, self._stop_token_ids)}{score}{self._closed}'
+        return f',"stop_reason":{stop_reason_json(delta, self._stop_token_ids)}{score}{end}'
+
+    def _shows_tokens(self, delta: Delta) -> bool:
+        """Returns whether a delta has an event for its tokens, or for those of its choice's prompt. The cursor counts a
+        choice as started from its first delta on, also from an empty one, so that one shows the prompt.
+        """
+        if not self._prompt_token_ids:
+            return False
+        shows_prompt = self._style.prompt_in_choices and delta.index not in self._prompts_shown
+        return shows_prompt or bool(delta.token_ids or delta.text)
+
+    def _token_ids(self, delta: Delta) -> str:
+        """Returns the tokens of a delta. A completion's prompt has its tokens in the first chunk of each choice."""
+        if not self._prompt_token_ids:
+            return self._no_token_ids
+        prompt = ""
+        if self._style.prompt_in_choices:
+            shown = None if delta.index in self._prompts_shown else self._prompt_token_ids[delta.index]
+            self._prompts_shown.add(delta.index)
+            prompt = f',"prompt_token_ids":{json_text(shown)}'
+        return f'{prompt},"token_ids":{json_text(delta.token_ids)}'
 
     def _logprobs_object(self, logprobs: LogprobLists) -> str:
         return self.logprobs.logprobs_object(logprobs) if self.logprobs is not None and any(logprobs) else "null"
@@ -457,7 +487,8 @@ class ChunkEncoder:
     def _open(self, index: int) -> bytes:
         self._cursor.open(index)
         choice = {"index": index, **(self._style.first_choice or {}), "logprobs": None, "finish_reason": None}
-        prompt = {"prompt_token_ids": None, "prompt_text": None}  # null here too unless a request asks for it
+        token_ids = self._prompt_token_ids[index] if self._prompt_token_ids else None
+        prompt = {"prompt_token_ids": token_ids, "prompt_text": None}
         data = self._event({**self._head, "choices": [choice], **prompt, **self._usage})
         return self._with_usage(data, index) if self._continuous_usage else data
 
@@ -479,6 +510,13 @@ class ChunkEncoder:
         """Advances the cursor by ``delta``; returns the line with the id of its event, empty without ids."""
         self._cursor.advance(delta)
         return f"id: {self._cursor!s}\n" if self._has_ids else ""
+
+
+def prompt_token_ids(prepared: PreparedRequest) -> list[list[int]]:
+    """Returns the tokens of each choice's prompt; none where the response does not show tokens."""
+    if not prepared.response_options.token_ids:
+        return []
+    return [[*each.prompt_token_ids] for each in prepared.generations for _ in range(each.params.n)]
 
 
 def nulls(names: Sequence[str]) -> str:

@@ -253,6 +253,8 @@ class GenerationBody(SamplingBody, StructuredBody):
     ignore_eos: bool | None = None
 
     prompt_logprobs: Integer = None
+    return_token_ids: bool | None = None
+    return_tokens_as_token_ids: bool | None = None
     skip_special_tokens: bool | None = None
     priority: Integer = None
     stream: bool | None = None

@@ -197,8 +197,7 @@ _GENERATION: Table = {
     ),
     **_refused("use {logprobs}", n_probs=(0,)),
     **_refused(
-        "use /tokenize, or Generate and Chat over gRPC, which tell them", return_token_ids=(False,),
-        return_tokens_as_token_ids=(False,), return_tokens=(False,), return_prompt_token_ids=(False,),
+        "use {token_ids}", return_tokens=(False,), return_prompt_token_ids=(False,),
         return_input_ids_in_sglext=(False,), return_output_ids_in_sglext=(False,),
     ),
     **_refused("use /tokenize with return_token_strs", return_prompt_text=(False,)),
@@ -266,6 +265,7 @@ _CHAT_WORDS: Final = {
     "tokens": "guided_choice, guided_regex or logit_bias",
     "stop": "stop",
     "logprobs": "logprobs and top_logprobs",
+    "token_ids": "return_token_ids",
     "special": "skip_special_tokens",
     "beam": "beam_width",
     "tools": "tools",
@@ -286,6 +286,7 @@ _COMPLETION_WORDS: Final = {
 _OTHERS: Final = {
     **_CHAT_WORDS,
     "tokens": "logit_bias",
+    "token_ids": "/v1/chat/completions with return_token_ids",
     "special": "/v1/chat/completions with skip_special_tokens",
     "beam": "/v1/chat/completions with beam_width",
 }
@@ -342,8 +343,8 @@ RESPONSES: Final[Table] = {
     **_refused("use max_output_tokens", "max_completion_tokens max_tokens"),
     **_refused("use input", messages=([],)),
     **_refused("write it into input", "previous_input_messages"),
-    **_refused("use reasoning.effort", "reasoning_effort reasoning_format thinking think enable_thinking"
-               " chat_template_kwargs"),
+    **_refused("use reasoning.effort or chat_template_kwargs", "reasoning_effort reasoning_format thinking think"
+               " enable_thinking"),
     **_refused("use text.format", "response_format"),
     **_refused("use text.format", "structured_outputs guided_json guided_regex guided_choice guided_grammar regex"
                " ebnf"),

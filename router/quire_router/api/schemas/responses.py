@@ -42,6 +42,7 @@ from quire_router.api.schemas.openai import (
     ResponseFormat,
     SamplingBody,
     StreamOptions,
+    TemplateOptions,
 )
 from quire_router.api.schemas.parameters import Table, counting
 from quire_router.api.schemas.response_items import (
@@ -159,6 +160,7 @@ class InputBody(StrictModel):
     parallel_tool_calls: bool | None = None
     text: TextOptions | None = None
     reasoning: ReasoningOptions | None = None
+    chat_template_kwargs: TemplateOptions | None = None
 
     @property
     def size(self) -> int:
@@ -201,6 +203,7 @@ class InputBody(StrictModel):
             "tools": None if self.tools is None else [each for tool in self.tools for each in tool.to_chat()],
             "tool_choice": self._tool_choice(),
             "reasoning_effort": None if self.reasoning is None else self.reasoning.effort,
+            "chat_template_kwargs": self.chat_template_kwargs,
         }
 
     @property

@@ -21,7 +21,8 @@ _INSTEAD = "it is a field of /v1/chat/completions"
 _NEUTRAL: Final[Mapping[str, tuple[object, ...]]] = {
     "n": (1,), "best_of": (1,), "use_beam_search": (False,), "beam_width": (0, 1), "length_penalty": (1,),
     "early_stopping": (False,), "include_stop_str_in_output": (False,), "logprobs": (False,), "top_logprobs": (0,),
-    "skip_special_tokens": (True,), "separate_reasoning": (True,), "include_reasoning": (True,),
+    "return_token_ids": (False,), "return_tokens_as_token_ids": (False,), "skip_special_tokens": (True,),
+    "separate_reasoning": (True,), "include_reasoning": (True,),
 }  # fmt: skip
 
 

@@ -455,3 +455,37 @@ async def test_an_echo_is_the_prompt_as_it_was_sent_with_offsets_into_it(prompt,
     assert "".join(chunk["text"] for chunk in chunks) == choice["text"]
     streamed = [offset for chunk in chunks for offset in (chunk["logprobs"] or {"text_offset": ()})["text_offset"]]
     assert streamed == offsets
+
+
+@pytest.mark.parametrize(("path", "body"), BOTH, ids=["chat", "completion"])
+@pytest.mark.parametrize("streamed", [False, True], ids=["whole", "stream"])
+async def test_an_answer_shows_its_tokens_where_they_are_asked_for(path, body, streamed):
+    async with open_stage(script_of(TEXT)) as stage:
+        request = body("hello", n=2, stream=streamed, return_token_ids=True)
+        answer = await ask(stage.port, "POST", path, request)
+        whole = answer.json if not streamed else None
+        chunks = [chunk for _, chunk in events_of(answer.body)[:-1]] if streamed else [whole]
+        tokenized = await ask(stage.port, "POST", "/tokenize", body("hello"))
+
+    prompts, tokens = defaultdict(list), defaultdict(list)
+    for chunk in chunks:
+        for choice in chunk["choices"]:
+            shown = (choice if path == COMPLETIONS else chunk).get("prompt_token_ids")
+            prompts[choice["index"]] += [shown] if shown else []
+            tokens[choice["index"]] += choice.get("token_ids") or []
+    prompt = tokenized.json["tokens"]
+    assert prompts == {0: [prompt], 1: [prompt]}
+    assert tokens == dict.fromkeys((0, 1), TOKENIZER.encode_plain(TEXT))
+
+
+@pytest.mark.parametrize(("path", "body"), BOTH, ids=["chat", "completion"])
+async def test_log_probabilities_name_tokens_by_their_ids_where_that_is_asked_for(path, body):
+    logprobs = {"logprobs": True, "top_logprobs": 1} if path == CHAT else {"logprobs": 1}
+    async with open_stage(script_of(TEXT)) as stage:
+        answer = await ask(stage.port, "POST", path, body("hello", return_tokens_as_token_ids=True, **logprobs))
+
+    shown = answer.json["choices"][0]["logprobs"]
+    names = [each["token"] for each in shown["content"]] if path == CHAT else shown["tokens"]
+    assert names == [f"token_id:{each}" for each in TOKENIZER.encode_plain(TEXT)]
+    top = shown["content"][0]["top_logprobs"][0]["token"] if path == CHAT else next(iter(shown["top_logprobs"][0]))
+    assert top.startswith("token_id:")

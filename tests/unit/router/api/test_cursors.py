@@ -68,7 +68,9 @@ def recorded_answers(draw) -> RecordedAnswer:
         for number in range(prompts)
     )
     with_usage, continuous = draw(st.sampled_from([(False, False), (True, False), (True, True)]))
-    options = ResponseOptions(include_usage=with_usage, continuous_usage=continuous, logprobs=logprobs)
+    options = ResponseOptions(
+        include_usage=with_usage, continuous_usage=continuous, logprobs=logprobs, token_ids=draw(st.booleans())
+    )
     waiting = [draw(choices(index, logprobs is not None)) for index in range(n * prompts)]
     for index in range(0, n * prompts, n):
         prompt_logprobs = [logprobs_of(each, 2) for each in prompt[1:]] if echo and logprobs else []

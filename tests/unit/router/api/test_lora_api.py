@@ -80,7 +80,8 @@ async def test_an_adapter_is_asked_for_by_its_name_and_answers_under_it() -> Non
 async def test_models_list_adapters_behind_their_models() -> None:
     async with stage_with_adapter() as stage, stage.channel() as channel:
         listed = (await ask(stage.port, "GET", "/v1/models")).json["data"]
-        assert [(each["id"], each.get("parent")) for each in listed] == [(MODEL, None), ("polite", MODEL)]
+        lineage = [(each["id"], each["root"], each["parent"]) for each in listed]
+        assert lineage == [(MODEL, MODEL, None), ("polite", MODEL, MODEL)]
         assert (await stage.openai().models.retrieve("polite")).id == "polite"
         over_grpc = (await InferenceStub(channel).ListModels(pb.ListModelsRequest())).models
         assert [(each.name, each.parent) for each in over_grpc] == [(MODEL, ""), ("polite", MODEL)]

@@ -258,7 +258,16 @@ def test_the_form_of_the_text_is_that_of_a_chat():
 
 
 def test_reasoning_effort_and_limits_go_to_the_chat():
-    chat = chat_of(reasoning={"effort": "high"}, max_output_tokens=7, top_k=3, seed=5, prompt_cache_key="k")
+    switch = {"enable_thinking": False}
+    chat = chat_of(
+        reasoning={"effort": "high"},
+        chat_template_kwargs=switch,
+        max_output_tokens=7,
+        top_k=3,
+        seed=5,
+        prompt_cache_key="k",
+    )
+    assert chat.chat_template_kwargs.model_dump(exclude_none=True) == switch
     assert (chat.reasoning_effort, chat.output_limit, chat.top_k, chat.seed) == ("high", 7, 3, 5)
     assert (chat.prompt_cache_key, chat.output_logprobs, chat.fits_output) == ("k", None, True)
     assert chat_of(include=["message.output_text.logprobs"]).output_logprobs == 0

@@ -209,7 +209,8 @@ REFUSED_IN_BOTH = {
     "do_sample": [False, 1],
     "options": [{"temperature": 0}],
     "logits_processors": [["x"]],
-    "return_token_ids": [True, 0],
+    "return_token_ids": [1, "x"],
+    "return_tokens": [True, 0],
     "temperature": ["1", True, [], float("nan"), 2.1, -1],
     "top_p": [-0.1, "x", 1.1],
     "top_k": [-2, 1.5, 2**31, True],
@@ -649,10 +650,12 @@ def without_begin() -> Tokenizer:
 # The size of an answer
 
 
-def size_refusal(prompts: int, prompt_tokens: int, echo: bool = False, **params: int) -> QuireError | None:
+def size_refusal(
+    prompts: int, prompt_tokens: int, *, echo: bool = False, shows_prompts: bool = False, **params: int
+) -> QuireError | None:
     generation = GenerationRequest("id", MODEL, [1] * prompt_tokens, SamplingParams(**params), echo=echo)
     try:
-        check_response_size([generation] * prompts)
+        check_response_size([generation] * prompts, shows_prompts=shows_prompts)
     except QuireError as error:
         return error
     return None
@@ -662,19 +665,22 @@ def size_refusal(prompts: int, prompt_tokens: int, echo: bool = False, **params:
     st.integers(1, 200),
     st.integers(1, 70_000),
     st.booleans(),
+    st.booleans(),
     st.fixed_dictionaries(
         {"n": st.integers(1, 64), "max_tokens": st.integers(1, 70_000)},
         optional={"logprobs": st.integers(0, 20), "prompt_logprobs": st.integers(0, 20)},
     ),
 )
-def test_the_possible_size_of_a_response_is_bounded(prompts, prompt_tokens, echo, params):
+def test_the_possible_size_of_a_response_is_bounded(prompts, prompt_tokens, echo, shows_prompts, params):
     params |= {"max_tokens": max(1, min(params["max_tokens"], 2**23 // (prompts * params["n"])))}
     positions = prompts * params["n"] * (params["max_tokens"] + (prompt_tokens if echo else 0))
     shown = positions * (1 + params["logprobs"]) if "logprobs" in params else 0
     of_prompts = prompts * params["n"] * prompt_tokens * (1 + params.get("prompt_logprobs", -1))
-    refusal = size_refusal(prompts, prompt_tokens, echo, **params)
+    tokens = prompts * params["n"] * prompt_tokens if shows_prompts and not echo else 0
+    refusal = size_refusal(prompts, prompt_tokens, echo=echo, shows_prompts=shows_prompts, **params)
 
-    assert (refusal is not None) == (prompts * params["n"] > MAX_OUTPUTS or positions + shown + of_prompts > MAX_VALUES)
+    values = positions + shown + of_prompts + tokens
+    assert (refusal is not None) == (prompts * params["n"] > MAX_OUTPUTS or values > MAX_VALUES)
 
 
 def test_the_parameter_that_multiplies_is_named():

@@ -136,6 +136,7 @@ async def test_a_completion_shows_four_lists_side_by_side(top):
         expected = {named(token_id): logprobs.logprob}  # it is there where it is not among the most probable, too
         expected |= {named(each): value for each, value in reversed(logprobs.top)}
         assert others == expected
+        assert next(iter(others)) == named(token_id)
         assert len(others) in (top, top + 1)
 
 
