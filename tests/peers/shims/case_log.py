@@ -20,10 +20,11 @@ def _write(**line: Any) -> None:
 
 @pytest.hookimpl(trylast=True)
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Writes the cases that will run."""
+    """Writes the cases that will run, and those that a shim has set an outcome for, which will not."""
     items[:] = [item for item in items if item.nodeid not in _KNOWN]
     for item in items:
-        _write(id=item.nodeid, outcome="collected", error="")
+        _write(id=item.nodeid, outcome=dict(item.user_properties).get("outcome", "collected"), error="")
+    items[:] = [item for item in items if not item.user_properties]
 
 
 def pytest_collectreport(report: pytest.CollectReport) -> None:
@@ -35,9 +36,7 @@ def pytest_collectreport(report: pytest.CollectReport) -> None:
 def pytest_runtest_logreport(report: pytest.TestReport) -> None:
     """Writes what became of a part of a case: setting up, the call, tearing down."""
     if report.when == "call" or report.outcome != "passed":
-        passed = dict(report.user_properties).get("outcome", report.outcome)
-        outcome = passed if report.outcome == "passed" else report.outcome
-        _write(id=report.nodeid, outcome=outcome, error=_error(report))
+        _write(id=report.nodeid, outcome=report.outcome, error=_error(report))
 
 
 def _error(report: pytest.TestReport) -> str:

@@ -14,7 +14,6 @@ sys.path.insert(0, os.getcwd())
 
 import utils
 
-SERVERS = quire_servers.Servers()
 _TEMPLATES = Path("../../../models/templates")
 _NAMED = {
     "llama3": "meta-llama-Llama-3.2-3B-Instruct",
@@ -29,21 +28,19 @@ _LONG_OUTPUT = 128
 _ASKED = re.compile(r"""\bmodel(?:_alias)?["']?\s*[:=]\s*["']([^"']+)["']""")
 
 
-def names_asked() -> str:
-    """Returns the models that the tests start or ask for, as llama.cpp's server answers to any name. All servers have
-    all of these names, so that more tests share one.
-    """
+def names_asked() -> list[str]:
+    """Returns the models that the tests start or ask for, as llama.cpp's server answers to any name."""
     texts = (path.read_text() for path in (Path("utils.py"), *Path("unit").glob("*.py")))
-    names = [name for text in texts for found in _ASKED.findall(text) for name in found.split(",")]
-    return ",".join(dict.fromkeys(names))
+    return [name for text in texts for found in _ASKED.findall(text) for name in found.split(",")]
+
+
+SERVERS = quire_servers.Servers(names_asked())
 
 
 def arguments_of(server: Any) -> list[str]:
     """Returns the flags that a test's settings are with vLLM's names."""
-    flags = ["--served-model-name", names_asked()]
     length = (server.n_ctx or _LONG) // (1 if server.kv_unified else server.n_slots or 1)
-    if length < _LONG:
-        flags += ["--max-model-len", str(length)]
+    flags = ["--max-model-len", str(length)]
     if server.api_key:
         flags += ["--api-key", server.api_key]
     if server.pooling and server.pooling != "none":

@@ -18,12 +18,14 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-KEPT = 3
-"""Servers that run at a time. Most modules of a suite want one of their own."""
+KEPT = 5
+"""Servers that run at a time."""
 
 _START_SECONDS = 240
-_CONTEXT = 2048
-"""The context where a test wants none in particular: a small model may not end its answer before."""
+_CONTEXT = 8192
+"""The context where a test wants none in particular, or one that no test fills: they share a server."""
+_LONG = 1024
+"""No test fills a context of this length, or of a longer one."""
 _KINDS = {
     "rerank": ("reranker", "cross-encoder", "rerank"),
     "embed": ("e5-", "bge-", "minilm", "embed", "gte-", "jina", "arctic", "bert"),
@@ -32,9 +34,11 @@ _KINDS = {
 _OWN = {"--port", "--host", "--model", "--seed", "--served-model-name", "--http-port"}
 _DROPPED = {
     *("--dtype", "--gpu-memory-utilization", "--device", "--kv-cache-memory-bytes", "--block-size"),
-    *("--enforce-eager", "--max-num-seqs", "--max-num-batched-tokens"),
+    *("--enforce-eager", "--max-num-seqs", "--max-num-batched-tokens", "--enable-prefix-caching", "--runner"),
 }
-"""Flags about the hardware that the other project's tests run on, without which more of them share a server."""
+"""Flags about the hardware that the other project's tests run on, and those that change nothing here. Without them more
+tests share a server.
+"""
 
 
 def thinking_template() -> str:
@@ -56,24 +60,30 @@ def options(arguments: Iterable[str]) -> list[tuple[str, list[str]]]:
     for argument in arguments:
         if argument.startswith("--"):
             name, equals, value = argument.partition("=")
-            found.append((name, [value] if equals else []))
+            found.append((name.replace("_", "-"), [value] if equals else []))
         elif found:
             found[-1][1].append(argument)
     return found
 
 
-def serve_arguments(model: str, arguments: Sequence[str], known: frozenset[str], max_len: int) -> list[str]:
+def served_names(model: str, arguments: Iterable[str]) -> list[str]:
+    """Returns the names that another server's command line gives its model."""
+    return [value for name, values in options(arguments) if name == "--served-model-name" for value in values] or [
+        model
+    ]
+
+
+def serve_arguments(arguments: Iterable[str], known: frozenset[str], longest: int) -> list[str]:
     """Returns the arguments of ``quire serve`` for those of another server: flags that both have, but for the
-    hardware's, and no longer context than the checkpoint has.
+    hardware's, with a context that the checkpoint has and tests share.
     """
-    given = options(arguments)
-    names = [value for name, values in given if name == "--served-model-name" for value in values]
-    chosen = ["--served-model-name", ",".join(names or [model])]
-    for name, values in given:
-        too_long = name == "--max-model-len" and not (values and values[0].isdigit() and int(values[0]) <= max_len)
-        if name in known and name not in _OWN | _DROPPED and not too_long:
+    chosen, length = [], _CONTEXT
+    for name, values in options(arguments):
+        if name == "--max-model-len":
+            length = int(values[0]) if values and values[0].isdigit() and int(values[0]) < _LONG else _CONTEXT
+        elif name in known and name not in _OWN | _DROPPED:
             chosen += [name, *values]
-    return chosen
+    return [*chosen, "--max-model-len", str(min(length, longest))]
 
 
 @dataclass
@@ -82,6 +92,7 @@ class Server:
 
     process: subprocess.Popen[bytes]
     port: int
+    names: Sequence[str]
 
     def stop(self) -> None:
         """Ends it and what it started."""
@@ -94,14 +105,16 @@ class Server:
 
 
 class Servers:
-    """The servers of one run, kept by their arguments while later tests may want the same."""
+    """The servers of one run, kept by their arguments while later tests may want the same. All have ``names``, so that
+    tests of several models share one.
+    """
 
-    def __init__(self) -> None:
+    def __init__(self, names: Sequence[str] = ()) -> None:
+        self._names = names
         self._command = shlex.split(os.environ["QUIRE_COMMAND"])
         self._checkpoints = Path(os.environ["QUIRE_CHECKPOINTS"])
         self._known = frozenset((self._checkpoints / "flags.txt").read_text().split())
         self._running: dict[tuple[str, ...], Server] = {}
-        self.asked = 0
         atexit.register(self.stop)
         signal.signal(signal.SIGTERM, signal.default_int_handler)
 
@@ -111,18 +124,15 @@ class Servers:
         """Returns a server of the checkpoint that stands for ``model``, with the template and defaults of sampling
         that are given. Raises ``RuntimeError`` if none starts.
         """
-        self.asked += 1
         folder = self._variant(self.folder(model), template, sampling)
         config = json.loads((folder / "config.json").read_text())
-        longest = config.get("max_position_embeddings", 512)
-        own = serve_arguments(model, arguments, self._known, longest)
-        length = [] if "--max-model-len" in own else ["--max-model-len", str(min(longest, _CONTEXT))]
-        key = (str(folder), *own, *length)
+        key = (str(folder), *serve_arguments(arguments, self._known, config.get("max_position_embeddings", 512)))
+        names = served_names(model, arguments)
         server = self._running.pop(key, None)
-        if server is None or server.process.poll() is not None:
+        if server is None or server.process.poll() is not None or not {*names} <= {*server.names}:
             while len(self._running) >= KEPT:
                 self._running.pop(next(iter(self._running))).stop()
-            server = self._start(key)
+            server = self._start(key, list(dict.fromkeys([*names, *self._names])))
         self._running[key] = server
         return server
 
@@ -151,13 +161,14 @@ class Servers:
         """Returns the folder of the checkpoint that stands for a model."""
         return self._checkpoints / checkpoint_kind(model)
 
-    def _start(self, key: tuple[str, ...]) -> Server:
+    def _start(self, key: tuple[str, ...], names: Sequence[str]) -> Server:
         port = free_port()
         log = self._checkpoints / f"server-{port}.log"
         fixed = ["--port", str(port), "--no-journal", "--device", "cpu", "--max-num-seqs", "16"]
+        fixed += ["--served-model-name", ",".join(names)]
         with log.open("wb") as output:
             process = subprocess.Popen([*self._command, "serve", *key, *fixed], stdout=output, stderr=output)
-        server = Server(process, port)
+        server = Server(process, port, names)
         try:
             self._wait(server, log)
         except BaseException:
@@ -178,6 +189,8 @@ class Servers:
 
     def stop(self) -> None:
         """Ends all of them."""
+        for server in self._running.values():
+            server.process.terminate()  # at once, as each takes a while
         for server in self._running.values():
             server.stop()
         self._running.clear()

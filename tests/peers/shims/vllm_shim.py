@@ -2,10 +2,15 @@
 whose own imports need vLLM's compiled parts.
 """
 
+import asyncio
+import functools
+import importlib.machinery
+import inspect
 import json
+import re
 import sys
 import types
-from collections.abc import Generator
+from pathlib import Path
 from typing import Any
 
 import anthropic
@@ -15,7 +20,16 @@ import pytest
 import quire_servers
 import transformers
 
-SERVERS = quire_servers.Servers()
+_NAMED = re.compile(r'''^MODEL\w*\s*=\s*"([^"]+)"''', re.MULTILINE)
+
+
+def models_named() -> list[str]:
+    """Returns the models that the tests start."""
+    texts = (path.read_text(encoding="utf-8") for path in sorted(Path("tests/entrypoints").rglob("test_*.py")))
+    return [name for text in texts if "Remote" in text for name in _NAMED.findall(text)]
+
+
+SERVERS = quire_servers.Servers(models_named())
 
 
 class RemoteOpenAIServer:
@@ -90,6 +104,9 @@ utils = types.ModuleType("tests.utils")
 utils.RemoteOpenAIServer = RemoteOpenAIServer  # type: ignore[attr-defined]
 utils.__getattr__ = _unneeded  # type: ignore[method-assign]
 sys.modules["tests.utils"] = utils
+tools = types.ModuleType("gpt_oss")  # vLLM's server runs its tools; tests only look whether it is installed
+tools.__spec__ = importlib.machinery.ModuleSpec("gpt_oss", None)
+sys.modules["gpt_oss"] = tools
 
 
 def _fetched(_: object, repo_id: str, **__: object) -> str:
@@ -110,16 +127,44 @@ transformers.AutoTokenizer.from_pretrained = _tokenizer
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Keeps the tests of one model together, which may share a server."""
-    items.sort(key=lambda item: (str(getattr(item.module, "MODEL_NAME", "")), item.nodeid.partition("::")[0]))
+    """Sets the outcome of cases that start no server: they are about vLLM's own code, so they need not run."""
+    for item in items:
+        fixtures = [each.func for found in item._fixtureinfo.name2fixturedefs.values() for each in found]
+        if not any(starts_server(function, set()) for function in (item.obj, *fixtures)):
+            item.user_properties.append(("outcome", "unserved"))
+        elif inspect.iscoroutinefunction(item.obj):
+            item.obj = _ending_tasks(item.obj)
 
 
-@pytest.hookimpl(wrapper=True)
-def pytest_runtest_call(item: pytest.Item) -> Generator[None, object, object]:
-    """Marks a case that has no server, which says nothing of Quire: it is about vLLM's own code."""
-    before = SERVERS.asked
-    result = yield
-    given = getattr(item, "funcargs", {}).values()
-    if SERVERS.asked == before and not any(isinstance(each, RemoteOpenAIServer) for each in given):
-        item.user_properties.append(("outcome", "unserved"))
-    return result
+def starts_server(function: Any, seen: set[object]) -> bool:
+    """Returns whether a test or a fixture starts a server, itself or by other functions of its module."""
+    function = inspect.unwrap(function)
+    code = getattr(function, "__code__", None)
+    if code is None or code in seen:
+        return False
+    seen.add(code)
+    names = _names(code)
+    found = getattr(function, "__globals__", {})
+    return any(name.startswith("Remote") for name in names) or any(
+        starts_server(found[name], seen) for name in names if callable(found.get(name))
+    )
+
+
+def _ending_tasks(function: Any) -> Any:
+    """Returns a test that ends the tasks it leaves when it fails, which would send requests beside the next test's."""
+
+    @functools.wraps(function)
+    async def test(*arguments: Any, **options: Any) -> None:
+        before = asyncio.all_tasks()
+        try:
+            await function(*arguments, **options)
+        finally:
+            for task in asyncio.all_tasks() - before:
+                task.cancel()
+
+    return test
+
+
+def _names(code: types.CodeType) -> set[str]:
+    inner = (each for each in code.co_consts if isinstance(each, types.CodeType))
+    return {*code.co_names}.union(*map(_names, inner))

@@ -11,7 +11,7 @@ from tests.peers import run
 from tests.peers.checkpoints import flags_in
 from tests.peers.classes import EXCUSES, Classes, Outcome, cases_of
 from tests.peers.run import settled, table
-from tests.peers.shims.quire_servers import checkpoint_kind, options, serve_arguments
+from tests.peers.shims.quire_servers import checkpoint_kind, options, serve_arguments, served_names
 
 ROOT = Path(__file__).parents[3]
 KNOWN = frozenset({"--max-model-len", "--enable-lora", "--lora-modules", "--dtype", "--port"})
@@ -72,16 +72,25 @@ def test_flags_that_both_servers_have_are_kept_and_those_of_the_hardware_are_not
     given = ["--dtype", "bfloat16", "--enable-lora", "--lora-modules", "a=/x", "b=/y", "--enforce-eager", "--port=8000"]
 
     assert options(given)[2:4] == [("--lora-modules", ["a=/x", "b=/y"]), ("--enforce-eager", [])]
-    assert serve_arguments("m", given, KNOWN, 512) == [
-        *("--served-model-name", "m", "--enable-lora"),
-        *("--lora-modules", "a=/x", "b=/y"),
+    assert serve_arguments(given, KNOWN, 512) == [
+        *("--enable-lora", "--lora-modules", "a=/x", "b=/y"),
+        *("--max-model-len", "512"),
     ]
 
 
-def test_a_context_is_no_longer_than_the_checkpoints():
-    assert serve_arguments("m", ["--max-model-len", "512"], KNOWN, 512)[2:] == ["--max-model-len", "512"]
-    assert serve_arguments("m", ["--max-model-len", "513"], KNOWN, 512)[2:] == []
-    assert serve_arguments("m", ["--served-model-name", "a", "b"], KNOWN, 512) == ["--served-model-name", "a,b"]
+def test_a_server_has_the_names_that_a_test_gives_its_model():
+    assert served_names("m", ["--served-model-name", "a", "b", "--port", "1"]) == ["a", "b"]
+    assert served_names("m", []) == ["m"]
+
+
+def test_contexts_that_no_test_fills_are_one_and_none_is_longer_than_the_checkpoints():
+    lengths = {each: serve_arguments(["--max-model-len", each], KNOWN, 9000) for each in ("512", "4096", "auto")}
+    lengths |= {"short": serve_arguments(["--max_model_len", "512"], KNOWN, 100), "": serve_arguments([], KNOWN, 9000)}
+
+    assert {name: length[-1] for name, length in lengths.items()} == {
+        **{"512": "512", "4096": "8192", "auto": "8192"},
+        **{"short": "100", "": "8192"},
+    }
 
 
 def test_flags_are_read_from_a_help_text():
