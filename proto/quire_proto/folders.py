@@ -30,19 +30,27 @@ def _base(variable: str, default: str) -> Path:
 
 def trusted_folder(path: Path, within: Path | None = None) -> Path:
     """Makes a folder for this user alone, if it is not there, and returns it. What it has is executed or believed, so
-    its owner is this user or root, and nobody else may write there but a group that root gave it to, as Kubernetes does
-    with a pod's ``fsGroup``. No link leads out of ``within``. Raises ``OSError`` with what is wrong.
+    its owner is this user or root, and nobody else may write there but a group that root gave the volume to, as
+    Kubernetes does with a pod's ``fsGroup``. No link leads out of ``within``. Raises ``OSError`` with what is wrong.
     """
     path.mkdir(mode=0o700, parents=True, exist_ok=True)
     found = path.stat()
     if not {path.lstat().st_uid, found.st_uid} <= {0, os.geteuid()}:
         raise _untrusted(path, f"it belongs to user {found.st_uid}")
-    is_given = found.st_uid == 0 and found.st_mode & stat.S_ISGID and found.st_gid in os.getgroups()
-    if found.st_mode & stat.S_IWOTH or (found.st_mode & stat.S_IWGRP and not is_given):
+    if found.st_mode & stat.S_IWOTH or (found.st_mode & stat.S_IWGRP and not _is_given(path.resolve())):
         raise _untrusted(path, f"others may write there (mode {stat.S_IMODE(found.st_mode):o})")
     if within is not None and not path.resolve().is_relative_to(within.resolve()):
         raise _untrusted(path, f"it is a link that leads out of {within}")
     return path
+
+
+def _is_given(path: Path) -> bool:
+    """Whether root gave the folder to a group of ours, or gave it the one that it is in: with ``fsGroupChangePolicy``
+    ``Always`` the kubelet does that at each start to all that a volume has.
+    """
+    found = path.stat()
+    is_of_group = bool(found.st_mode & stat.S_ISGID) and found.st_gid in os.getgroups()
+    return is_of_group and (found.st_uid == 0 or (found.st_uid == os.geteuid() and _is_given(path.parent)))
 
 
 def open_trusted(path: Path) -> int:

@@ -44,6 +44,28 @@ def test_a_folder_that_root_gave_to_our_group_is_trusted_and_to_another_group_is
 
 
 @as_root
+@pytest.mark.parametrize("volume_mode", [0o2770, 0o755])
+def test_our_folder_in_a_volume_that_root_gave_to_our_group_is_trusted_and_elsewhere_is_not(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, volume_mode: int
+) -> None:
+    """As the kubelet leaves what an earlier pod wrote, where ``fsGroupChangePolicy`` is ``Always``."""
+    group, user = 12_345, 12_000
+    folder = tmp_path / "volume" / "kv" / "0"
+    folder.mkdir(parents=True)
+    for path, owner in ((folder, user), (folder.parent, user), (folder.parent.parent, 0)):
+        os.chown(path, owner, group)
+        path.chmod(0o2770)
+    folder.parent.parent.chmod(volume_mode)
+    monkeypatch.setattr(os, "getgroups", lambda: [group])
+    monkeypatch.setattr(os, "geteuid", lambda: user)
+    if volume_mode & stat.S_ISGID:
+        assert trusted_folder(folder) == folder
+    else:
+        with pytest.raises(PermissionError, match="others may write there"):
+            trusted_folder(folder)
+
+
+@as_root
 @pytest.mark.parametrize("what", ["folder", "link", "target"])
 def test_what_another_user_made_is_not_trusted(tmp_path: Path, what: str) -> None:
     target, path = tmp_path / "target", tmp_path / "path"
