@@ -25,13 +25,13 @@ help:
 	@echo "make up [MODEL=/path/to/folder] [NAME=name] [ENGINES=2] [ARGS='--port 80']   quire serve, from this checkout"
 	@echo "make test [ARGS=tests/unit/house/test_make.py]      every test, real processes included; or those that ARGS names"
 	@echo "make cluster-test                             every row of docs/cluster.md on your cluster (tests/cluster/README.md; an hour)"
-	@echo "make soak                                     100,000 simulated requests, aborted at every moment; ten kills of one answer, wheels (some minutes)"
+	@echo "make soak [ARGS=tests/unit/engine/core]       100,000 simulated requests, 10,000 schemas, ten kills of one answer, wheels (an hour or more)"
 	@echo "make chaos [ARGS='--rounds 10']               routers, engines and Redis die under streams, again and again (some minutes)"
 	@echo "make lint                                     style, types, stale stubs"
 	@echo "make bench [ARGS='--rounds 3']                speed, offline and served, beside installed peers', and more; then one table"
 	@echo "make peers                                    vLLM's CPU build and llama.cpp, each in an environment of its own"
 	@echo "make peer-suites [ARGS='vllm']                the HTTP tests of vLLM, llama.cpp and SGLang, against Quire; new parameters of theirs"
-	@echo "make clients [OPEN_WEBUI=1]                   clients that others wrote, installed in .clients, talk to a router"
+	@echo "make clients [OPEN_WEBUI=1]                   clients that others wrote, installed in .clients, talk to a router (a quarter of an hour)"
 	@echo "make bench-router                             what the router costs, and what some clients do to others"
 	@echo "make bench-scale                              what fleets of 10 to 1,000 engines cost a router (ten minutes)"
 	@echo "make bench-simulation TRACE=/path/to/file     KV waste, and sjf against fcfs, on a trace"
@@ -99,9 +99,12 @@ bytecode: $(READY)
 cluster-test: $(READY)
 	$(BIN)/python -m pytest tests/cluster -rs --write-rows $(ARGS)
 
+# A search may take longer than a test of the short form, and than the limit at which pytest ends with all its tests.
+LONG := --timeout 5400 -o faulthandler_timeout=7200
+
 soak: $(READY)
 	@scripts/redis.sh
-	$(BIN)/python -m pytest -m soak tests/unit tests/sim tests/kube tests/service tests/model $(ARGS)
+	$(BIN)/python -m pytest -m soak $(LONG) $(or $(ARGS),tests/unit tests/sim tests/kube tests/service tests/model)
 
 chaos: $(READY)
 	@scripts/redis.sh

@@ -60,7 +60,6 @@ class Sessions:
 
 
 @pytest.mark.soak
-@pytest.mark.timeout(1800)
 def test_the_number_of_sessions_rises_until_all_are_there_and_requests_lose_nothing(tmp_path: Path) -> None:
     with ExitStack() as stack:
         api = stack.enter_context(slices(tmp_path))

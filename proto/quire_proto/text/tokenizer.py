@@ -15,7 +15,7 @@ from tokenizers import Encoding, Tokenizer, decoders
 
 from quire_proto.context_length import INPUT, MESSAGES, PROMPT, far_too_long
 from quire_proto.errors import QuireError, invalid
-from quire_proto.sampling import MAX_BAD_WORDS
+from quire_proto.sampling import MAX_BAD_WORD_CHARACTERS, MAX_BAD_WORDS
 from quire_proto.text.chat_template import ChatTemplate, SpecialTokenEscaper
 from quire_proto.text.detokenizer import REPLACEMENT, Decode, OutputTextStream, StopMatcher
 from quire_proto.text.harmony import MARKS
@@ -447,7 +447,6 @@ def _alphabet() -> dict[str, int]:
 
 _BYTES = _alphabet()
 MAX_WORDS = MAX_BAD_WORDS // 2  # each has two forms
-MAX_WORD_CHARACTERS = 256
 TokenIds = tuple[int, ...]
 
 
@@ -470,7 +469,7 @@ def encode_bad_words(words: Sequence[str], tokenizer: ModelTokenizer) -> tuple[T
 def _forms(words: Sequence[str], tokenizer: ModelTokenizer) -> Iterator[TokenIds]:
     for word in words:
         bare = word.lstrip(" ")
-        if not 1 <= len(bare) <= MAX_WORD_CHARACTERS:
-            raise invalid("bad_words", f"Each of bad_words must have 1 to {MAX_WORD_CHARACTERS} characters.")
+        if not 1 <= len(bare) <= MAX_BAD_WORD_CHARACTERS:
+            raise invalid("bad_words", f"Each of bad_words must have 1 to {MAX_BAD_WORD_CHARACTERS} characters.")
         for form in (bare, f" {bare}"):
             yield tuple(tokenizer.encode_plain(form))

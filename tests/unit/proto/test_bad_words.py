@@ -4,8 +4,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from quire_proto.errors import ErrorCode, QuireError
-from quire_proto.sampling import MAX_BAD_WORDS, SamplingParams
-from quire_proto.text.tokenizer import MAX_WORD_CHARACTERS, MAX_WORDS, ModelTokenizer, encode_bad_words
+from quire_proto.sampling import MAX_BAD_WORD_CHARACTERS, MAX_BAD_WORDS, SamplingParams
+from quire_proto.text.tokenizer import MAX_WORDS, ModelTokenizer, encode_bad_words
 
 from tests.support.model_folders import byte_level, sentencepiece_like
 
@@ -52,7 +52,9 @@ def test_special_tokens_that_the_tokenizer_adds_by_itself_are_no_part_of_a_word(
     )
 
 
-@pytest.mark.parametrize("words", [["a"] * (MAX_WORDS + 1), [""], ["   "], ["x" * (MAX_WORD_CHARACTERS + 1)]], ids=len)
+@pytest.mark.parametrize(
+    "words", [["a"] * (MAX_WORDS + 1), [""], ["   "], ["x" * (MAX_BAD_WORD_CHARACTERS + 1)]], ids=len
+)
 def test_too_many_empty_and_endless_words_are_refused(words):
     with pytest.raises(QuireError) as refusal:
         encode_bad_words(words, ModelTokenizer(byte_level(), None))

@@ -23,7 +23,13 @@ from pydantic import (
 from pydantic.json_schema import SkipJsonSchema
 from quire_proto.errors import QuireError, invalid
 from quire_proto.pooling import Task
-from quire_proto.sampling import MAX_BAD_WORD_TOKENS, MAX_BAD_WORDS, MAX_BIASES, MAX_STOP_TOKEN_IDS
+from quire_proto.sampling import (
+    MAX_BAD_WORD_CHARACTERS,
+    MAX_BAD_WORD_TOKENS,
+    MAX_BAD_WORDS,
+    MAX_BIASES,
+    MAX_STOP_TOKEN_IDS,
+)
 from quire_proto.text.conversation import Hidden, text_content, tool_output
 
 from quire_router.api.schemas.parameters import Column, Parameter, Table
@@ -338,7 +344,10 @@ _TOKENS: Any = Field(max_length=MAX_PROMPT_TOKENS, fail_fast=True)
 _Tokens = Annotated[list[_Token], _TOKENS]
 _WholeTokens = Annotated[list[_WholeToken], _TOKENS, AfterValidator(_integers)]
 TokenIds = Annotated[list[int], Parsed(_Tokens | SkipJsonSchema[_WholeTokens], _TOKENS_REFUSAL)]
-_Word = Annotated[list[Annotated[int, Field(ge=0, lt=2**31), WHOLE]], Field(max_length=MAX_BAD_WORD_TOKENS)]
+_Word = Annotated[str, Field(pattern="[^ ]", max_length=MAX_BAD_WORD_CHARACTERS)]
+_WordIds = Annotated[
+    list[Annotated[int, Field(ge=0, lt=2**31), WHOLE]], Field(min_length=1, max_length=MAX_BAD_WORD_TOKENS)
+]
 _MetadataKey = Annotated[str, Field(max_length=MAX_METADATA_KEY_CHARACTERS)]
 _MetadataValue = Annotated[str, Field(max_length=MAX_LABEL_CHARACTERS)]
 
@@ -374,8 +383,9 @@ LogitBias = Annotated[dict[int, float], PlainValidator(_logit_bias)]
 BadWords = Annotated[
     list[str | list[int]],
     Parsed(
-        Annotated[list[str | _Word], Field(max_length=MAX_BAD_WORDS)],
-        f"it must be a list of at most {MAX_BAD_WORDS} texts or lists of at most {MAX_BAD_WORD_TOKENS} token ids",
+        Annotated[list[_Word | _WordIds], Field(max_length=MAX_BAD_WORDS)],
+        f"it must be a list of at most {MAX_BAD_WORDS} texts of 1 to {MAX_BAD_WORD_CHARACTERS} characters "
+        f"or lists of 1 to {MAX_BAD_WORD_TOKENS} token ids",
     ),
 ]
 EarlyStopping = Annotated[bool | Literal["never"], Parsed(bool | Literal["never"], 'it must be true, false or "never"')]

@@ -161,13 +161,11 @@ TestPipelinedEngine = PipelineStateMachine.TestCase
 
 
 @pytest.mark.soak
-@pytest.mark.timeout(1800)
 class TestOverlappingEngineInManyRuns(TestOverlappingEngine):
     settings = settings(TestOverlappingEngine.settings, max_examples=2_000)
 
 
 @pytest.mark.soak
-@pytest.mark.timeout(1800)
 class TestPipelinedEngineInManyRuns(TestPipelinedEngine):
     settings = settings(TestPipelinedEngine.settings, max_examples=1_500)
 
@@ -185,7 +183,6 @@ def test_overlapping_steps_changes_no_output(seed: int, pace: str, num_stages: i
 
 
 @pytest.mark.soak
-@pytest.mark.timeout(1800)
 def test_overlapping_steps_changes_no_output_in_many_runs() -> None:
     for seed in range(4_000):
         compare(seed, [*PACES][seed % len(PACES)], 1 + seed % 4)

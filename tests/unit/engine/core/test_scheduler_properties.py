@@ -12,6 +12,5 @@ TestEngine = EngineStateMachine.TestCase
 
 
 @pytest.mark.soak
-@pytest.mark.timeout(1800)
 class TestEngineInManyRuns(TestEngine):
     settings = settings(TestEngine.settings, max_examples=2_000)

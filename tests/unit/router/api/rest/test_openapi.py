@@ -13,6 +13,7 @@ import requests
 import schemathesis
 from hypothesis import HealthCheck, Phase, given, seed, settings
 from hypothesis.errors import Unsatisfiable
+from jsonschema import Draft202012Validator
 from quire_router.api.conversations import Conversations
 from quire_router.api.rest.openapi import openapi
 from quire_router.journal.objects import MemoryObjectStore
@@ -49,7 +50,10 @@ ACROSS_FIELDS: Mapping[str, str] = {
     r"exclude each other|go together|together\.$": "two fields",
     r" needs |which is not among|belongs to|is missing|are missing|both given|has the field": "one that goes with it",
     r"between 0 and max_|most tokens of the output|between n and|at most as many": "the other field's value",
-    r"this model's limit|maximum context length|model's vocabulary|must be -1, or between 1 and": "the model's size",
+    r"this model's limit|maximum context length|prompt is too long": "the model's size",
+    r"model's vocabulary|must be -1, or between 1 and": "the model's size",
+    r"bad_words holds \d+ texts": "its texts, which have two forms each",
+    r"have no role": "the type of the item",
     r"no prompt named|makes no embeddings": "what the model's folder has",
     r"is not taken|only 0 is|cannot be stored|not kept": "the router's settings",
     r"not found|is not there|expired": "what is stored",
@@ -191,6 +195,19 @@ def test_every_answer_is_one_that_the_document_has_at_length(stage: Stage, docum
 @pytest.mark.soak
 def test_no_field_has_a_looser_schema_at_length(stage: Stage, document: dict[str, Any]) -> None:
     check_fields(stage, document, LONG)
+
+
+@pytest.mark.parametrize(
+    ("word", "allowed"),
+    [("x", True), (" x", True), ("", False), ("  ", False), ("x" * 257, False), ([1], True), ([], False)],
+)
+def test_the_schema_of_bad_words_allows_what_is_taken(
+    stage: Stage, document: dict[str, Any], word: str | list[int], allowed: bool
+) -> None:
+    body = {**REQUIRED["CompletionRequest"], "bad_words": [word]}
+    assert requests.post(f"{stage.url}/v1/completions", json=body, timeout=20).ok == allowed
+    schema = document["components"]["schemas"]["CompletionRequest"]["properties"]["bad_words"]
+    assert Draft202012Validator(schema).is_valid([word]) == allowed
 
 
 def test_a_looser_schema_would_be_found(stage: Stage, document: dict[str, Any]) -> None:
