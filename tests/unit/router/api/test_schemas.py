@@ -329,7 +329,7 @@ def test_unsupported_fields_that_change_the_output_are_refused_with_an_alternati
         ({"content": "x"}, "messages[0].role"),
         ({"role": "tool", "content": "x", "tool_call_id": "1"}, "messages[0].tool_call_id"),
         ({"role": "function", "content": "x"}, "messages[0].name"),
-        ({"role": "function", "content": "x", "name": "get"}, "messages[0].tool_call_id"),
+        ({"role": "function", "content": "x", "name": "get"}, "messages[0].name"),
         ({"role": "assistant", "function_call": {"name": "a b"}}, "messages[0].function_call.name"),
         ({"role": "assistant", "function_call": 7}, "messages[0].function_call"),
         ({"role": "user", "content": None}, "messages[0].content"),

@@ -51,6 +51,7 @@ ACROSS_FIELDS: Mapping[str, str] = {
     r" needs |which is not among|belongs to|is missing|are missing|both given|has the field": "one that goes with it",
     r"between 0 and max_|most tokens of the output|between n and|at most as many": "the other field's value",
     r"this model's limit|maximum context length|prompt is too long": "the model's size",
+    r"Each of bad_words must have 1 to \d+ tokens": "the model's tokenizer",
     r"model's vocabulary|must be -1, or between 1 and": "the model's size",
     r"bad_words holds \d+ texts": "its texts, which have two forms each",
     r"have no role": "the type of the item",
