@@ -208,7 +208,7 @@ def counting() -> Iterator[None]:
             (stream_scanner, "_SPACES"),
             (tool_parser, "_KEY"),
             (tool_parser, "_NAME"),
-            (tool_parser, "_WORD"),
+            (call_reader, "WORD"),
         ):
             patches.enter_context(patch.object(module, name, CountedPattern(getattr(module, name))))
         patches.enter_context(patch.object(BracketScanner, "find", counted_find(BracketScanner.find)))
