@@ -352,7 +352,7 @@ class ChunkEncoder:
         self._continuous_usage = prepared.response_options.continuous_usage
         self._advances_cursor = self._has_ids or self._continuous_usage
         self._prompt_token_ids = prompt_token_ids(prepared)
-        self._prompts_shown = {*started_choices(cursor, prepared.num_choices)}
+        self._prompts_shown = {*started_choices(cursor, prepared.num_choices)} if self._prompt_token_ids else set()
         self._prompts = [len(each.prompt_token_ids) for each in prepared.generations for _ in range(each.params.n)]
         self._choices = prepared.num_choices
         first = prepared.first
