@@ -39,7 +39,7 @@ _CAUSES = {
     "fixture 'vllm_runner' not found": Outcome.INTERNAL,
 }
 """What an error says for itself."""
-_OURS = ("quire serve did not start", "Error code: 500", "500 Server Error")
+_OURS = ("quire serve did not start", "Error code: 500", "500 Server Error", "from pytest-timeout", "APITimeoutError")
 """What is a fault in any case."""
 
 

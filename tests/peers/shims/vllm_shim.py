@@ -18,6 +18,7 @@ import huggingface_hub
 import openai
 import pytest
 import quire_servers
+import requests
 import transformers
 
 _NAMED = re.compile(r'''^MODEL\w*\s*=\s*"([^"]+)"''', re.MULTILINE)
@@ -41,6 +42,9 @@ class RemoteOpenAIServer:
         self, model: str, vllm_serve_args: list[str], *, env_dict: dict[str, str] | None = None, **_: object
     ) -> None:
         arguments = [_adapter(str(each)) for each in vllm_serve_args]
+        keys = (place for place, name in enumerate(arguments, 1) if name == "--api-key")
+        for place in [*keys]:
+            arguments[place] = _long_key(arguments[place])
         if "VLLM_ALLOW_RUNTIME_LORA_UPDATING" in (env_dict or {}):
             arguments.append("--allow-lora-updates")
         thinks = "--reasoning-parser" in arguments and "--tool-call-parser" not in arguments
@@ -80,6 +84,26 @@ class RemoteOpenAIServer:
 
     def _options(self, options: dict[str, Any]) -> dict[str, Any]:
         return {"api_key": self.DUMMY_API_KEY, "max_retries": 0, "timeout": 100, **options}
+
+
+def _long_key(key: str) -> str:
+    """Returns a key as long as Quire's have to be."""
+    return key.ljust(16, "-")
+
+
+_request = requests.Session.request
+
+
+def _with_long_key(
+    session: requests.Session, method: str, url: str, *, headers: Any = None, **options: Any
+) -> requests.Response:
+    given = dict(headers or {})
+    if "Authorization" in given:
+        given["Authorization"] = f"Bearer {_long_key(given['Authorization'].removeprefix('Bearer '))}"
+    return _request(session, method, url, headers=given, **options)
+
+
+requests.Session.request = _with_long_key
 
 
 def _adapter(argument: str) -> str:
