@@ -23,9 +23,9 @@ KEPT = 5
 
 _START_SECONDS = 240
 _CONTEXT = 8192
-"""The context where a test wants none in particular, or one that no test fills: they share a server."""
+"""The context where a test wants none in particular."""
 _LONG = 1024
-"""No test fills a context of this length, or of a longer one."""
+"""No test fills a context of this length, so that those that want it, or one up to ``_CONTEXT``, share a server."""
 _KINDS = {
     "rerank": ("reranker", "cross-encoder", "rerank"),
     "embed": ("e5-", "bge-", "minilm", "embed", "gte-", "jina", "arctic", "bert"),
@@ -80,7 +80,8 @@ def serve_arguments(arguments: Iterable[str], known: frozenset[str], longest: in
     chosen, length = [], _CONTEXT
     for name, values in options(arguments):
         if name == "--max-model-len":
-            length = int(values[0]) if values and values[0].isdigit() and int(values[0]) < _LONG else _CONTEXT
+            given = int(values[0]) if values and values[0].isdigit() else _CONTEXT
+            length = _CONTEXT if _LONG <= given <= _CONTEXT else given
         elif name in known and name not in _OWN | _DROPPED:
             chosen += [name, *values]
     return [*chosen, "--max-model-len", str(min(length, longest))]

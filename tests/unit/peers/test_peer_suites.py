@@ -86,11 +86,13 @@ def test_a_server_has_the_names_that_a_test_gives_its_model():
 
 
 def test_contexts_that_no_test_fills_are_one_and_none_is_longer_than_the_checkpoints():
-    lengths = {each: serve_arguments(["--max-model-len", each], KNOWN, 9000) for each in ("512", "4096", "auto")}
+    lengths = {
+        each: serve_arguments(["--max-model-len", each], KNOWN, 9000) for each in ("512", "4096", "auto", "10100")
+    }
     lengths |= {"short": serve_arguments(["--max_model_len", "512"], KNOWN, 100), "": serve_arguments([], KNOWN, 9000)}
 
     assert {name: length[-1] for name, length in lengths.items()} == {
-        **{"512": "512", "4096": "8192", "auto": "8192"},
+        **{"512": "512", "4096": "8192", "auto": "8192", "10100": "9000"},
         **{"short": "100", "": "8192"},
     }
 
