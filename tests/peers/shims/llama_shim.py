@@ -34,13 +34,14 @@ def names_asked() -> list[str]:
     return [name for text in texts for found in _ASKED.findall(text) for name in found.split(",")]
 
 
-SERVERS = quire_servers.Servers(names_asked())
+NAMES = names_asked()
+SERVERS = quire_servers.Servers()
 
 
 def arguments_of(server: Any) -> list[str]:
     """Returns the flags that a test's settings are with vLLM's names."""
     length = (server.n_ctx or _LONG) // (1 if server.kv_unified else server.n_slots or 1)
-    flags = ["--max-model-len", str(length)]
+    flags = ["--served-model-name", *NAMES, "--max-model-len", str(length)]
     if server.api_key:
         flags += ["--api-key", server.api_key]
     if server.pooling and server.pooling != "none":
