@@ -191,7 +191,8 @@ with LLM(sys.argv[2], kv_cache_memory=8 << 20, swap_space=0):
 def process_state(script: str, tmp_path: Path) -> str:
     command = [sys.executable, "-c", PROCESS_STATE + script, "--model", str(DEMO)]
     if script is SERVED:
-        command += ["--kv-cache-memory", str(8 << 20), "--swap-space", "0", "--port", str(free_port())]
+        ports = ["--port", str(free_port()), "--metrics-port", str(free_port())]
+        command += ["--kv-cache-memory", str(8 << 20), "--swap-space", "0", *ports]
     made = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=120, check=True)
     return next(line for line in made.stdout.splitlines() if line.startswith("STATE"))
 
