@@ -103,7 +103,9 @@ async def test_a_repeated_request_gets_the_first_ones_response(path, build, fiel
         first, second = [await ask(stage.port, "POST", path, build(**fields), KEY) for _ in range(2)]
 
     assert len(stage.runner.generations) == 1
-    assert first.body == second.body
+    # When a client comes back after a break is drawn for each stream.
+    first_body, second_body = (re.sub(rb"^retry: \d+\n", b"", each.body) for each in (first, second))
+    assert first_body == second_body
     assert first.headers["x-request-id"] == second.headers["x-request-id"]
     assert (REPLAY in first.headers, second.headers[REPLAY]) == (False, "true")
 
