@@ -102,6 +102,7 @@ class OneEngine:
         self.table = EngineTable()
         self.ledger = LoadLedger(self.table)
         self.engine = Engine(link, self.ledger.add(link.address))  # type: ignore[arg-type]
+        self.tenants: set[str] = set()  # whose requests it was sent
 
     def rows(self, model: str, lora: LoRA | None = None) -> Rows:
         return np.array([self.engine.row])
@@ -115,7 +116,7 @@ class OneEngine:
     def dispatch(
         self, engine_id: str, message: engine_pb2.Submit, *, pending_tokens: int, tenant: str = ""
     ) -> Dispatch:
-        assert tenant == "t"
+        self.tenants.add(tenant)
         begin = partial(self.ledger.begin, engine_id, pending_tokens=pending_tokens)
         return Dispatch(self.engine, message, begin, lambda _: None)
 
@@ -198,6 +199,7 @@ class DisturbedRun:
                 break
             await self.advance()
         await asyncio.wait_for(reading, 10)
+        assert fleet.tenants <= {self.generation.tenant}
         await self.check_nothing_is_left(lifecycle, fleet)
 
     async def disturb(self) -> None:
