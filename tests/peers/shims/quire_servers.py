@@ -130,7 +130,9 @@ class Servers:
         key = (str(folder), *serve_arguments(arguments, self._known, config.get("max_position_embeddings", 512)))
         names = served_names(model, arguments)
         server = self._running.pop(key, None)
-        if server is None or server.process.poll() is not None or not {*names} <= {*server.names}:
+        if server is not None and not {*names} <= {*server.names}:
+            server.stop()
+        if server is None or server.process.poll() is not None:
             while len(self._running) >= KEPT:
                 self._running.pop(next(iter(self._running))).stop()
             server = self._start(key, list(dict.fromkeys([*names, *self._names])))

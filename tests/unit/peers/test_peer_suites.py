@@ -13,7 +13,7 @@ from tests.peers import run
 from tests.peers.checkpoints import flags_in
 from tests.peers.classes import EXCUSES, Classes, Outcome, cases_of
 from tests.peers.run import settled, table
-from tests.peers.shims.quire_servers import checkpoint_kind, options, serve_arguments, served_names
+from tests.peers.shims.quire_servers import Servers, checkpoint_kind, options, serve_arguments, served_names
 
 ROOT = Path(__file__).parents[3]
 KNOWN = frozenset({"--max-model-len", "--enable-lora", "--lora-modules", "--dtype", "--port"})
@@ -95,6 +95,23 @@ def test_contexts_that_no_test_fills_are_one_and_none_is_longer_than_the_checkpo
         **{"512": "512", "4096": "8192", "auto": "8192", "10100": "9000"},
         **{"short": "100", "": "8192"},
     }
+
+
+def test_a_server_that_lacks_a_name_ends_before_another_takes_its_place(tmp_path, monkeypatch):
+    (tmp_path / "chat").mkdir()
+    (tmp_path / "chat" / "config.json").write_text("{}")
+    (tmp_path / "flags.txt").write_text("")
+    monkeypatch.setenv("QUIRE_CHECKPOINTS", str(tmp_path))
+    monkeypatch.setenv("QUIRE_COMMAND", "sh -c 'echo ready: now; exec sleep 60'")
+    monkeypatch.setattr("signal.signal", lambda *_: None)
+    servers = Servers(["b"])
+    try:
+        first, again, other = (servers.get(name, []) for name in "aba")
+        third = servers.get("c", [])
+        assert first is again is other
+        assert (first.process.poll() is None, third.process.poll() is None) == (False, True)
+    finally:
+        servers.stop()
 
 
 def test_flags_are_read_from_a_help_text():
