@@ -184,4 +184,4 @@ async def test_servers_of_others_are_asked_in_turns() -> None:
         await asyncio.sleep(2 * LOOK_INTERVAL)
         assert asked == FIRST_SIZE
         release.set()
-        await until(lambda: asked == 3 * FIRST_SIZE)
+        await until(lambda: asked >= 3 * FIRST_SIZE)
