@@ -13,8 +13,10 @@ from quire_router.api.rest.openapi import FLEET, LORA_UPDATES, openapi
 from quire_router.api.rest.page import HOME, Page
 from quire_router.api.rest.rest_app import PUBLIC_PATHS
 from quire_router.api.rest.sse import KEEPALIVE
+from quire_router.engines.loaded_loras import LoadedLoRAs
 from quire_router.engines.lora_updates import LoRAUpdater
 from quire_router.engines.pool import EnginePool
+from quire_router.journal.objects import MemoryObjectStore
 
 from tests.support.scripted_api import ask, chat, completion, open_stage
 
@@ -22,7 +24,7 @@ KEY = "k" * 16
 CHAT, MESSAGES = "/v1/chat/completions", "/v1/messages"
 PAGE = "https://chat.example"
 NOT_DESCRIBED = {*PUBLIC_PATHS, HOME, "/page/{name}", "/openapi.json"}
-NO_UPDATER = LoRAUpdater(cast(EnginePool, None), ())  # as are routes that update
+NO_UPDATER = LoRAUpdater(cast(EnginePool, None), (), LoadedLoRAs(MemoryObjectStore()))  # as are routes that update
 NO_FEED = cast(FleetFeed, None)  # the stream is described, not read
 
 
