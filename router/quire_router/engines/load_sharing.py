@@ -178,12 +178,19 @@ class LoadSharing:
     async def _receive_messages(self, channel: PubSub) -> None:
         # This router receives its own messages as well, so a channel that stays silent is broken. Polls are counted
         # instead of seconds, so that a router that was frozen itself does not take the channel for broken.
+        # A ping leaves a former primary, which passes on what is published at the new one.
         silence, patience = 0, (self._settings.heartbeat + self._settings.timeout) / MAX_SILENT_POLLS
+        loop = asyncio.get_running_loop()
+        ping_at = loop.time() + self._settings.heartbeat
         while self._connected and silence <= MAX_SILENT_POLLS:
             message = await channel.get_message(ignore_subscribe_messages=True, timeout=patience)
-            silence = silence + 1 if message is None else 0
-            if message is not None:
+            is_told = message is not None and message["type"] == "message"
+            silence = 0 if is_told else silence + (message is None)
+            if is_told:
                 self._receive(message["data"], self._settings.lease)
+            if loop.time() >= ping_at:
+                ping_at = loop.time() + self._settings.heartbeat
+                await channel.ping()
         self._connected = False
         raise TimeoutError("the channel is silent")
 

@@ -105,16 +105,23 @@ class OwnerChannel:
             await asyncio.sleep(backoff.next())
 
     async def _receive(self, channel: PubSub, backoff: Backoff) -> None:
-        """Reads messages until the connection breaks, or is silent although it was asked for a sign of life."""
-        waiting = True
+        """Reads messages until the connection breaks, or is silent although it was asked for a sign of life.
+
+        It is asked at each heartbeat, as sending is what leaves a former primary, which passes on what is published.
+        """
+        loop = asyncio.get_running_loop()
+        waiting, ping_at = True, loop.time() + HEARTBEAT
         while True:
             message = await channel.get_message(timeout=HEARTBEAT)
             if message is None and waiting:
                 raise TimeoutError("the channel is silent")
             waiting = message is None
-            if message is None:
+            if waiting or loop.time() >= ping_at:
+                ping_at = loop.time() + HEARTBEAT
                 await channel.ping()
-            elif message["type"] == "subscribe":
+            if message is None:
+                continue
+            if message["type"] == "subscribe":
                 self._failing = False
                 self._tried.set()
                 backoff.reset()

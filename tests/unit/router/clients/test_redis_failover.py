@@ -75,11 +75,22 @@ async def fail_over(name: Proxy, former: RedisServer, latter: RedisServer, refus
     name.target = latter.port
 
 
+async def publish_there(server: RedisServer) -> None:
+    """As at a replica, which passes on what is published at its primary."""
+    async with Redis(port=server.port) as redis:
+        while True:
+            for channel in ("quire:journal:me", "quire:load"):
+                await redis.publish(channel, b"{}")
+            await asyncio.sleep(0.05)
+
+
+@pytest.mark.parametrize("is_silent", [True, False])
 async def test_everything_of_a_router_leaves_a_former_primary_that_lives(
-    former: RedisServer, latter: RedisServer
+    former: RedisServer, latter: RedisServer, is_silent: bool
 ) -> None:
     async with name_of(former) as name, rooms(RedisAccess(f"redis://{name.address}/0")) as parts:
         await work(*parts, 0)
+        publishing = None if is_silent else asyncio.create_task(publish_there(former))
         await fail_over(name, former, latter, "read-only")
         await work(*parts, 1)
         async with Redis(port=latter.port) as redis:
@@ -88,6 +99,8 @@ async def test_everything_of_a_router_leaves_a_former_primary_that_lives(
             async with asyncio.timeout(20):
                 while sorted(await redis.pubsub_channels()) != [b"quire:journal:me", b"quire:load"]:  # noqa: ASYNC110
                     await asyncio.sleep(0.05)
+        if publishing is not None:
+            publishing.cancel()
 
 
 @pytest.mark.parametrize("refusal", sorted(REFUSALS))
