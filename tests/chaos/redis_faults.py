@@ -114,8 +114,8 @@ async def failover_redis(stack: Stack, _chance: random.Random, _pause: float) ->
     closes no connection.
     """
     assert stack.redis_proxy is not None
-    former, latter = stack.redis, stack.standby
     async with stack.redis_lock:
+        former, latter = stack.redis, stack.standby  # not before: another failover may have had the lock
         if not latter.is_running:
             await asyncio.to_thread(latter.start)
         async with Redis.from_url(former.url) as old, Redis.from_url(latter.url) as new:
