@@ -121,6 +121,7 @@ async def failover_redis(stack: Stack, _chance: random.Random, _pause: float) ->
         async with Redis.from_url(former.url) as old, Redis.from_url(latter.url) as new:
             await new.replicaof("127.0.0.1", former.port)
             await _until(lambda: _follows(new), "the standby does not follow its primary")
+            await _until(lambda: _is_followed(old), "the primary does not know its standby yet")
             with stack.absent(REDIS, WRITTEN_AGAIN):
                 await old.execute_command("FAILOVER", "TO", "127.0.0.1", latter.port, "TIMEOUT", 5000)
                 await _until(lambda: _follows(old), "the former primary does not follow the new one")
@@ -157,6 +158,12 @@ async def _follows(redis: Redis) -> bool:
     """Whether it is a replica that has all that its primary had."""
     state = await redis.info("replication")
     return state["role"] == "slave" and state["master_link_status"] == "up"
+
+
+async def _is_followed(redis: Redis) -> bool:
+    """Whether it is a primary that counts its replica as one that could take over."""
+    state = await redis.info("replication")
+    return any(state.get(f"slave{number}", {}).get("state") == "online" for number in range(2))
 
 
 async def _is_left(redis: Redis) -> bool:
