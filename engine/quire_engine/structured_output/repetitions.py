@@ -58,17 +58,20 @@ class _Sum:
     def add(self, size: Size) -> None:
         self._before, self._last = self._before + self._last, size
 
-    def repeat(self, digits: str) -> None:
-        self._last = self._last.times(int(digits[:_MAX_DIGITS]))
-
-    def open(self) -> None:
-        self._groups.append((self._before, self._last))
-        self._before = self._last = Size()
-
-    def close(self) -> None:
-        inner = self.total()
-        self._before, self._last = self._groups.pop() if self._groups else (Size(), Size())
-        self.add(inner)
+    def take(self, found: re.Match[str]) -> bool:
+        """Takes a count or a parenthesis; returns whether it was one."""
+        if found["count"]:
+            self._last = self._last.times(int(found["count"][:_MAX_DIGITS]))
+        elif found["open"]:
+            self._groups.append((self._before, self._last))
+            self._before = self._last = Size()
+        elif found["close"]:
+            inner = self.total()
+            self._before, self._last = self._groups.pop() if self._groups else (Size(), Size())
+            self.add(inner)
+        else:
+            return False
+        return True
 
     def total(self) -> Size:
         return self._before + self._last
@@ -109,13 +112,9 @@ def check_size(size: int) -> None:
 def _regex_size(text: str) -> Size:
     total = _Sum()
     for found in _REGEX.finditer(text):
-        if found["count"]:
-            total.repeat(found["count"])
-        elif found["open"]:
-            total.open()
-        elif found["close"]:
-            total.close()
-        elif found["char"] or found["plain"] or found["set"] is not None:
+        if total.take(found):
+            continue
+        if found["char"] or found["plain"] or found["set"] is not None:
             literal = found["plain"] or "x"
             one = found["set"] is None or _ONE.fullmatch(found["set"])
             total.add(Size(len(literal.encode("utf-8", "replace")) if one else 0))
@@ -127,13 +126,9 @@ def _regex_size(text: str) -> Size:
 def _lark_size(body: str, known: Mapping[str, Size]) -> Size:
     total = _Sum()
     for found in _LARK.finditer(body):
-        if found["count"]:
-            total.repeat(found["count"])
-        elif found["open"]:
-            total.open()
-        elif found["close"]:
-            total.close()
-        elif found["regex"]:
+        if total.take(found):
+            continue
+        if found["regex"]:
             total.add(_regex_size(found["regex"]))
         elif found["terminal"]:  # written out where it is named, unlike a rule
             total.add(Size(known.get(found["terminal"], Size()).text))

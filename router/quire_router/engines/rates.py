@@ -3,17 +3,24 @@ when each opens its session, and ``UpdateRate``, how often each hears of its eng
 """
 
 import asyncio
-from collections.abc import AsyncIterator, Callable, Iterator
+from collections.abc import AsyncIterator, Callable, Hashable, Iterator
 from contextlib import asynccontextmanager, contextmanager
 from enum import IntEnum
 from heapq import heappop, heappush
 from itertools import count
+from math import inf
+from typing import Generic, TypeVar
 
-from quire_router.engines.common_losses import CommonLosses
 from quire_router.engines.join_window import LOOK_INTERVAL, Join, JoinWindow
 
 MAX_RECONNECTS_PER_SECOND = 100
 """Of all connections together, once each has tried a few times: a try costs about 2 ms of CPU, over TLS up to 7."""
+
+
+MOMENT = 1.0
+"""Seconds between two losses of one cause, at most. Sessions notice it one after the other."""
+
+ConnectionT = TypeVar("ConnectionT", bound=Hashable)
 
 
 class JoinRank(IntEnum):
@@ -22,6 +29,43 @@ class JoinRank(IntEnum):
     URGENT = 0  # requests wait for it
     KNOWN = 1  # the engine had a session before
     NEW = 2
+
+
+class CommonLosses(Generic[ConnectionT]):
+    """The connections that have lost their sessions, by the event that they were lost in. Losses within a ``MOMENT`` of
+    each other have one cause, as far as a router can tell: a network was cut, or a node died. Times are in seconds of
+    any one clock.
+
+    Each connection backs off by itself while it fails. What ends a common cause ends it for all: with the first session
+    that is open again the others are tried at once, as many at a time as the ``JoinWindow`` allows.
+    """
+
+    def __init__(self) -> None:
+        self._events: dict[ConnectionT, dict[ConnectionT, None]] = {}
+        self._latest: dict[ConnectionT, None] = {}
+        self._latest_at = -inf
+
+    def lost(self, connection: ConnectionT, now: float) -> None:
+        """Its session has ended."""
+        if now - self._latest_at > MOMENT:
+            self._latest = {}
+        self._latest_at = now
+        self._latest[connection] = None
+        self._events[connection] = self._latest
+
+    def opened(self, connection: ConnectionT) -> list[ConnectionT]:
+        """It has a session. Returns the others that were lost with it and have none, in the order in which they were
+        lost. They are returned once: those that fail now have a reason of their own.
+        """
+        event = self._events.get(connection, {})
+        others = [other for other in event if other != connection]
+        for member in list(event):
+            self.forget(member)
+        return others
+
+    def forget(self, connection: ConnectionT) -> None:
+        """It is not used any more."""
+        self._events.pop(connection, {}).pop(connection, None)
 
 
 class ReconnectLimiter:

@@ -10,11 +10,10 @@ from random import Random
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from quire_proto.supervise import Backoff
-from quire_router.engines.common_losses import MOMENT, CommonLosses
 from quire_router.engines.connection import EngineConnection
 from quire_router.engines.external.client import ExternalEngine
 from quire_router.engines.join_window import FIRST_SIZE, LOOK_INTERVAL, Join, JoinWindow
-from quire_router.engines.rates import MAX_RECONNECTS_PER_SECOND, ReconnectLimiter
+from quire_router.engines.rates import MAX_RECONNECTS_PER_SECOND, MOMENT, CommonLosses, ReconnectLimiter
 from quire_router.engines.settings import ConnectionSettings, KnownModel
 
 from tests.support.http_engines import VllmEngine

@@ -263,7 +263,7 @@ async def test_a_name_leaves_its_collection_when_it_expires_though_others_come(k
         assert await store.names("expiring") == ["kept", "again"]
 
 
-async def test_what_expires_in_a_file_leaves_it_though_nobody_writes(stores: Databases) -> None:
+async def test_sqlite_deletes_what_has_expired_without_a_write(stores: Databases) -> None:
     with TemporaryDirectory() as folder:
         journal = SqliteJournal(Path(folder) / "journal")
         await journal.objects.add_part("old", 0, b"part", 0.0)
