@@ -32,12 +32,12 @@ class Row:
     seen: list[Seen] = field(default_factory=list)
 
     @contextmanager
-    def client(self, release: Release, model: str = MODEL, *, more: int = MORE) -> Iterator[Load]:
+    def client(self, release: Release, model: str = MODEL, *, key: str = "", more: int = MORE) -> Iterator[Load]:
         """A client that asks the whole time, and some more when the trouble is over. Raises ``AssertionError`` for
         anything that is lost, repeated or changed.
         """
         began = time.monotonic()
-        with Load(release, self.known, self.node, model) as load:
+        with Load(release, self.known, self.node, model, key) as load:
             began = time.monotonic()
             yield load
             self.took = max(self.took, time.monotonic() - began)
