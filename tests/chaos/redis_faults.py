@@ -19,7 +19,7 @@ from tests.support.processes import Router
 _SLOW = 2000  # milliseconds
 _LOOP = "while true do end"
 _BEGUN, _GROWTH = 6, 50  # background requests, and by how many tokens each is longer than the one before
-_ENDED = 120.0  # seconds in which a request ends whose router died
+_ENDED = 120.0  # seconds in which a request ends whose router died, or gets another token: it gives way to all others
 _NOT_WRITTEN = "x-quire-journal"  # the header of an answer that may not survive its router
 _BACK = (20, 600)  # seconds, at least and at most, that a clock goes back
 
@@ -205,12 +205,10 @@ async def _expect_ends(stack: Stack, started: dict[str, bool]) -> None:
     """Raises ``AssertionError`` unless each completes, or is unknown and was never reported as durable. Does not
     ask routers before it has ended: they take up what is asked for, and have to do so unasked.
     """
-    deadline = monotonic() + _ENDED
     async with Redis.from_url(stack.redis.url) as redis:
         for request_id in started:
-            while not await _has_ended(redis, request_id):
-                assert monotonic() < deadline, await _unended(redis, request_id)
-                await asyncio.sleep(0.2)
+            await _expect_end(redis, request_id)
+    deadline = monotonic() + _ENDED
     async with httpx.AsyncClient(timeout=5, headers={"Authorization": f"Bearer {KEYS['house']}"}) as http:
         for request_id, is_written in started.items():
             while (status := await _status(stack, http, request_id)) not in ("completed", "unknown"):
@@ -219,10 +217,14 @@ async def _expect_ends(stack: Stack, started: dict[str, bool]) -> None:
             assert status == "completed" or not is_written, f"background request {request_id} is {status}"
 
 
-async def _has_ended(redis: Redis, request_id: str) -> bool:
-    """Whether Redis has its end, or nothing of it."""
-    record = f"quire:{{{request_id}}}:record"
-    return not await redis.exists(record) or bool(await redis.hexists(record, "reason"))
+async def _expect_end(redis: Redis, request_id: str) -> None:
+    """Returns once Redis has its end, or nothing of it. Raises ``AssertionError`` when it stands still."""
+    record, told, deadline = f"quire:{{{request_id}}}:record", None, 0.0
+    while await redis.exists(record) and not await redis.hexists(record, "reason"):
+        if (now := await redis.hget(record, "told")) != told or not deadline:
+            told, deadline = now, monotonic() + _ENDED
+        assert monotonic() < deadline, await _unended(redis, request_id)
+        await asyncio.sleep(0.2)
 
 
 async def _unended(redis: Redis, request_id: str) -> str:
