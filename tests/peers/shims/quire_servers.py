@@ -22,6 +22,7 @@ KEPT = 5
 """Servers that run at a time."""
 
 _START_SECONDS = 240
+_PORT_TRIES = 3
 _CONTEXT = 8192
 """The context where a test wants none in particular."""
 _LONG = 1024
@@ -39,6 +40,10 @@ _DROPPED = {
 """Flags about the hardware that the other project's tests run on, and those that change nothing here. Without them more
 tests share a server.
 """
+
+
+class PortTakenError(RuntimeError):
+    """Something else listens on a port that was free a moment ago."""
 
 
 def thinking_template() -> str:
@@ -165,6 +170,12 @@ class Servers:
         return self._checkpoints / checkpoint_kind(model)
 
     def _start(self, key: tuple[str, ...], names: Sequence[str]) -> Server:
+        for _ in range(_PORT_TRIES - 1):
+            with contextlib.suppress(PortTakenError):
+                return self._start_once(key, names)
+        return self._start_once(key, names)
+
+    def _start_once(self, key: tuple[str, ...], names: Sequence[str]) -> Server:
         port = free_port()
         log = self._checkpoints / f"server-{port}.log"
         fixed = ["--port", str(port), "--no-journal", "--device", "cpu", "--max-num-seqs", "16"]
@@ -187,8 +198,10 @@ class Servers:
             if "ready: " in log.read_text():
                 return
             time.sleep(0.3)
-        last = next(reversed(log.read_text().splitlines()), "it says nothing")
-        raise RuntimeError(f"quire serve did not start: {last} ({log})")
+        said = log.read_text()
+        last = next(reversed(said.splitlines()), "it says nothing")
+        error = PortTakenError if "cannot be listened on" in said else RuntimeError
+        raise error(f"quire serve did not start: {last} ({log})")
 
     def stop(self) -> None:
         """Ends all of them."""
