@@ -317,7 +317,7 @@ class Settings(CliSettings):
     allowed_hosts: Hosts = Field(
         default=list(CONTAINER_HOSTS),
         description="A name, besides localhost and loopback addresses, under which a service on a loopback address may "
-        "be asked without keys; * is every name; repeatable; see docs/proxies.md.",
+        "be asked without keys; * is every name; repeatable; see docs/gateways.md.",
     )
     metrics_port: Port = Field(default=8002, description="Port of metrics and health.")
     scaling_port: Port | None = Field(
@@ -360,7 +360,7 @@ class Settings(CliSettings):
     picker_port: Port | None = Field(
         default=None,
         description="Port of the endpoint picker, which gateways of the Gateway API Inference Extension ask over gRPC; "
-        "none: not served; see docs/endpoint-picker.md.",
+        "none: not served; see docs/gateways.md.",
     )
     picker_secure_serving: bool = Field(
         default=True, description="Serve that port over TLS, as gateways expect; otherwise in plain text."

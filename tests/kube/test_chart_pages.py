@@ -10,7 +10,7 @@ import yaml
 
 from tests.kube.helm import CHART, ROOT, Helm, Release
 
-PAGES = (CHART / "README.md", ROOT / "docs" / "operations.md", ROOT / "docs" / "proxies.md")
+PAGES = (CHART / "README.md", ROOT / "docs" / "operations.md", ROOT / "docs" / "gateways.md")
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)

@@ -1,4 +1,4 @@
-"""nginx and HAProxy before a router: set up word by word as docs/proxies.md says, or with no more than they need."""
+"""nginx and HAProxy before a router: set up word by word as docs/gateways.md says, or with no more than they need."""
 
 import json
 import os
@@ -19,7 +19,7 @@ from tests.support.certificates import Authority
 from tests.support.ports import free_port
 from tests.support.processes import Process, Router, eventually
 
-PAGE = Path(__file__).parents[2] / "docs" / "proxies.md"
+PAGE = Path(__file__).parents[2] / "docs" / "gateways.md"
 PATH = f"{os.environ.get('PATH', '')}{os.pathsep}/usr/sbin"  # where Debian has them; users may not
 NGINX, HAPROXY, CURL = (shutil.which(name, path=PATH) for name in ("nginx", "haproxy", "curl"))
 """None if there is none: ``scripts/proxies.sh`` installs them."""
