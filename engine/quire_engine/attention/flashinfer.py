@@ -28,7 +28,7 @@ MIN_WORKSPACE_BYTES = 128 << 20
 _FA2, _FA3 = "fa2", "fa3"
 _DECODE, _SINKS = "decode", "sinks"
 # On an H200 the CUDA cores read keys and values faster where at most two query heads share a KV head, and FA3 computes
-# prompts in about half the time, but decodes in twice (docs/gpu.md). A tile of it has 128 queries.
+# prompts in about half the time, but decodes in twice (docs/evidence/performance.md). A tile of it has 128 queries.
 _MAX_GROUP_ON_CUDA_CORES = 2
 _MIN_FA3_QUERIES = 128
 # Two kernels cost the host more launches than one: behind decodes, prompts of 512 tokens lost and of 2,048 won.
