@@ -42,7 +42,7 @@ HELP: dict[str, Callable[[Sequence[str]], object]] = {
     "quire-router": partial(read_settings, Settings),
     "quire-engine": partial(read_settings, EngineConfig),
 }
-PAGES = [pages.ROOT / "README.md", *(pages.ROOT / "docs").glob("*.md")]
+PAGES = [pages.ROOT / "README.md", *(pages.ROOT / "docs").rglob("*.md")]
 FLAGS: dict[str, set[str]] = {
     str(settings.model_config.get("cli_prog_name")): {
         (field.alias or name).replace("_", "-") for name, field in settings.model_fields.items()
