@@ -461,7 +461,8 @@ class Settings(CliSettings):
     page: bool = Field(default=True, description="Serve the page for browsers at /, and the stream that it reads.")
     allow_fleet: bool = Field(default=False, description="Let every key see the fleet, on the page and in its stream.")
     allow_lora_updates: bool = Field(
-        default=False, description="Load and unload adapters at all engines by /v1/load_lora_adapter; see docs/lora.md."
+        default=False,
+        description="Load and unload adapters at all engines by /v1/load_lora_adapter; see docs/models.md.",
     )
     max_body_bytes: MaxBytes = Field(default=4 * 2**20, description="Largest request body.")
     max_inflight_body_bytes: MaxBytes = Field(

@@ -1,7 +1,13 @@
 """``LinearMethod``: which tensors of a checkpoint a linear layer has, how they are divided among ranks and merged, and
-how they are held and multiplied. A quantisation scheme is a file of this package with one or two of them, and an
-entry of ``schemes.py``. The words are those of vLLM and SGLang, whose layers are made by a ``LinearMethodBase`` that a
-``QuantizationConfig`` chooses.
+how they are held and multiplied. The words are those of vLLM and SGLang, whose layers are made by a
+``LinearMethodBase`` that a ``QuantizationConfig`` chooses.
+
+To add a quantisation scheme, write a file of this package with one or two methods. ``tensor_names`` names the tensors
+of a layer, ``read`` and ``read_expert`` read this rank's part, and ``pack`` makes the ``Linear``; for checkpoints with
+plain weights ``DenseMethod`` has all but ``pack``. A head's method also has ``pack_embedding`` and ``pack_tied``. Then
+name it in ``schemes.py``: in ``SCHEMES`` for a value of ``--quantization``, in ``STORED_SCHEMES`` for a checkpoint's
+``quant_method``. Test it against the dequantised weights, as ``tests/unit/engine/quantization/test_int4.py`` does;
+``tests/bench/perplexity.py`` measures it without a change.
 """
 
 from abc import ABC, abstractmethod
