@@ -55,9 +55,9 @@ def table(trace: Trace) -> str:
     return "\n".join(["| File | Functions, about in the order of their first call |", "|---|---|", *rows])
 
 
-def table_in(page: str, heading: str) -> str:
-    """The first table under a heading of a page under ``docs``. Raises ``ValueError`` where there is none."""
-    lines = (ROOT / "docs" / page).read_text(encoding="utf-8").splitlines()
+def table_in(page: Path, heading: str) -> dict[str, set[str]]:
+    """Returns the functions of each file in the first table under a heading. Raises ``ValueError`` if there is none."""
+    lines = page.read_text(encoding="utf-8").splitlines()
     section = lines[lines.index(heading) + 1 :]
     rows: list[str] = []
     for line in section:
@@ -66,8 +66,9 @@ def table_in(page: str, heading: str) -> str:
         elif rows or line.startswith("#"):
             break
     if not rows:
-        raise ValueError(f"there is no table under {heading!r} in docs/{page}")
-    return "\n".join(rows)
+        raise ValueError(f"there is no table under {heading!r} in {page}")
+    cells = (row.strip("| ").replace("`", "").split(" | ") for row in rows[2:])
+    return {file: set(functions.split(", ")) for file, functions in cells}
 
 
 def _name(path: str, qualified: str, folders: dict[str, str]) -> tuple[str, str] | None:
