@@ -62,17 +62,17 @@ _TITLES: Final = {
 }
 _HEAD: Final = """# Parameters of other servers
 
-What becomes of a parameter that vLLM, SGLang, llama.cpp or a hosted API has, and that is not in [api.md](api.md)?
-Each route has its own table here. The router validates by the same tables.
+This page lists parameters of vLLM, SGLang, llama.cpp and hosted APIs that are not in the [API](api.md), by route.
+The router validates requests by the same tables. Values in parentheses, and `null`, mean nothing, and are accepted.
 
-* **Honoured**: the parameter is another name of a field here. Two names in one request must agree.
-* **Refused**: the parameter would change the answer. The request gets a 400, which says what to use instead. Values
-  that change nothing are accepted: `null`, and those in parentheses.
-* **Without effect**: the parameter is ignored, and [named in a header](api.md#what-is-ignored).
-* **Unknown**: all other names. They are ignored and named too; with `--unknown-parameters refuse` they are a 400.
+| a parameter that is | gets |
+|---|---|
+| honoured | the effect of the field here. If a request has both names, they must agree |
+| refused | a 400 that says what to use instead, because the parameter would change the answer |
+| without effect | ignored, and [named in a header](api.md#what-is-ignored) |
+| unknown (not listed) | ignored, and named in the same header; a 400 with `--unknown-parameters refuse` |
 
-`scripts/parameters_page.py` writes this page. A test holds the tables against the
-[lists of names](../tests/peers/parameters) of other servers.
+`scripts/parameters_page.py` writes this page.
 """
 
 
@@ -107,7 +107,7 @@ def _section(place: str, kind: type[StrictModel]) -> Iterator[str]:
         yield from (f"| {', '.join(names)} | {instead} |" for instead, names in sorted(rows[Column.REFUSED].items()))
         yield ""
     if rows[Column.WITHOUT_EFFECT]:
-        yield f"Without effect: {', '.join(rows[Column.WITHOUT_EFFECT][''])}.\n"
+        yield f"| without effect |\n|---|\n| {', '.join(rows[Column.WITHOUT_EFFECT][''])} |\n"
 
 
 def _cell(name: str, known: Parameter) -> str:

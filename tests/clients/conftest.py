@@ -21,7 +21,7 @@ SMALL = ("--kv-cache-memory", str(64 << 20), "--swap-space", "0.0625", "--dtype"
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
-    parser.addoption("--write-table", action="store_true", help="write the table in docs/clients.md anew")
+    parser.addoption("--write-table", action="store_true", help="write the table in docs/recipes.md anew")
 
 
 @pytest.hookimpl(wrapper=True)

@@ -88,11 +88,16 @@ class OpenWebUI:
         self.browser.wait(lambda: not self.browser.all(STOP))
 
 
+def settings(api: str) -> dict[str, str]:
+    """Returns the environment variables that connect it to the router at ``api``."""
+    return {**ALONE, "OPENAI_API_BASE_URL": f"{api}/v1"}
+
+
 @contextmanager
 def open_webui(folder: Path, api: str) -> Iterator[OpenWebUI]:
     """Open WebUI with this API, keeping its chats in ``folder``, in a browser of its own, until the block ends."""
     port = free_port()
-    environment = {**ALONE, "OPENAI_API_BASE_URL": f"{api}/v1", "DATA_DIR": str(folder), "PYTHONPATH": ""}
+    environment = {**settings(api), "DATA_DIR": str(folder), "PYTHONPATH": ""}
     command = [str(OPEN_WEBUI), "serve", "--host", "127.0.0.1", "--port", str(port)]
     process = Process(command, folder / "open-webui.log", environment)
     try:

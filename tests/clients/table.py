@@ -1,4 +1,4 @@
-"""The table of clients in docs/clients.md: a row for each mark ``client`` of a test, written by ``make clients``.
+"""The table of clients in docs/recipes.md: a row for each mark ``client`` of a test, written by ``make clients``.
 
 ``client(name, what, *pins)`` names a client, what is run, and what stands before the versions of its packages in
 ``scripts/clients.sh`` or ``go.mod``; ``version`` is said where neither pins one.
@@ -12,7 +12,7 @@ from types import ModuleType
 import pytest
 
 ROOT = Path(__file__).parents[2]
-PAGE = ROOT / "docs" / "clients.md"
+PAGE = ROOT / "docs" / "recipes.md"
 PINS = (ROOT / "scripts" / "clients.sh", ROOT / "tests" / "clients" / "programs" / "go" / "go.mod")
 HEAD = ("| client | version | what is run | |", "|---|---|---|---|")
 WORKS, FAILS = "works", "**fails**"

@@ -1,10 +1,17 @@
-"""The table of clients is what their suite wrote: its rows, in its order, with the versions that are installed."""
+"""docs/recipes.md shows what the suite of clients ran: its rows in its order, with the installed versions, and the
+settings that it gives to programs.
+"""
 
+import json
+import tomllib
 from pathlib import Path
+from typing import Any
 
 import pytest
 
-from tests.clients import table, test_real_clients
+from tests.clients import coding_agents, open_webui, table, test_real_clients
+from tests.clients.suite import MODEL
+from tests.clients.test_recipes import STATED_MODEL, STATED_URL, snippet
 
 
 def test_the_page_has_a_row_for_each_client_of_the_suite_and_each_works() -> None:
@@ -16,7 +23,7 @@ def test_the_page_has_a_row_for_each_client_of_the_suite_and_each_works() -> Non
 def test_a_client_that_was_not_run_or_failed_is_not_said_to_work(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    page = tmp_path / "clients.md"
+    page = tmp_path / "recipes.md"
     page.write_text("\n".join(["Before", *table.HEAD, "| old | 1 | all | works |", "", "After | behind", ""]))
     monkeypatch.setattr(table, "PAGE", page)
     marks = [pytest.mark.client(name, "all", version="1").mark for name in ("one", "other")]
@@ -37,3 +44,34 @@ def test_a_client_that_was_not_run_or_failed_is_not_said_to_work(
 def test_a_package_that_is_pinned_nowhere_has_no_version() -> None:
     with pytest.raises(LookupError, match="no version stands behind nothing== in "):
         table.pinned("nothing==")
+
+
+def shown(heading: str, language: str) -> str:
+    """A recipe's block, for the model of the suite."""
+    return snippet(heading, language).replace(f'"{STATED_MODEL}"', f'"{MODEL}"')
+
+
+def written(agent: coding_agents.Agent, home: Path, path: str) -> str:
+    """The settings that the suite writes into the home of an agent."""
+    agent.settle(agent, home, STATED_URL)
+    return (home / path).read_text()
+
+
+def test_claude_code_is_run_with_the_settings_of_its_recipe(tmp_path: Path) -> None:
+    given = json.loads(written(coding_agents.CLAUDE_CODE, tmp_path, ".claude/settings.json"))
+    recipe: dict[str, Any] = json.loads(shown("Claude Code", "json"))
+    assert recipe.keys() == given.keys() == {"env"}
+    assert recipe["env"].items() <= given["env"].items()
+
+
+def test_codex_is_run_with_the_settings_of_its_recipe(tmp_path: Path) -> None:
+    given = tomllib.loads(written(coding_agents.CODEX, tmp_path, ".codex/config.toml"))
+    recipe = tomllib.loads(shown("Codex", "toml"))
+    assert recipe == {name: given[name] for name in recipe}
+
+
+def test_open_webui_is_run_with_the_settings_of_its_recipe() -> None:
+    exports, serve = snippet("Open WebUI", "sh").splitlines()
+    recipe = dict(word.split("=", 1) for word in exports.removeprefix("export ").split())
+    assert recipe.items() <= open_webui.settings(STATED_URL).items()
+    assert serve.startswith("open-webui serve")

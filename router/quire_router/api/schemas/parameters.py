@@ -97,16 +97,16 @@ def _whole_length(value: object) -> object:
     )
 
 
-_SAMPLERS = "of the samplers there are temperature, top_p, top_k and min_p"
+_SAMPLERS = "use temperature, top_p, top_k or min_p"
 _REPETITION = "use repetition_penalty, frequency_penalty or presence_penalty"
-_MEDIA = "there is text only"
-_SERVER_TOOLS = "no tool runs on this server; describe functions in tools, and run them where the client is"
-_SHOWN = "there is nothing like it; log-probabilities come with {logprobs}"
-_NO_BUDGET = "there is no budget of thinking; use {limit}"
+_MEDIA = "only text is supported"
+_SERVER_TOOLS = "no tool runs on this server; describe functions in tools, and run them in the client"
+_SHOWN = "it has no equivalent; for log-probabilities use {logprobs}"
+_NO_BUDGET = "thinking has no budget; use {limit}"
 _CHAT = "use /v1/chat/completions"
 _TEMPLATE = "put chat_template.jinja into the model's folder"
 RENDERED: Final = "use /v1/completions with the prompt that /tokenize makes"
-_MODERATION = "nothing is moderated here"
+_MODERATION = "there is no moderation; leave it out"
 
 _EXECUTION: Table = _ignored(
     # Where and how a request runs, what is kept of it, and what is told of it besides the answer.
@@ -170,24 +170,25 @@ _GENERATION: Table = {
         penalize_newline=(True,), repetition_detection=({},), encoder_no_repeat_ngram_size=(0,),
     ),
     **_refused("use repetition_penalty", repeat_penalty=(1,), rep_pen=(1,)),
-    **_refused("repetition_penalty counts the whole text", repeat_last_n=(-1,), repetition_penalty_range=(0, -1)),
+    **_refused("repetition_penalty covers the whole text; leave it out", repeat_last_n=(-1,),
+               repetition_penalty_range=(0, -1)),
     **_refused("use {beam}", num_beams=(1,)),
     **_refused("use {tokens}", "allowed_token_ids"),
     **_refused("use logit_bias or bad_words", "custom_logit_processor", logits_processors=([],), custom_params=({},)),
     **_refused("use logit_bias or bad_words", ban_eos_token=(False,), custom_token_bans=("",), bad_words_ids=([],)),
-    **_refused("there are no extensions of vLLM", vllm_xargs=({},)),
-    **_refused("no text is marked here; leave it out", watermark=({}, False), watermarking=(False,)),
+    **_refused("vLLM's extensions are not supported; leave it out", vllm_xargs=({},)),
+    **_refused("there is no watermarking; leave it out", watermark=({}, False), watermarking=(False,)),
     **_refused("use {stop}, or {grammar} for the whole output", stop_regex=([], "")),
     **_refused("use {stop} and {limit}", n_indent=(0,)),
     # What the output must look like
     **_refused("use {form}", format=("",)),
     **_refused("use {regex}", guided_whitespace_pattern=()),
     **_refused("use {tools} with strict set to true, or {grammar}", "structural_tag"),
-    **_refused("a grammar holds from the first token on; use {grammar}", grammar_lazy=(False,), grammar_triggers=([],)),
+    **_refused("a grammar applies from the first token; use {grammar}", grammar_lazy=(False,), grammar_triggers=([],)),
     **_refused("use {tools}", functions=([],)),
     **_refused("use {tool_choice}", function_call=("none", "auto")),
     **_refused("calls are always parsed; leave it out", parse_tool_calls=(True,), disable_tool_validation=(False,)),
-    **_refused("the server finds it out; leave it out", "chat_format chat_parser message_delimiters"),
+    **_refused("the server detects it; leave it out", "chat_format chat_parser message_delimiters"),
     # What the answer holds
     **_refused(
         _SHOWN, return_flat_raw_output_top_logprobs=(False,), return_flat_raw_top_logprobs_b64=(False,),
@@ -213,13 +214,13 @@ _GENERATION: Table = {
     **_refused(RENDERED, continue_final_message=(False,), generation_prompt=("",), raw=(False,)),
     **_refused("write it into {input}", input_prefix=("",), input_suffix=("",), input_extra=([],)),
     **_refused("send the whole conversation in {input}", "cached_content", session_params=({},)),
-    **_refused("take the marks of the model out of {input}", safe_tokenization=(False,)),
-    **_refused("the chat template decides which reasoning it shows; send what it shall show",
+    **_refused("remove special tokens from {input}", safe_tokenization=(False,)),
+    **_refused("the chat template decides which reasoning it shows; send only the reasoning that it may show",
                reasoning_history=(), preserve_thinking=(), clear_thinking=()),
     **_refused("write a call's result into {input}", deferred_tools=()),
     # Adapters, and what others run on their servers
     **_refused("give the adapter's name as the model", "lora_path lora_request", lora=([],), adapter_id=(), lora_id=()),
-    **_refused("write its fields beside model, under the names of this API", options=({},), extra_body=({},),
+    **_refused("move its fields to the top level, under the names of this API", options=({},), extra_body=({},),
                parameters=({},)),
     **_refused(_SERVER_TOOLS, "web_search_options compound_custom search_settings search_parameters include_domains"
                " exclude_domains citation_options data_sources mcp_servers search_options search_domain_filter"
@@ -329,7 +330,7 @@ COMPLETIONS: Final[Table] = {
     **_same("max_tokens", "max_completion_tokens"),
     **_same("logprobs", n_probs=(0,)),
     **_refused("use the token ids that /tokenize makes as prompt", add_special_tokens=(True,)),
-    **_refused("write it into the prompt with the model's own marks for it", suffix=("",)),
+    **_refused("write it into the prompt with the model's own fill-in-the-middle tokens", suffix=("",)),
     **_refused("use logprobs", top_logprobs=(0,)),
     **_refused(_CHAT, messages=([],), tool_choice=("none", "auto"), tools=([],), parallel_tool_calls=(True, False)),
     # There is no template, and the text is the whole answer.
@@ -349,7 +350,7 @@ RESPONSES: Final[Table] = {
     **_refused("use text.format", "structured_outputs guided_json guided_regex guided_choice guided_grammar regex"
                " ebnf"),
     **_refused("use /tokenize", enable_response_messages=(False,)),
-    **_refused("there are no stored prompts; write its text into instructions or input", "prompt"),
+    **_refused("prompts are not stored; write its text into instructions or input", "prompt"),
     **_refused("write it into instructions", "personality"),
     "context_management": Parameter(([],)),
 }  # fmt: skip
@@ -367,7 +368,7 @@ MESSAGES: Final[Table] = {
                " guided_grammar regex ebnf"),
     **_refused("use stop_sequences", stop=([],)),
     **_refused("ask for a summary in a message", "compaction"),
-    **_refused("there are no tools of a server", "container"),
+    **_refused("no tool runs on this server; leave it out", "container"),
     **_refused("call them yourself, and offer what they have as tools", mcp_servers=([],)),
     **_refused("send the whole conversation in messages", "thread"),
     "context_management": Parameter(({"edits": []},)),
@@ -387,7 +388,7 @@ RESPONSE_FORMAT: Final[Table] = {
 }
 STRUCTURED_OUTPUTS: Final[Table] = {
     **_refused("set additionalProperties to false in the schema", disable_additional_properties=(False,)),
-    **_refused("there is never more than a line break between two tokens", disable_any_whitespace=(False,)),
+    **_refused("JSON has at most one line break between two tokens; leave it out", disable_any_whitespace=(False,)),
     **_refused("use tools with strict set to true, or grammar", "structural_tag"),
     **_refused("use regex or grammar", "whitespace_pattern"),
     "disable_fallback": Parameter((False, True)),
@@ -404,7 +405,7 @@ RESPONSES_TEXT: Final[Table] = {"verbosity": Parameter(("medium",))}
 RESPONSES_REASONING: Final[Table] = {
     "context": Parameter(("auto",)),
     **_refused("use effort", mode=("standard",)),
-    **_refused("there is no budget of thinking; use max_output_tokens", "max_tokens budget_tokens"),
+    **_refused("thinking has no budget; use max_output_tokens", "max_tokens budget_tokens"),
     **_refused("use effort", enabled=(True,), exclude=(False,)),
 }
 MESSAGES_TOOL: Final[Table] = {
@@ -429,7 +430,7 @@ _POOLED: Table = {
                embed_override_token_id=()),
     **_refused("prompts are not padded; leave it out", padding=("do_not_pad",)),
     **_refused("give the adapter's name as the model", lora_path=(), lora=([],)),
-    **_refused("write its fields beside model, under the names of this API", options=({},)),
+    **_refused("move its fields to the top level, under the names of this API", options=({},)),
     **_refused("leave it out", "dimension_reduction task late_chunking"),
     **dict.fromkeys(("truncate", "truncation"), _TRUNCATE),
     **_refused("texts are cut at their end", truncation_direction=("Right", "right"), truncation_side=("right",)),

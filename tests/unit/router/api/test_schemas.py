@@ -310,7 +310,7 @@ def test_other_values_are_refused_by_name_in_completions(name, values):
         ({"repeat_penalty": 1.1}, "repeat_penalty is not supported here: use repetition_penalty."),
         (
             {"mirostat_mode": 2},
-            "mirostat_mode is not supported here: of the samplers there are temperature, top_p, top_k and min_p.",
+            "mirostat_mode is not supported here: use temperature, top_p, top_k or min_p.",
         ),
         (
             {"response_format": {"type": "text", "schema": {}}},
