@@ -125,8 +125,9 @@ def test_the_chart_declares_its_kubernetes_version() -> None:
 
 
 def test_the_examples_are_those_that_were_promised() -> None:
-    """A demo on the CPU, one GPU, two models, another Redis, KEDA, HPA, TLS everywhere, the Gateway API."""
-    assert set(EXAMPLES) >= {"cpu-demo", "one-gpu", "two-models", "external-redis", "keda", "hpa", "tls", "gateway"}
+    """A demo on the CPU, one GPU, eight, two models, another Redis, KEDA, HPA, TLS everywhere, the Gateway API."""
+    promised = {"cpu-demo", "one-gpu", "eight-gpu", "two-models", "external-redis", "keda", "hpa", "tls", "gateway"}
+    assert set(EXAMPLES) >= promised
 
 
 @pytest.mark.parametrize("values", EXAMPLES)

@@ -9,8 +9,11 @@ import pytest
 import yaml
 
 from tests.kube.helm import CHART, ROOT, Helm, Release
+from tests.kube.validity import problems
+from tests.kube.values import example_values, over
 
 PAGES = (CHART / "README.md", ROOT / "docs" / "operations.md", ROOT / "docs" / "gateways.md")
+CLOUDS = ROOT / "docs" / "cloud.md"
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
@@ -31,12 +34,31 @@ def test_the_secrets_that_the_operations_guide_creates_are_those_that_its_values
     assert created == set(named)
 
 
+def test_the_values_for_clouds_go_with_the_example_of_eight_gpus(helm: Helm) -> None:
+    shown = [block[0] for block in blocks_of(CLOUDS) if "kind" not in block[0]]
+    assert len(shown) == 4
+    for values in shown:
+        assert problems(helm, helm.render(over(example_values("eight-gpu"), values)).everything, "1.37") == {}
+
+
+def test_kubernetes_takes_the_manifests_for_clouds(helm: Helm) -> None:
+    shown = [block for block in blocks_of(CLOUDS) if "kind" in block[0]]
+    assert shown
+    for manifests in shown:
+        assert problems(helm, manifests, "1.37") == {}
+
+
 def values_of(page: Path) -> Iterator[dict[str, Any]]:
     """The examples of whole values, which name models."""
+    for block in blocks_of(page):
+        if isinstance(block[0], dict) and "models" in block[0]:
+            yield block[0]
+
+
+def blocks_of(page: Path) -> Iterator[list[Any]]:
+    """The documents of each block of YAML."""
     for block in re.findall(r"^```yaml\n(.*?)^```", page.read_text(), re.MULTILINE | re.DOTALL):
-        values = yaml.safe_load(block)
-        if isinstance(values, dict) and "models" in values:
-            yield values
+        yield list(yaml.safe_load_all(block))
 
 
 def deployments(release: Release) -> list[str]:
