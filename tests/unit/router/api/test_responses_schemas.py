@@ -298,8 +298,8 @@ def test_reasoning_effort_and_limits_go_to_the_chat():
         ({"max_tokens": 3}, "max_tokens", "use max_output_tokens"),
         ({"response_format": {"type": "text"}}, "response_format", "use text.format"),
         ({"n": 2}, "n", "/v1/chat/completions"),
-        ({"prompt": {"id": "x"}}, "prompt", "no stored prompts"),
-        ({"moderation": {"model": "x"}}, "moderation", "moderated"),
+        ({"prompt": {"id": "x"}}, "prompt", "prompts are not stored"),
+        ({"moderation": {"model": "x"}}, "moderation", "no moderation"),
         ({"top_logprobs": 21}, "top_logprobs", "20"),
     ],
 )  # fmt: skip
