@@ -24,7 +24,7 @@ unexport PYTHONDONTWRITEBYTECODE
 help:
 	@echo "make up [MODEL=/path/to/folder] [NAME=name] [ENGINES=2] [ARGS='--port 80']   quire serve, from this checkout"
 	@echo "make test [ARGS=tests/unit/house/test_make.py]      every test, real processes included; or those that ARGS names"
-	@echo "make cluster-test                             every row of docs/cluster.md on your cluster (tests/cluster/README.md; an hour)"
+	@echo "make cluster-test                             every row of docs/evidence/failures.md on your cluster (tests/cluster/README.md; an hour)"
 	@echo "make soak [ARGS=tests/unit/engine/core]       100,000 simulated requests, 10,000 schemas, ten kills of one answer, wheels (an hour or more)"
 	@echo "make chaos [ARGS='--rounds 10']               routers, engines and Redis die under streams, again and again (some minutes)"
 	@echo "make lint                                     style, types, stale stubs"

@@ -18,7 +18,7 @@ WRITTEN = 5.0  # seconds, many times as long as routers take to write a record i
 
 @dataclass
 class Report:
-    """What docs/chaos.md says of each count. Those of ``FOUND`` are zero, or the promise was not kept.
+    """What docs/evidence/failures.md says of each count. Those of ``FOUND`` are zero, or the promise was not kept.
 
     ``resumed`` streams took more than one of the ``connections``. ``pauses`` has the longest one of each stream, in
     seconds, and judges nothing. Unless ``abrupt``, no connection may break.

@@ -28,7 +28,7 @@ ORDER: list[str] = []
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
-    parser.addoption("--write-rows", action="store_true", help="write the table in docs/cluster.md anew")
+    parser.addoption("--write-rows", action="store_true", help="write the table in docs/evidence/failures.md anew")
 
 
 @pytest.hookimpl(tryfirst=True)

@@ -1,4 +1,4 @@
-"""The rows of the table in docs/cluster.md: each is one test with the mark ``row``, and what its client saw."""
+"""The rows of the table in docs/evidence/failures.md: each is one test with the mark ``row``, and what its client saw."""
 
 import json
 import time
@@ -12,7 +12,7 @@ from tests.cluster.cluster import Release
 from tests.cluster.load import MODEL, Known, Load
 
 ROOT = Path(__file__).parents[2]
-PAGE = ROOT / "docs" / "cluster.md"
+PAGE = ROOT / "docs" / "evidence" / "failures.md"
 HEAD = (
     "| row | took | answers | longest pause | first token | errors seen | lost | repeated | changed |",
     "|---|---|---|---|---|---|---|---|---|",
