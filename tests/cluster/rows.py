@@ -1,4 +1,4 @@
-"""The rows of the table in docs/evidence/failures.md: each is one test with the mark ``row``, and what its client saw."""
+"""The rows of the table in docs/evidence/failures.md: each is a test with the mark ``row``, and what its client saw."""
 
 import json
 import time
