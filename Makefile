@@ -37,7 +37,7 @@ help:
 	@echo "make bench-simulation TRACE=/path/to/file     KV waste, and sjf against fcfs, on a trace"
 	@echo "make bench-fleet TRACES=/path/to/folder       placement policies against each other, simulated"
 	@echo "make images [DEVICES='cpu cuda']              the router's and the engines' images (docker/README.md)"
-	@echo "make dist                                     wheels, the chart, a bill of materials and sums, in dist/ (docs/release.md)"
+	@echo "make dist                                     wheels, the chart, a bill of materials and sums, in dist/ (docs/contributing.md)"
 	@echo "make first-hour [ARGS=--sources]              the README's first commands in an empty root; pip fetches torch (some minutes)"
 	@echo "make proto                                    the stubs of proto/quire"
 	@echo "make clean                                    takes away the environments and what was built or measured"
@@ -206,7 +206,7 @@ ifdef IMAGES
 endif
 	$(BIN)/python scripts/dist.py $(ARGS)
 
-# With everything fetched by pip. make test has the short form, whose packages come from $(VENV) (docs/release.md).
+# With everything fetched by pip. make test has the short form, whose packages come from $(VENV) (docs/contributing.md).
 first-hour: dist
 	$(BIN)/python -m tests.first_hour.run --wheels dist --fetch $(ARGS)
 

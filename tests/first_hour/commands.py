@@ -8,8 +8,9 @@ ROOT = Path(__file__).parents[2]
 
 def code_lines(text: str) -> list[str]:
     """The lines of all blocks of code that name no language, without comments."""
-    blocks = re.findall(r"^```\n(.*?)^```$", text, re.DOTALL | re.MULTILINE)
-    lines = (re.sub(r"(^|\s)#.*", "", line).strip() for block in blocks for line in block.splitlines())
+    blocks = re.findall(r"^```(.*?)\n(.*?)^```$", text, re.DOTALL | re.MULTILINE)
+    plain = (block for language, block in blocks if not language)
+    lines = (re.sub(r"(^|\s)#.*", "", line).strip() for block in plain for line in block.splitlines())
     return [line for line in lines if line]
 
 
@@ -27,6 +28,6 @@ def readme_commands() -> list[str]:
 
 
 def wheels_commands() -> list[str]:
-    """The lines of docs/release.md that install torch's build for CPUs and then the wheels of ``dist/``."""
-    lines = code_lines((ROOT / "docs" / "release.md").read_text())
+    """The lines of docs/contributing.md that install torch's build for CPUs and then the wheels of ``dist/``."""
+    lines = code_lines((ROOT / "docs" / "contributing.md").read_text())
     return [line for line in lines if line.startswith("pip install")]

@@ -3,7 +3,7 @@
 A fresh user with an empty home and a fresh virtual environment, no compiler, no Redis and no git. What the README calls
 a clone is there as the files of the last commit. The Hub is a mirror with its API, on the loopback, which has the demo
 model under every name that the README serves. Installed are the wheels of ``make dist``, by the line of
-docs/release.md, or with ``--sources`` the folders, by the README's own line.
+docs/contributing.md, or with ``--sources`` the folders, by the README's own line.
 
 By default pip fetches nothing: what the wheels say that they need comes from the environment that runs this, each
 package as a link, and nothing else of it. ``--fetch`` lets pip fetch it from its index, which takes minutes and, where

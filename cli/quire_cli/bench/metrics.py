@@ -7,7 +7,7 @@
 * Goodput: requests a second that met every objective; a failed one met none.
 
 Where requests are sent at times of their own, TTFT and E2EL are also counted from when a request should have been sent
-(``…_including_client_queue``). ``docs/bench-serve.md`` tells all this to users.
+(``…_including_client_queue``). ``docs/benchmarks.md`` has the definitions.
 """
 
 from collections import Counter

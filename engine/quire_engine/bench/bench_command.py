@@ -429,7 +429,7 @@ def find_peers(config: BenchConfig, settings: Callable[[], Mapping[str, object]]
         if python is not None:
             found[name] = partial(_start, python, INSTALLED[name], settings)
         elif name in config.against:
-            raise SystemFailedError(f"{name} is not installed; docs/bench.md says how.")
+            raise SystemFailedError(f"{name} is not installed; docs/benchmarks.md says how.")
     return found
 
 

@@ -1,5 +1,5 @@
 """The simulator's settings: those of the engine's scheduler and KV blocks, and presets of the latency and memory of a
-device with a model, whose sources are in ``docs/simulator.md``.
+device with a model, whose sources are in ``docs/benchmarks.md``.
 """
 
 from collections.abc import Mapping

@@ -43,7 +43,7 @@ class LoadSharingSettings:
     ticks of ``tick``. Redis has to answer within ``timeout``.
 
     Where prompts are computed in some tens of milliseconds, a share that is a tenth of a second old costs half as much
-    waiting again (``docs/simulator.md``).
+    waiting again (``docs/benchmarks.md``).
     """
 
     interval: float = 0.01

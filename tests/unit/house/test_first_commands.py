@@ -26,9 +26,8 @@ def test_the_page_of_releases_installs_torch_from_the_same_index_and_then_wheels
 
 
 def test_commands_are_the_lines_of_plain_blocks_without_comments():
-    text = (
-        "## A\n```\nno\n```\n## Start\n\n```\nquire serve m    # a comment\n\n# another\n```\n```sh\nnot\n```\n## End\n"
-    )
+    before, after = "## A\n```\nno\n```\n## Start\n```sh\nnot\n```\n\n", "```sh\nnot\n```\n## End\n"
+    text = f"{before}```\nquire serve m    # a comment\n\n# another\n```\n{after}"
     assert code_lines(section(text, "Start")) == ["quire serve m"]
 
 

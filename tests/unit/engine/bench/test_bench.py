@@ -504,5 +504,5 @@ def test_an_unavailable_peer_and_a_prompt_that_is_too_long_are_refused_at_once(t
     )
     assert done.stdout.split() == ["1", "1"], done.stderr
     peer, length = done.stderr.split("then\n")[:2]
-    assert "vllm is not installed; docs/bench.md says how." in peer
+    assert "vllm is not installed; docs/benchmarks.md says how." in peer
     assert "has 301 tokens, and the model takes 256: lower --prefill-len" in length
