@@ -15,6 +15,7 @@ commands:
   serve MODEL      serve a model on this machine: a router and its engines, one log
   chat             talk to a running server
   complete         continue a text at a running server
+  demo             watch an answer survive the death of its engine (kill -9)
   doctor           say what this machine has, and what is missing
   bench serve      measure an OpenAI-compatible server: latency, throughput and goodput at given request rates
   bench offline    measure the engine beside others on this machine (quire-engine bench)
@@ -43,7 +44,7 @@ def main() -> None:
         from quire_cli.bench.serve import bench_serve
 
         bench_serve(arguments[2:])
-    elif first in ("serve", "chat", "complete", "doctor"):
+    elif first in ("serve", "chat", "complete", "demo", "doctor"):
         _run(first, arguments[1:])
     elif first == "--version":
         sys.stdout.write(f"quire {__version__}\n")
@@ -78,6 +79,10 @@ def _run(command: str, arguments: Sequence[str]) -> None:
         from quire_cli.chat.chat_command import chat
 
         chat(arguments)
+    elif command == "demo":
+        from quire_cli.demo.demo_command import demo
+
+        demo(arguments)
     elif command == "doctor":
         from quire_cli.doctor.doctor_command import doctor
 

@@ -112,6 +112,11 @@ class ProcessTree:
         for process in self._running.values():
             _signal_group(process, signal.SIGKILL)
 
+    def kill_one(self, name: str) -> None:
+        """Kills a program, as a crash would; it is started again."""
+        if process := self._running.get(name):
+            _signal_group(process, signal.SIGKILL)
+
     def _finish(self, end: End) -> None:
         if self._end is not None and not self._end.done():
             self._end.set_result(end)

@@ -23,6 +23,7 @@ def quire(*arguments: str) -> subprocess.CompletedProcess[str]:
         (["chat"], "usage: quire chat"),
         (["complete"], "usage: quire complete"),
         (["serve"], "usage: quire serve"),
+        (["demo"], "usage: quire demo"),
         (["doctor"], "usage: quire doctor"),
         ([], "usage: quire COMMAND"),
     ],
@@ -53,7 +54,7 @@ def test_an_unknown_command_is_named_before_the_list_of_commands(arguments: list
 
 
 def test_every_command_is_listed() -> None:
-    listed = {"serve", "chat", "complete", "doctor", "bench serve", *(" ".join(command) for command in PASSED_ON)}
+    listed = {"serve", "chat", "complete", "demo", "doctor", "bench serve", *(" ".join(command) for command in PASSED_ON)}
     assert set(COMMANDS) == listed
 
 
