@@ -84,18 +84,17 @@ class _Demo:
 
     async def run(self) -> int:
         """Returns 0 if the answer is that of an undisturbed run, else 1."""
-        running = asyncio.create_task(self._tree.run())
-        showing = asyncio.create_task(self._show())
-        try:
-            await asyncio.wait((running, showing), return_when=asyncio.FIRST_COMPLETED)
-            if not showing.done():
+        async with asyncio.TaskGroup() as tasks:
+            running, showing = tasks.create_task(self._tree.run()), tasks.create_task(self._show())
+            try:
+                await asyncio.wait((running, showing), return_when=asyncio.FIRST_COMPLETED)
+                if showing.done():
+                    return showing.result()
                 _note("\n".join(("the processes have ended:", *self._log)))
                 return 1
-            return await showing
-        finally:
-            showing.cancel()
-            self._tree.stop(0)
-            await running
+            finally:
+                showing.cancel()
+                self._tree.stop(0)
 
     async def _show(self) -> int:
         _note(f"starting a router and {ENGINES} engines with {self._plan.name} …")
