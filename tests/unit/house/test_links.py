@@ -11,7 +11,7 @@ import yaml
 
 ROOT = Path(__file__).parents[3]
 FOLDERS = ("docs", "demo", "docker", "k8s", "charts/quire", "tests/kube", "tests/cluster", "examples")
-PAGES = [ROOT / "README.md", *(page for folder in FOLDERS for page in sorted((ROOT / folder).rglob("*.md")))]
+PAGES = [*sorted(ROOT.glob("*.md")), *(page for folder in FOLDERS for page in sorted((ROOT / folder).rglob("*.md")))]
 LINK = re.compile(r"\]\(([^()\s]+)\)")
 CODE = re.compile(r"`[^`]*`")
 
