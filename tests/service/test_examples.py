@@ -1,5 +1,8 @@
-"""The examples of the pages run as they stand, one after another, on the demo model as the README serves it."""
+"""The examples of the pages, and the programs in ``examples/``, run as they stand on the demo model as the README
+serves it.
+"""
 
+import os
 import re
 import shutil
 import subprocess
@@ -46,3 +49,29 @@ def test_the_curl_of_a_page_is_answered(page: Path, stack: Stack) -> None:
     done = subprocess.run(["bash", "-e", "-c", script], capture_output=True, text=True, timeout=60, check=False)
     assert done.returncode == 0, done.stderr
     assert '{"' in done.stdout
+
+
+PROGRAMS = {
+    "chat.py": "Once upon a time",
+    "structured_output.py": "kind=",
+    "resume.py": "[the connection is cut here]",
+    "batch.py": "sum-2 ",
+    "grpc_client.py": "there was",
+}
+"""With words of what each of them prints."""
+
+
+@pytest.mark.parametrize("name", PROGRAMS)
+def test_a_program_runs_as_it_is(name: str, stack: Stack) -> None:
+    own = {"OPENAI_BASE_URL": f"{stack.router.url}/v1", "QUIRE_GRPC": stack.router.grpc_address, "MODEL": MODEL}
+    command = [sys.executable, ROOT / "examples" / name]
+    environment = {**os.environ, **own}
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=120, check=False)
+    assert (done.returncode, done.stderr) == (0, "")
+    assert PROGRAMS[name] in done.stdout
+
+
+def test_every_program_is_run_and_listed() -> None:
+    listed = (ROOT / "examples" / "README.md").read_text()
+    assert {path.name for path in (ROOT / "examples").glob("*.py")} - {"__init__.py"} == set(PROGRAMS)
+    assert all(f"[{name}]({name})" in listed for name in PROGRAMS)
