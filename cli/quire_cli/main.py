@@ -18,7 +18,7 @@ commands:
   demo             watch an answer survive the death of its engine (kill -9)
   doctor           say what this machine has, and what is missing
   bench serve      measure an OpenAI-compatible server: latency, throughput and goodput at given request rates
-  bench offline    measure the engine beside others on this machine (quire-engine bench)
+  bench offline    compare the engine with others on this machine (quire-engine bench)
   simulate engine  try a trace of requests on a scheduler without a model (quire-engine simulate)
   simulate fleet   try a trace of requests on routers and engines without a model (quire-router simulate)
 

@@ -126,7 +126,7 @@ class ExecutorConfig(_Frozen):
     """Where and how the model is loaded and run, and the memory that this takes in all."""
 
     device: Literal["auto", "cpu", "cuda"] = Field(
-        default="auto", description="What the model runs on; auto is a GPU where there is one."
+        default="auto", description="What the model runs on; auto: a GPU if there is one."
     )
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = Field(
         default="auto", description="Element type of weights, and of KV memory by default; auto is the checkpoint's."
@@ -148,7 +148,7 @@ class ExecutorConfig(_Frozen):
     )
     kv_cache_dtype: KVCacheDtype = Field(
         default="auto",
-        description="Element type of KV memory, where it shall not be --dtype: int8 on the CPU, with a scale for each "
+        description="Element type of KV memory, if it is not --dtype: int8 on the CPU, with a scale for each "
         "token and KV head, and fp8 (e4m3) on a GPU. Either holds about twice as many tokens.",
     )
     quantization: Quantization | None = Field(
@@ -194,7 +194,7 @@ class ExecutorConfig(_Frozen):
     enable_dbo: bool = Field(
         default=False,
         description="Dual batch overlap: compute large steps in two halves, so that what one half sends between the "
-        "ranks that share its layers goes on while the other half is multiplied.",
+        "ranks that share its layers continues while the other half is multiplied.",
     )
     dbo_prefill_token_threshold: int = Field(
         default=512,
@@ -219,7 +219,7 @@ class ExecutorConfig(_Frozen):
     kv_disk_path: Annotated[Path | None, BeforeValidator(_not_empty)] = Field(
         default=None,
         description="Folder of these blocks. Each engine that runs takes a numbered folder in it; engines of different "
-        "models shall have different ones.",
+        "models need different ones.",
     )
     enforce_eager: bool = Field(default=False, description="Never capture decode steps, as CUDA graphs or CPU graphs.")
     async_scheduling: bool | None = Field(
@@ -229,7 +229,7 @@ class ExecutorConfig(_Frozen):
     )
     deterministic: bool = Field(
         default=False,
-        description="Compute every sequence in the same way, bit for bit, whatever else is in its batch; free on CPUs "
+        description="Compute every sequence in the same way, bit for bit, in any batch; free on CPUs "
         "with AVX2, slower elsewhere.",
     )
     attention: Literal["auto", "cpu", "flashinfer", "reference"] = Field(
@@ -275,8 +275,8 @@ class SchedulerArgs(_Frozen):
         default=None,
         ge=0,
         allow_inf_nan=False,
-        description="Seconds that a step may take while sequences decode: prompts get as many tokens of it as fit; 0 "
-        "is no bound, and by default it is a multiple of what decoding alone takes.",
+        description="Seconds that a step may take while sequences decode: prompts get as many tokens of it as fit; 0: "
+        "no bound; by default a multiple of what decoding alone takes.",
     )
     max_waiting: MaxWaiting = 16384
     max_overtakes: int = Field(
@@ -295,8 +295,8 @@ class SchedulerArgs(_Frozen):
         default=0.0,
         ge=0,
         lt=1,
-        description="Part of the KV blocks beyond which those of the sequences that would be swapped out next are "
-        "copied to the host ahead, beside what is computed; 0 is never.",
+        description="Part of the KV blocks beyond which the blocks of sequences that would be swapped out next are "
+        "copied to the host ahead, while steps compute; 0: never.",
     )
     max_loras: int = Field(
         default=1, ge=1, le=1024, description="Different adapters in one step; requests for others wait."
@@ -311,7 +311,7 @@ class SchedulerArgs(_Frozen):
     )
     speculative_method: SpeculativeMethod = Field(
         default="none",
-        description="Guess next tokens where prompt and output repeat themselves, as far as it pays: ngram from the "
+        description="Guess next tokens where prompt and output repeat themselves, while it pays: ngram from the "
         "last place where the same stands, suffix from all of them. Steps are then not overlapped.",
     )
     num_speculative_tokens: int = Field(
@@ -503,7 +503,7 @@ class NodeArgs(_Frozen):
         description="Seconds in which all nodes, or all engines of a group, have to join.",
     )
     data_parallel_rank: int = Field(
-        default=0, ge=0, le=63, description="This engine's number among those of --data-parallel-size."
+        default=0, ge=0, le=63, description="This engine's number, below --data-parallel-size."
     )
     data_parallel_address: ListenAddress = Field(
         default="127.0.0.1", description="Address of engine 0 of a group, the same for all of them."
@@ -649,7 +649,7 @@ class EngineConfig(CliSettings, NodeArgs, EngineArgs):
     )
     tls_optional: bool = Field(
         default=False,
-        description="Take plain text beside TLS, while routers change from one to the other; see docs/tls.md.",
+        description="Accept plain text as well as TLS, while routers change from one to the other; see docs/tls.md.",
     )
     session_grace: Seconds = Field(
         default=10.0, ge=0, description="Seconds that the requests of a router go on after its stream broke."

@@ -73,7 +73,7 @@ def read_tokens(file: Path) -> Tokens:
     if not values:
         raise TokenError(f"{file} has no token: write one of at least 16 characters on a line")
     if not all(map(_TOKEN.fullmatch, values)):
-        raise TokenError(f"{file} has a line that is no token: 16 to 512 printable ASCII characters without spaces")
+        raise TokenError(f"{file} has a line that is not a token: 16 to 512 printable ASCII characters without spaces")
     until = max((_time(file, line) for line in dates), default=None)
     return Tokens(tuple(value.encode() for value in values), until)
 

@@ -124,7 +124,7 @@ def read_key(file: Path) -> bytes:
     """Reads a PEM file. Raises ``TlsError`` if it has no private key, or an encrypted one."""
     contents = _read_file(file)
     if _ENCRYPTED.search(contents):
-        raise TlsError(f"{file} is encrypted, and nobody is there to be asked for the password")
+        raise TlsError(f"{file} is encrypted, and its password cannot be asked for")
     if not _KEY.search(contents):
         raise TlsError(f"{file} has no private key in PEM format")
     return contents

@@ -354,8 +354,8 @@ class Settings(CliSettings):
     )
     keda_insecure: bool = Field(
         default=False,
-        description="Tell whoever reaches that port how busy models are, at an address that is not loopback: where a "
-        "network policy lets KEDA alone reach it.",
+        description="Tell anyone who reaches that port how busy models are, at an address that is not loopback: where "
+        "a network policy lets KEDA alone reach it.",
     )
     picker_port: Port | None = Field(
         default=None,
@@ -375,12 +375,12 @@ class Settings(CliSettings):
     )
     picker_insecure: bool = Field(
         default=False,
-        description="Answer whoever reaches that port, without a certificate: where a mesh or a network policy lets "
+        description="Answer anyone who reaches that port, without a certificate: where a mesh or a network policy lets "
         "gateways alone reach it.",
     )
     picker_forward: Forwarded = Field(
         default=[],
-        description="Requests that gateways send on besides those of the API, as 'POST /tokenize'; repeatable.",
+        description="Requests that gateways send on besides the API's own, as 'POST /tokenize'; repeatable.",
     )
     picker_fallbacks: Annotated[int, Field(ge=0, le=MAX_FALLBACKS)] = Field(
         default=0,
@@ -406,7 +406,7 @@ class Settings(CliSettings):
     )
     api_key: Keys = Field(
         default=[],
-        description="A key that clients must send; repeatable; none, nor --tenants or an issuer: open to all.",
+        description="A key that clients must send; repeatable; without one, --tenants and an issuer: open to all.",
     )
     require_key: bool = Field(
         default=False, description="Do not start where no key would be needed, as where the variable of a key is empty."
@@ -425,7 +425,7 @@ class Settings(CliSettings):
         default=None, description="Where the issuer's keys are; none: where its configuration says."
     )
     oidc_ca_file: CaFile | None = Field(
-        default=None, description="Authority of the issuer's certificate; none: those of the system."
+        default=None, description="Authority of the issuer's certificate; none: the system's."
     )
     allow_priority: bool = Field(default=False, description="Let clients set the priority of their requests.")
     generation_config: Literal["auto", "none"] = Field(
@@ -478,7 +478,7 @@ class Settings(CliSettings):
     stall_timeout: Period = Field(
         default=30,
         description="Seconds after which a server that is not Quire's is set aside if it answers polls and none of its "
-        "streams advances; ten of its steps where that is longer.",
+        "streams advances; or ten of its steps if that is longer.",
     )
     slow_client_timeout: Period = Field(default=30, description="Seconds a client may leave its stream unread.")
     sse_keepalive_seconds: Annotated[Seconds, Field(ge=0, allow_inf_nan=False)] = Field(

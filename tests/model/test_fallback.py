@@ -106,7 +106,7 @@ def test_what_the_configuration_rules_out_is_refused_before_any_weight_is_read(
 @pytest.mark.parametrize(
     ("model_type", "special", "said"),
     [
-        ("bert", {}, "neither causal nor causal within a window"),
+        ("bert", {}, "not causal, and not causal within a window"),
         ("nemotron", {}, "do not hand on"),
         ("diffllama", {}, "exactly one attention"),
         ("gpt2", {"scale_attn_by_inverse_layer_idx": True}, "differ in scales or soft caps"),

@@ -136,7 +136,7 @@ REFUSED = {
         "auto_map, but code from a model folder is never run, and no other class serves MyForCausalLM of type 'mine'",
     ),
     "code for an unknown type of a known class": Refused(config(**CODE, model_type="mine"), "of type 'mine'"),
-    "an unknown type": Refused(config(model_type="mine"), "'mine', which is no causal language model"),
+    "an unknown type": Refused(config(model_type="mine"), "'mine', which is not a causal language model"),
     "neither class nor type": Refused(config(architectures=None, model_type=None), "names no architecture"),
     "a class for another task": Refused(config(architectures=["LlamaForTokenClassification"]), "makes no text"),
     "no head where it is not tied": Refused(without(HEAD), f"has no tensor {HEAD}"),

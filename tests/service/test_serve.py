@@ -274,7 +274,7 @@ def test_a_gguf_file_without_a_tokenizer_that_can_be_used_is_refused_before_anyt
     tree = Tree(tmp_path / "tree.log", model=path)
     assert tree.wait(60) == 1
     assert tree.text.count("\n") == 1
-    assert tree.text.endswith("): put the original model's tokenizer.json beside it.\n")
+    assert tree.text.endswith("): put the original model's tokenizer.json next to it.\n")
 
 
 def test_more_weights_than_memory_are_refused_with_what_would_help(tmp_path: Path) -> None:

@@ -218,7 +218,7 @@ class Connection(asyncio.Protocol):
 def _parse_url(base_url: str) -> SplitResult:
     url = urlsplit(base_url)
     if url.scheme not in ("http", "https") or not url.hostname:
-        raise ServerError(f"{base_url!r} is no URL such as http://127.0.0.1:8000.")
+        raise ServerError(f"{base_url!r} is not a URL such as http://127.0.0.1:8000.")
     return url
 
 

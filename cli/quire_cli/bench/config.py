@@ -137,7 +137,7 @@ class ServeBenchConfig(CliSettings):
     )
     random_prefix_len: int = Field(default=0, ge=0, description="Tokens that all random prompts begin with alike.")
     sharegpt_output_len: int | None = Field(
-        default=None, ge=1, description="Tokens of each output; by default those of the file's own answer."
+        default=None, ge=1, description="Tokens of each output; by default as many as the file's own answer has."
     )
     disable_shuffle: bool = Field(default=False, description="Take a ShareGPT file's conversations in their order.")
     timed_trace_sec_multiplier: float = Field(
@@ -152,7 +152,7 @@ class ServeBenchConfig(CliSettings):
         default=0.0,
         ge=0,
         le=86_400,
-        description="Spread the trace's times by up to as many seconds: those of some traces are rounded, as to 3 s.",
+        description="Spread the trace's times by up to as many seconds: some traces round them, as to 3 s.",
     )
     self_timed: bool | None = Field(
         default=None, description="Send a trace's requests at its own times, as is the default, or at --request-rate."
@@ -201,11 +201,11 @@ class ServeBenchConfig(CliSettings):
         description="Objectives in milliseconds, such as ttft:500 tpot:50: goodput counts the requests that meet all.",
     )
     percentile_metrics: Names = Field(
-        default=["ttft", "tpot", "itl", "e2el"], description=f"What is reported: {', '.join(METRICS)}."
+        default=["ttft", "tpot", "itl", "e2el"], description=f"What to report: {', '.join(METRICS)}."
     )
     metric_percentiles: Numbers = Field(default=[50, 90, 99], description="Their percentiles.")
     save_result: bool = Field(default=False, description="Write the figures of each run as JSON.")
-    save_detailed: bool = Field(default=False, description="With those of every request.")
+    save_detailed: bool = Field(default=False, description="Include the figures of every request.")
     append_result: bool = Field(default=False, description="Add them to the file instead, one line for each run.")
     result_dir: Path | None = Field(default=None, description="Where to; by default the current folder.")
     result_filename: str | None = Field(
@@ -330,7 +330,9 @@ def read_range_ratios(text: str) -> tuple[float, float]:
         value = json.loads(text)
         ratios = (float(value["input"]), float(value["output"])) if isinstance(value, dict) else (float(value),) * 2
     except (ValueError, TypeError, KeyError):
-        raise ValueError(f'{text!r} is neither a number nor such as {{"input": 0.3, "output": 0.5}}.') from None
+        raise ValueError(
+            f'{text!r} is not a number, and not an object such as {{"input": 0.3, "output": 0.5}}.'
+        ) from None
     if not all(0 <= ratio < 1 for ratio in ratios):
         raise ValueError("A range ratio must be at least 0 and below 1.")
     return ratios

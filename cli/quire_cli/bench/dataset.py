@@ -231,4 +231,4 @@ def _load_tokenizer(folder: Path) -> Tokenizer:
     try:
         return Tokenizer.from_file(str(path))
     except Exception as error:  # noqa: BLE001 - the library raises plain exceptions
-        raise DatasetError(f"{path} is no tokenizer: {error}.") from None
+        raise DatasetError(f"{path} is not a tokenizer: {error}.") from None

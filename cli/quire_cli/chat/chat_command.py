@@ -98,7 +98,7 @@ def _chat(flags: Namespace) -> None:
             if word in CLEAR:
                 messages = list(beginning)
             else:
-                sys.stderr.write(HELP if word in HELPS else f"quire: {word} is no command; /help tells them.\n")
+                sys.stderr.write(HELP if word in HELPS else f"quire: {word} is not a command; /help lists them.\n")
             continue
         messages.append({"role": "user", "content": line.strip()})
         try:

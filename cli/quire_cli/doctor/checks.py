@@ -88,7 +88,7 @@ def check_torch() -> Finding:
     gpus = len(visible_gpus())
     facts["gpus_of_the_driver"] = gpus
     if not gpus:
-        return Finding("torch", "ok", f"{text}; there is no NVIDIA GPU here, so models run on the CPU", facts)
+        return Finding("torch", "ok", f"{text}; this machine has no NVIDIA GPU, so models run on the CPU", facts)
     if not facts["gpus"]:
         advice = "its driver may be too old" if facts["cuda"] else "install a build of torch for CUDA"
         return Finding("torch", "note", f"{text}; {gpus} GPUs are here that it cannot use: {advice}", facts)

@@ -72,7 +72,7 @@ def indexed_files(folder: Path) -> set[str]:
     try:
         names = set(json.loads(path.read_bytes())["weight_map"].values())
     except (KeyError, TypeError, AttributeError, RecursionError):
-        raise ValueError("it is no index of weights") from None
+        raise ValueError("it is not an index of weights") from None
     if not all(is_name(name) and "/" not in name for name in names):
         raise ValueError("it names files that are not in this folder")
     return names

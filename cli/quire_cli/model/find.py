@@ -79,7 +79,9 @@ def _local(path: Path, need: MemoryNeed | None) -> FoundModel:
     """A folder or file that is here, whose weights are whole as far as their headers and sizes tell."""
     if path.is_file():
         if path.suffix != GGUF_SUFFIX:
-            raise ModelNotFoundError(f"{path} is no GGUF file: name one, a model folder, or a model such as {EXAMPLE}.")
+            raise ModelNotFoundError(
+                f"{path} is not a GGUF file: name one, a model folder, or a model such as {EXAMPLE}."
+            )
         return FoundModel(path, served_name(path.stem))
     files = sorted(path.glob(f"*{GGUF_SUFFIX}"))
     if (path / CONFIG_FILE).is_file():

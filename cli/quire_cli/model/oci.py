@@ -108,7 +108,7 @@ class OciSource:
         except (ValueError, RecursionError):
             manifest = None
         if not isinstance(manifest, dict):
-            raise ModelNotFoundError(f"{self._name.registry} is no registry of containers: check the name.")
+            raise ModelNotFoundError(f"{self._name.registry} is not a container registry: check the name.")
         return manifest
 
     def _get(self, address: str, headers: dict[str, str], *, stream: bool = False) -> "Response":
@@ -163,7 +163,7 @@ class OciSource:
         except _TooLongError:
             raise ModelNotFoundError(
                 f"{self._name.registry} answers for {self._name} with more than {MAX_ANSWER >> 20} MiB, and no "
-                "manifest has so many: check the registry."
+                "manifest is that long: check the registry."
             ) from None
         except (ValueError, AttributeError, RecursionError):  # so oras says that it has no credentials to offer
             raise ModelNotFoundError(self._no_access()) from None

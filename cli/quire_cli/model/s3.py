@@ -191,5 +191,7 @@ def _endpoint() -> str | None:
     except ValueError:
         good = False
     if not good:
-        raise ModelNotFoundError(f"{variable} is {url!r}, which is no address: write one such as http://minio:9000.")
+        raise ModelNotFoundError(
+            f"{variable} is {url!r}, which is not an address: write one such as http://minio:9000."
+        )
     return url

@@ -76,7 +76,9 @@ def make_plan(flags: ServeFlags, model: Path, ports: Ports, gpus: Sequence[str] 
     if config.data_parallel_size != flags.data_parallel_size:
         raise ValueError("--data-parallel-size starts engines that share experts; a variable does not say how many.")
     if not is_local(settings.host):
-        raise PortError(f"{settings.host} is no address of this machine; --host 0.0.0.0 stands for all that it has.")
+        raise PortError(
+            f"{settings.host} is not an address of this machine; --host 0.0.0.0 stands for all that it has."
+        )
     token = _token_flags(config, settings)
     places = _engine_ports(flags, config, ports)
     chosen = _router_ports(settings, ports)

@@ -60,7 +60,7 @@ class BenchConfig(EngineConfig):
     )
     against: Names = Field(
         default=["auto"],
-        description=f"Peers to run beside: {', '.join(PEERS)}; auto for those that are installed, none for none.",
+        description=f"Peers to compare with: {', '.join(PEERS)}; auto for those that are installed, none for none.",
     )
     also: Names = Field(
         default=[], description=f"The engine once more, with another setting each: {', '.join(VARIANTS)}."
@@ -73,7 +73,7 @@ class BenchConfig(EngineConfig):
     )
     measure: Names = Field(
         default=list(FIGURES),
-        description=f"What is measured: {', '.join(FIGURES)}, and {SERVED} for servers under load.",
+        description=f"What to measure: {', '.join(FIGURES)}, and {SERVED} for servers under load.",
     )
     num_prompts: int = Field(default=32, ge=1, le=65536, description="Requests of the throughput measurement.")
     input_len: Range = Field(default="128", description="Tokens of each of its prompts, one number or 100..1024.")
@@ -129,7 +129,7 @@ class BenchConfig(EngineConfig):
     def _servers_have_lengths_of_their_own(self) -> "BenchConfig":
         if SERVED in self.measure and (self.lengths is not None or self.num_outputs > 1):
             raise ValueError(
-                f"--measure {SERVED} takes --input-len and --output-len, and neither --lengths nor --num-outputs."
+                f"--measure {SERVED} takes --input-len and --output-len, without --lengths and --num-outputs."
             )
         return self
 
@@ -155,7 +155,7 @@ class BenchConfig(EngineConfig):
         try:
             return str(Lengths.of(lengths))
         except ValueError:
-            raise ValueError(f"{lengths} is neither {', '.join(DISTRIBUTIONS)}, nor a range, nor a file.") from None
+            raise ValueError(f"{lengths} is not {', '.join(DISTRIBUTIONS)}, a range or a file.") from None
 
     @property
     def ranges(self) -> tuple[Lengths, Lengths] | None:

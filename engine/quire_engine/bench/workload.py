@@ -48,7 +48,7 @@ class Lengths(NamedTuple):
         try:
             lengths = cls(int(least), int(most or least))
         except ValueError:
-            raise ValueError(f"{text!r} is neither a number nor a range such as 100..1024.") from None
+            raise ValueError(f"{text!r} is not a number or a range such as 100..1024.") from None
         if not 1 <= lengths.least <= lengths.most:
             raise ValueError(f"{text!r} must begin at 1 or above, and not end below its beginning.")
         return lengths
@@ -142,8 +142,8 @@ def _read(text: str) -> dict[str, Any]:
         settings = None
     if not isinstance(settings, dict) or "model_type" not in settings:
         raise ModelError(
-            f"The shape {text!r} is none of {', '.join(SHAPES)}, and neither a JSON object with a model_type nor a "
-            "file with one."
+            f"The shape {text!r} is none of {', '.join(SHAPES)}, and not a JSON object with a model_type or a file "
+            "with one."
         )
     return settings
 

@@ -342,7 +342,7 @@ _BPE = {
 
 def _refusal(file: GgufFile, why: str) -> ModelError:
     return ModelError(
-        f"The tokenizer in {file.path} cannot be used ({why}): put the original model's {TOKENIZER_FILE} beside it."
+        f"The tokenizer in {file.path} cannot be used ({why}): put the original model's {TOKENIZER_FILE} next to it."
     )
 
 

@@ -149,7 +149,7 @@ def _task(path: Path, architecture: str, modules: SentenceModules | None, settin
 def _entries(path: Path) -> list[dict[str, Any]]:
     value = read_json_value(path)
     if not isinstance(value, list) or not all(isinstance(module, dict) for module in value):
-        raise ModelError(f"{path} is no list of modules.")
+        raise ModelError(f"{path} is not a list of modules.")
     return list(value)
 
 
@@ -187,5 +187,5 @@ def _activates_scores(raw: dict[str, Any]) -> bool:
 def _matryoshka_dimensions(path: Path, raw: dict[str, Any]) -> tuple[int, ...]:
     listed = raw.get("matryoshka_dimensions") or ()
     if not isinstance(listed, list | tuple) or not all(map(is_positive_int, listed)):
-        raise ModelError(f"{path} has matryoshka_dimensions that are no list of whole numbers above 0.")
+        raise ModelError(f"{path} has matryoshka_dimensions that are not a list of whole numbers above 0.")
     return tuple(sorted(listed))

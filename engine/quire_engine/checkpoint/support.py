@@ -102,7 +102,7 @@ def _check_kind(path: Path, architecture: str, raw: dict[str, Any]) -> None:
     if not architecture.endswith(GENERATING_FORMS):
         refuse_code(path, raw)
         raise UnsupportedModelError(
-            f"{path} names {architecture}, which makes no text (nor embeddings or scores, as classes do whose names "
+            f"{path} names {architecture}, which makes no text (and no embeddings or scores, as classes do whose names "
             "end in Model or ForSequenceClassification).",
             f"take a causal language model {_FAMILIES}",
         )

@@ -32,7 +32,7 @@ class DPMessageKind(IntEnum):
 
     WORK = 1  # an engine: it has work for this pass
     PASS = 2  # the coordinator: all make this pass
-    LEAVING = 3  # an engine: it was told to stop; the coordinator: so are all
+    LEAVING = 3  # an engine: it was asked to stop; the coordinator: so are all
     FINISHED = 4  # an engine: it has no more work in this phase; the coordinator: nobody has
     LOST = 5  # the coordinator: the group ends
 
@@ -88,7 +88,7 @@ class Lockstep:
         self._num_due = 0  # all passes below this number are made by all
         self._num_asked = 0
         self._phase, self._num_ended = LOADING, 0  # this engine's, and how many all have ended
-        self._is_leaving = False  # one of all was told to stop
+        self._is_leaving = False  # one of all was asked to stop
         self._loss: str | None = None
 
     @property
@@ -135,7 +135,7 @@ class Lockstep:
             self._number += 1
 
     def leave(self) -> None:
-        """Says that this engine was told to stop, unless another was. May be called from any thread."""
+        """Says that this engine was asked to stop, unless another was. May be called from any thread."""
         with self._changed:
             was_leaving, self._is_leaving = self._is_leaving, True
             self._changed.notify_all()
@@ -143,7 +143,7 @@ class Lockstep:
             self._send(DPMessage(DPMessageKind.LEAVING))
 
     def wait_until_leaving(self) -> None:
-        """Returns when an engine of the group was told to stop, this one included, or is lost."""
+        """Returns when an engine of the group was asked to stop, this one included, or is lost."""
         with self._changed:
             self._changed.wait_for(lambda: self._is_leaving or self._loss is not None)
 

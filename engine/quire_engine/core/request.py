@@ -495,7 +495,7 @@ def _check_width(request: Request, config: "SchedulerConfig", kv_cache_manager: 
         )  # the block that the prompt ends in, and the copy of it
         blocks = len(request.prompt_token_ids) // kv_cache_manager.block_size + sampling.beam_width * own
         if blocks * kv_cache_manager.num_groups > kv_cache_manager.device_pool.num_blocks:
-            raise invalid("beam_width", "The engine's KV memory cannot hold so many beams of this length.")
+            raise invalid("beam_width", "The engine's KV memory cannot hold that many beams of this length.")
 
 
 def _width_param(sampling: SamplingParams) -> str:

@@ -201,7 +201,7 @@ def to_message(value: Any) -> DPMessage:
         kind, number, reason = value
         return DPMessage(DPMessageKind(kind), int(number), str(reason))
     except (TypeError, ValueError):
-        raise LinkEndedError("has sent what is no message") from None
+        raise LinkEndedError("has sent something that is not a message") from None
 
 
 def _to_stored(value: Any) -> tuple[str, bytes]:
@@ -210,7 +210,7 @@ def _to_stored(value: Any) -> tuple[str, bytes]:
         key, stored = value
         return str(key), bytes.fromhex(stored)
     except (TypeError, ValueError):
-        raise LinkEndedError("has sent what is no message") from None
+        raise LinkEndedError("has sent something that is not a message") from None
 
 
 def _lost(name: str, reason: str) -> str:
@@ -361,7 +361,7 @@ class _Following:
 def _checked(frame: Frame) -> FrameKind:
     """Its kind. Raises ``LinkEndedError`` for one that engines do not send each other."""
     if frame.kind not in (FrameKind.DP_MESSAGE, FrameKind.STORED):
-        raise LinkEndedError("has sent what is no message")
+        raise LinkEndedError("has sent something that is not a message")
     return FrameKind(frame.kind)
 
 

@@ -38,7 +38,7 @@ class FrameKind(IntEnum):
     DATA = 4  # both: bytes of a rank's socket
     HEARTBEAT = 5  # both
     RANK_ENDED = 6  # another node: how a rank has ended
-    LEAVING = 7  # another node: it was told to stop
+    LEAVING = 7  # another node: it was asked to stop
     READY = 8  # node 0: the engine serves; engine 0: all engines have joined
     CLOSE = 9  # node 0: the engine ends
     DP_MESSAGE = 10  # between engines: a ``DPMessage``
@@ -59,7 +59,7 @@ class Frame:
         try:
             return json.loads(self.data)
         except ValueError:
-            raise LinkEndedError("has sent what is no message") from None
+            raise LinkEndedError("has sent something that is not a message") from None
 
 
 class LinkEndedError(Exception):
@@ -77,7 +77,7 @@ async def read_frame(reader: asyncio.StreamReader) -> Frame:
     try:
         kind, rank, size = _HEADER.unpack(await reader.readexactly(_HEADER.size))
         if size > _MAX_FRAME_BYTES:
-            raise LinkEndedError("has sent what is no message")
+            raise LinkEndedError("has sent something that is not a message")
         return Frame(kind, rank, await reader.readexactly(size))
     except (OSError, asyncio.IncompleteReadError) as error:  # ssl.SSLError is an OSError
         raise LinkEndedError(_reason(error)) from error
@@ -163,7 +163,7 @@ class NodeLink:
             self._heard = True
             if frame.kind == FrameKind.DATA:
                 if frame.rank not in self._local_writers:
-                    raise LinkEndedError("has sent what is no message")
+                    raise LinkEndedError("has sent something that is not a message")
                 await self._deliver(self._local_writers[frame.rank], frame.data)
             elif frame.kind != FrameKind.HEARTBEAT:
                 await self._on_frame(frame)

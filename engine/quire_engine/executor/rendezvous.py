@@ -250,14 +250,14 @@ class RendezvousHub(Generic[M]):
             check_peer(writer, self._names)
         hello = await read_frame(reader)
         if hello.kind != FrameKind.HELLO or not isinstance(hello.value, dict):
-            raise LinkEndedError("has sent what is no message")
+            raise LinkEndedError("has sent something that is not a message")
         rank = hello.value.get("rank")
         if not isinstance(rank, int):
-            raise LinkEndedError("has sent what is no message")
+            raise LinkEndedError("has sent something that is not a message")
         if (refusal := self._refusal(rank, hello.value)) is not None:
             write_frame(writer, FrameKind.REFUSED, refusal)
             await writer.drain()
-            raise LinkEndedError(f"is told: {refusal}")
+            raise LinkEndedError(f"is refused: {refusal}")
         member = self._make_member(rank, str(hello.value.get("address", peer)), reader, writer)
         with self._changed:  # once the answer is read, it has joined for everybody
             write_frame(writer, FrameKind.ACCEPTED, member.accepted)
@@ -346,7 +346,7 @@ async def join(place: Rendezvous, facts: Mapping[str, Any], stop_requested: asyn
     if answer.kind == FrameKind.REFUSED:
         raise ModelError(str(answer.value))
     if answer.kind != FrameKind.ACCEPTED:
-        raise LinkEndedError("has sent what is no message")
+        raise LinkEndedError("has sent something that is not a message")
     return Joined(reader, writer, address, answer.value)
 
 
@@ -378,7 +378,7 @@ async def _connect(
             next_line = time.monotonic() + WAITING_SECONDS
         with suppress(TimeoutError):
             await asyncio.wait_for(stop_requested.wait(), RETRY_SECONDS)
-            raise ModelError(f"This {place.noun} was told to stop before it joined {place.noun} 0.")
+            raise ModelError(f"This {place.noun} was asked to stop before it joined {place.noun} 0.")
 
 
 def _describe_tls(error: ssl.SSLError) -> str:

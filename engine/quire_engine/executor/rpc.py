@@ -116,7 +116,7 @@ def receive(link: socket.socket) -> RpcMessage | None:
 
 def _array_form(dtype: int, length: int) -> tuple[np.dtype[Any], int]:
     if dtype >= len(_DTYPES):
-        raise MessageError(f"There is no element type {dtype}.")
+        raise MessageError(f"Unknown element type {dtype}.")
     return _DTYPES[dtype], length
 
 
@@ -263,7 +263,7 @@ def result_from_array(array: RpcArray) -> TransferResult:
     try:
         return TransferResult(**{**plain, "outcome": TransferOutcome(plain["outcome"])})
     except (KeyError, TypeError, ValueError):
-        raise MessageError("This is no result of a transfer.") from None
+        raise MessageError("This is not the result of a transfer.") from None
 
 
 def disk_to_plain(contents: DiskContents) -> dict[str, Any]:

@@ -171,7 +171,7 @@ def library() -> ctypes.CDLL | None:
     """
     switch = read_switch()
     if switch not in (*ON, *OFF):
-        logger.warning("%s is %r, which is neither on nor off, and counts as on", SWITCH, switch)
+        logger.warning("%s is %r, which is not on or off, and counts as on", SWITCH, switch)
     with _loading:  # a second copy would have functions of its own, whose calls a CPU graph does not hear of
         return None if switch in OFF else _load()
 

@@ -131,7 +131,7 @@ def compile_ahead(names: Sequence[str] = ()) -> None:
     """
     levels = {level.name: level for level in levels_of(platform.machine())}
     if unknown := [name for name in names if name not in levels]:
-        raise BuildError(f"{unknown[0]} is no level of processors; there are {', '.join(levels)}")
+        raise BuildError(f"{unknown[0]} is not a processor level; there are {', '.join(levels)}")
     AHEAD_FOLDER.mkdir(exist_ok=True)
     for level in map(levels.__getitem__, names or levels):
         _run(

@@ -47,7 +47,7 @@ def read_conversations(
         raise invalid("tools", "tools must be a list of dictionaries, as in the OpenAI API.")
     reserved = sorted({"messages", "tools", "documents", "add_generation_prompt"} & (template_kwargs or {}).keys())
     if reserved:
-        raise invalid("chat_template_kwargs", f"{reserved[0]} is no variable of chat_template_kwargs.")
+        raise invalid("chat_template_kwargs", f"{reserved[0]} is not a variable of chat_template_kwargs.")
     several = [messages] if len(messages) > 0 and isinstance(messages[0], Mapping) else messages
     return [_conversation(each, tools or (), template_kwargs or {}, add_generation_prompt) for each in several]
 

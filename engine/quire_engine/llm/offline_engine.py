@@ -120,7 +120,7 @@ class OfflineEngine:
         size = executor.config.vocab_size
         if other is not None and tokenizer.vocab_size > size:
             raise ModelError(
-                f"{other} is no tokenizer of this model: it has {tokenizer.vocab_size} tokens, and the model {size}."
+                f"{other} is not a tokenizer of this model: it has {tokenizer.vocab_size} tokens, and the model {size}."
             )
         scheduler = make_scheduler(config, executor)
         random = SystemRandom() if seed is None else Random(seed)  # noqa: S311 - it draws tokens, not keys

@@ -190,7 +190,7 @@ def _make_checked(model: Any, config: EncoderConfig) -> EncoderModel:
     if not difference <= (MAX_DIFFERENCE_FLOAT32 if encoder.dtype == torch.float32 else MAX_DIFFERENCE) * scale:
         raise ModelError(
             f"{config.architecture} has other hidden states where prompts are packed: its attention does more than to "
-            "look at all tokens, or at those of a window."
+            "look at all tokens, or at the tokens of a window."
         )
     return encoder
 

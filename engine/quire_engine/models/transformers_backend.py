@@ -100,7 +100,7 @@ def _classes(path: Path, architecture: str, raw: dict[str, Any]) -> tuple[str, A
     if known is None:
         refuse_code(path, raw)
     raise ModelError(
-        f"{path} names {architecture} of type {model_type!r}, which is no causal language model of transformers "
+        f"{path} names {architecture} of type {model_type!r}, which is not a causal language model of transformers "
         f"{__version__}; own code is there for {', '.join(SUPPORTED_ARCHITECTURES)}."
     )
 
@@ -412,7 +412,7 @@ def probe_attention(
     if value.shape[:-1] != key.shape[:-1]:
         raise ModelError("It has other heads of keys than of values.")
     if s_aux is not None and (softcap is not None or s_aux.shape != query.shape[1:2]):
-        raise ModelError("It has sinks beside a soft cap, or not one a head, which the attention backends cannot do.")
+        raise ModelError("It has sinks and a soft cap, or not one sink a head, which the attention backends cannot do.")
     if not query.dtype == key.dtype == value.dtype:
         raise ModelError("Its queries, keys and values are of different types.")
     _, heads, tokens, size = query.shape
@@ -452,7 +452,7 @@ def sliding_window_of(mask: torch.Tensor | None) -> int | None:
     window = int(seen[-1].sum())
     distance = probed_positions(len(keys))[:, None] - keys
     if not torch.equal(seen, (distance >= 0) & (distance < window)):
-        raise ModelError("Its attention is neither causal nor causal within a window of the latest tokens.")
+        raise ModelError("Its attention is not causal, and not causal within a window of the latest tokens.")
     return None if window == len(keys) else window
 
 

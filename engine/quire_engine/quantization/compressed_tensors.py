@@ -113,7 +113,9 @@ def _zeros(checkpoint: Checkpoint, name: str, shape: torch.Size, packed_bits: in
     if not bool(zeros.any()):
         return None
     if zeros.numel() not in (1, outputs, outputs * groups):
-        raise ModelError(f"The zeros {stored} have the shape {list(zeros.shape)}, which is not that of the scales.")
+        raise ModelError(
+            f"The zeros {stored} have the shape {list(zeros.shape)}, which is not the shape of the scales."
+        )
     return zeros.reshape(-1, 1 if zeros.numel() in (1, outputs) else groups).expand(outputs, groups)
 
 

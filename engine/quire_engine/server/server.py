@@ -146,7 +146,7 @@ class EngineServer:
         self._tracing.export_startup(self._startup.phases)
 
     async def _until_leaving(self) -> None:
-        """Waits for a signal, the end of the core, or until another engine of the group was told to stop."""
+        """Waits for a signal, the end of the core, or until another engine of the group was asked to stop."""
         if self._lockstep is None:
             await self._until_stopped()
             return
@@ -154,7 +154,7 @@ class EngineServer:
         if self._lockstep.wait_for_loss(0) is not None:  # nobody leaves in order: the core fails with it
             await self._until_stopped()
         elif not (self._stop_requested.is_set() or self._core_ended.is_set()):
-            log.info("another engine of the group was told to stop: this one leaves with it")
+            log.info("another engine of the group was asked to stop: this one leaves with it")
         self._lockstep.leave()
 
     async def _until_stopped(self) -> None:
@@ -180,7 +180,7 @@ class EngineServer:
         port = await self._listen(server)
         name, over = self._description.served_model_names[0], "" if self._certificates is None else " over TLS"
         if self._mux is not None:
-            log.warning("plain text is taken beside TLS (--tls-optional): turn it off when all routers use TLS")
+            log.warning("plain text is accepted as well as TLS (--tls-optional): turn it off when all routers use TLS")
         log.info("serving %s on %s%s", name, join_host_port(self._config.host, port), over)
         return server, checks
 

@@ -273,7 +273,7 @@ class ModelGrammars:
         try:
             return Guidance.load(self._path, self._vocab_size, self._eos_token_ids)
         except UnusableTokenizerError as error:
-            log.warning("there is no structured output with this model: %s", error)
+            log.warning("structured output is not available with this model: %s", error)
             return error
 
 

@@ -216,7 +216,7 @@ class _Writer:
             other = self._new_rule(" | ".join(f'{self._name(each, own)} ":" n{each.value.number}' for each in others))
         top = _max_counted(shape, len(members))
         if top * len(members) > _MAX_STATES:
-            raise SchemaError("minProperties and maxProperties are not supported for so many properties")
+            raise SchemaError("minProperties and maxProperties are not supported for that many properties")
         ways: list[str | None] = [self._more_members(shape, other, count) for count in range(top + 1)]
         for place in range(len(members) - 1, -1, -1):
             member, is_required = members[place]

@@ -227,7 +227,7 @@ def _checked(digits: str) -> int:
     except ValueError:
         raise PatternError("an escape has no such digits") from None
     if not 0 <= code <= MAX_CODE_POINT or SURROGATES[0] <= code <= SURROGATES[1]:
-        raise PatternError("an escape is no character")
+        raise PatternError("an escape is not a character")
     return code
 
 

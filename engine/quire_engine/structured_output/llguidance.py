@@ -145,7 +145,7 @@ def _make_tokenizer(text: str, vocab_size: int, eos_token_ids: list[int]) -> "LL
     from llguidance import LLTokenizer
 
     if not text.lstrip().startswith("{"):  # the library takes anything else for the name of a model
-        raise UnusableTokenizerError("The tokenizer is no JSON object.")
+        raise UnusableTokenizerError("The tokenizer is not a JSON object.")
     if not eos_token_ids:
         raise UnusableTokenizerError("The model has no end-of-sequence token, so that no grammar could end.")
     try:
@@ -443,7 +443,7 @@ def _character(found: re.Match[str]) -> str:
     if found[5]:
         return found[5]
     if found[4].isalnum() and found[4] not in _ESCAPES:
-        raise ValueError(f"\\{found[4]} is no escape")
+        raise ValueError(f"\\{found[4]} is not an escape")
     return _ESCAPES.get(found[4], found[4])
 
 

@@ -87,7 +87,7 @@ def recommended_sampling(folder: Path) -> dict[str, Any]:
     try:
         config = json.loads(path.read_bytes()) if path.is_file() else {}
         if not isinstance(config, dict):
-            raise TypeError("it is no object")
+            raise TypeError("it is not an object")
     except (OSError, ValueError, TypeError, RecursionError) as error:
         raise ValueError(f"{path} cannot be used: {error}") from None
     hints = {name: value for name in _RECOMMENDED if (value := config.get(name)) is not None}

@@ -147,7 +147,7 @@ def _encode_all(tokenizer: Tokenizer, texts: Sequence[Texts], *, special: bool) 
     try:
         return tokenizer.encode_batch_fast([*texts], add_special_tokens=special)
     except TypeError:  # a lone surrogate, which JSON inside of JSON can contain
-        raise invalid("prompt", "The text holds half of a surrogate pair, which is no character.") from None
+        raise invalid("prompt", "The text holds half of a surrogate pair, which is not a character.") from None
 
 
 def _longest_first(lengths: Sequence[int], room: int) -> list[int]:
@@ -181,7 +181,7 @@ class SentencePrompts:
         """Those of the file at ``path``, which says ``config``. Raises ``TokenizerLoadError``."""
         prompts, default = config.get("prompts") or {}, config.get("default_prompt_name")
         if not isinstance(prompts, dict) or not all(isinstance(text, str) for text in prompts.values()):
-            raise TokenizerLoadError(f"{path} has prompts that are no texts.")
+            raise TokenizerLoadError(f"{path} has prompts that are not texts.")
         return cls(prompts, default if isinstance(default, str) and default in prompts else None)
 
     def text(self, name: str | None) -> str:

@@ -364,7 +364,7 @@ def _encoding(tokenizer: Tokenizer, text: str, *, special: bool = False) -> Enco
     try:
         return tokenizer.encode_batch_fast([text], add_special_tokens=special)[0]
     except TypeError:  # a lone surrogate, which JSON inside of JSON can contain
-        raise invalid("prompt", "The text holds half of a surrogate pair, which is no character.") from None
+        raise invalid("prompt", "The text holds half of a surrogate pair, which is not a character.") from None
 
 
 def _marked_texts(tool_format: ToolFormat | None, reasoning: ReasoningFormat | None) -> Iterator[str]:

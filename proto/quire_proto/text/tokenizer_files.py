@@ -56,7 +56,7 @@ class TokenizerFiles:
         """
         if folder.is_file():
             raise TokenizerLoadError(
-                f"{folder} is a file: name the folder that it is in, which has to have a tokenizer.json beside it."
+                f"{folder} is a file: name the folder that it is in, which must have a tokenizer.json next to it."
             )
         config = read_object(folder / CONFIG)
         templates = _read_templates(folder, config)

@@ -258,7 +258,7 @@ class _LiteralReader:
             return _WORDS[text]
         if kind == "mark" and text in "[({":
             return self.members(":", "}") if text == "{" else self._items("]" if text == "[" else ")")
-        raise ValueError(f"{text} is no value")
+        raise ValueError(f"{text} is not a value")
 
     def members(self, between: str, end: str) -> str:
         """Names and values up to ``end``, as an object."""
@@ -288,7 +288,7 @@ class _LiteralReader:
             return _string_as_json(text)
         if kind in ("name", "word", "number", "bare"):
             return json.dumps(text, ensure_ascii=False)
-        raise ValueError(f"{text} is no name")
+        raise ValueError(f"{text} is not a name")
 
     def _after(self, between: str) -> str:
         self.expect(between)
@@ -315,6 +315,6 @@ def _unescape(found: re.Match[str]) -> str:
     if len(code) > 1 or code.isdigit():
         number = int(code[1:], 16) if code[0] in "xuU" else int(code, 8) if code[0] in "01234567" else -1
         if not 0 <= number <= 0x10FFFF:
-            raise ValueError(f"\\{code} is no character")
+            raise ValueError(f"\\{code} is not a character")
         return chr(number)
     return _ESCAPED.get(code, code if code in "\\'\"" else f"\\{code}")

@@ -218,7 +218,7 @@ def _read(reply: object) -> list[int]:
     """Returns the reply of the script. Raises ``RedisError`` for anything else, as the server need not be a Redis."""
     if isinstance(reply, list) and len(reply) == _REPLY and all(isinstance(each, int) for each in reply):
         return reply
-    raise RedisError("this is no answer to what was asked")
+    raise RedisError("this is not an answer to what was asked")
 
 
 async def _with_timeout(call: Awaitable[T], seconds: float, answered_at: Callable[[], float]) -> T:

@@ -203,7 +203,7 @@ def _check_access(path: Path, content: _File, *, has_keys: bool, has_issuer: boo
         )
     if not (entries or content.open or has_keys or has_issuer):
         raise SettingsFileError(
-            f"{path}: tenants: it is empty, so that nobody is let in: name one, or say open = true to let everybody in."
+            f"{path}: tenants: it is empty, which lets no client in: name one, or say open = true to let everybody in."
         )
     for number, entry in enumerate(entries):
         if entry.claims and has_issuer is False:

@@ -145,8 +145,8 @@ def api_path(path: str) -> str:
 
 
 def read_forwarded(path: str, body: bytes) -> ForwardedBody:
-    """Reads the body of a request to a ``path`` of ``api_path``. Raises ``QuireError`` INVALID if it is no JSON object,
-    or names no model.
+    """Reads the body of a request to a ``path`` of ``api_path``. Raises ``QuireError`` INVALID if it is not a JSON
+    object, or names no model.
     """
     read = _READERS.get(path)
     try:

@@ -156,7 +156,7 @@ class OidcVerifier:
                     session, settings.issuer_url.rstrip("/") + "/.well-known/openid-configuration"
                 )
                 if found.get("issuer") != settings.issuer_url:
-                    raise ValueError(f"its configuration is that of {str(found.get('issuer'))[:256]!r}")
+                    raise ValueError(f"its configuration belongs to {str(found.get('issuer'))[:256]!r}")
                 address = check_issuer_address(str(found.get("jwks_uri")))
             found = await _fetch_json(session, address)
         return _read_keys(found)
@@ -194,5 +194,5 @@ async def _fetch_json(session: aiohttp.ClientSession, address: str) -> dict[str,
     except RecursionError:
         found = None
     if not isinstance(found, dict):
-        raise ValueError(f"{address} is no JSON object")
+        raise ValueError(f"{address} is not a JSON object")
     return found

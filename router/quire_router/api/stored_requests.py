@@ -176,7 +176,7 @@ def parse_cursor(text: str, stored: StoredRequest, choices: int) -> StreamCursor
 
 def no_such_place() -> QuireError:
     """Returns the error of an event id that no event of the answer has."""
-    return invalid("after", "This is no place in the answer to this request.")
+    return invalid("after", "This is not a position in the answer to this request.")
 
 
 def _check_within(cursor: StreamCursor, stored: StoredRequest) -> None:

@@ -95,7 +95,7 @@ def _after_reasoning(
     try:
         grammar = answer_grammar(requested, thinking, tokens=tokenizer.marker_tokens)
     except (ValueError, RecursionError):
-        raise invalid(requested.param, "The schema is no JSON, or is nested too deeply.") from None
+        raise invalid(requested.param, "The schema is not JSON, or is nested too deeply.") from None
     if grammar is None:
         return requested
     if len(grammar) > MAX_TEXT:

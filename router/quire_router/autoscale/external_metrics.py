@@ -332,10 +332,10 @@ class _Parser:
         if word in _SET_OPERATORS:
             return Requirement(key, _SET_OPERATORS[word], self._set())
         if word not in _SIGN_OPERATORS:
-            raise SelectorError(f"{word!r} is no operator")
+            raise SelectorError(f"{word!r} is not an operator")
         operator, value = _SIGN_OPERATORS[word], self._value()
         if operator in (Operator.GREATER, Operator.LESS) and _integer(value) is None:
-            raise SelectorError(f"{value!r} is no integer")
+            raise SelectorError(f"{value!r} is not an integer")
         return Requirement(key, operator, frozenset([value]))
 
     def _set(self) -> frozenset[str]:

@@ -157,5 +157,5 @@ def parse_proxy_identity(config_map: dict[str, str]) -> ProxyIdentity:
     except (ssl.SSLError, ValueError, RecursionError) as error:
         raise UnknownProxyError(f"{NAMESPACE}/{CONFIG_MAP} cannot be understood: {error}") from error
     if not isinstance(names, list) or not all(isinstance(name, str) for name in names):
-        raise UnknownProxyError(f"{NAMES} of {NAMESPACE}/{CONFIG_MAP} is no list of names")
+        raise UnknownProxyError(f"{NAMES} of {NAMESPACE}/{CONFIG_MAP} is not a list of names")
     return ProxyIdentity(authorities, frozenset(names))

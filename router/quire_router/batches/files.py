@@ -241,7 +241,7 @@ async def owned_objects(
     if after:
         names = [name for _, name in ordered]
         if after not in names:
-            raise invalid("after", f"There is no {after[:64]!r} in this list.")
+            raise invalid("after", f"This list has no {after[:64]!r}.")
         ordered = ordered[names.index(after) + 1 :]
     for place, group in groupby(ordered, itemgetter(0)):
         async with aclosing(read_objects(store, place, [name for _, name in group])) as objects:

@@ -268,7 +268,7 @@ class StreamCursor:
             return cursor
         words = text.removesuffix("u").split(".")
         if not _CURSOR.fullmatch(text) or len(words) != choices:
-            raise ValueError("this is no place in the answer")
+            raise ValueError("this is not a position in the answer")
         cursor.usage = text.endswith("u")
         for index, word in enumerate(words):
             if word != "-":

@@ -103,7 +103,7 @@ TENANT_REQUESTS = Counter(
 )
 TENANT_PROMPT_TOKENS = Counter(Metric.TENANT_PROMPT_TOKENS, "Their prompt tokens.", ["tenant", "model"])
 TENANT_CACHED_TOKENS = Counter(
-    Metric.TENANT_CACHED_TOKENS, "Those of them that were in the prefix cache.", ["tenant", "model"]
+    Metric.TENANT_CACHED_TOKENS, "Their prompt tokens that were in the prefix cache.", ["tenant", "model"]
 )
 TENANT_COMPLETION_TOKENS = Counter(
     Metric.TENANT_COMPLETION_TOKENS, "Their output tokens, of all choices.", ["tenant", "model"]
@@ -146,7 +146,7 @@ TENANTS_FILE_CURRENT = Gauge(
 )
 TARGETS_FILE_CURRENT = Gauge(
     Metric.TARGETS_FILE_CURRENT,
-    "1 while the targets in force are those of the file that is there.",
+    "1 while the targets in force come from the current file.",
     multiprocess_mode="livemin",
 )
 TARGET_CHOICES = Counter(

@@ -48,13 +48,13 @@ class Endpoint:
 
 def format_address(host: str, port: int, *, six: bool) -> str:
     """``host:port`` of an IP address in canonical form, so that one engine has one address whichever source names it.
-    Raises ``ValueError`` if ``host`` is no address of IPv4, or with ``six`` of IPv6.
+    Raises ``ValueError`` if ``host`` is not an address of IPv4, or with ``six`` of IPv6.
     """
     family = socket.AF_INET6 if six else socket.AF_INET
     try:
         host = socket.inet_ntop(family, socket.inet_pton(family, host))
     except OSError:
-        raise ValueError(f"{host!r} is no address of IPv{6 if six else 4}") from None
+        raise ValueError(f"{host!r} is not an address of IPv{6 if six else 4}") from None
     return join_host_port(host, port)
 
 

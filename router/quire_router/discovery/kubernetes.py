@@ -249,7 +249,7 @@ class EndpointSlices:
         ports = item.get("ports") or ()
         port = next((each.get("port") for each in ports if each.get("name") == self._port), None)
         if port is not None and (type(port) is not int or not 1 <= port <= 65535):
-            raise ValueError(f"{port!r} is no port")
+            raise ValueError(f"{port!r} is not a port")
         return port
 
 

@@ -144,7 +144,7 @@ class LoadMessage:
         except DecodeError:
             raise InvalidLoadMessageError("it is not a message") from None
         if share.version != VERSION or not _ROUTER_ID.fullmatch(share.router_id):
-            raise InvalidLoadMessageError("it is of another version, or of nobody")
+            raise InvalidLoadMessageError("it has another version, or no sender")
         try:
             counts = zip(share.requests, share.pending_tokens, share.decoding, strict=True)
             engines = dict(zip(share.engine_ids, counts, strict=True))

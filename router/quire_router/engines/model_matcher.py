@@ -72,7 +72,7 @@ class ModelMatcher:
             return True
         log.error(
             "engine %s serves %r with %s than the one in %s: it gets no requests for that model, "
-            "because its answers would be those of another",
+            "because it would answer as another model",
             address,
             name,
             difference,

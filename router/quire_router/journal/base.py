@@ -306,5 +306,5 @@ def _details(text: str) -> dict[str, Any]:
     wait = known.get("retry_after", 0.0)
     texts = (known.get("param", ""), known.get("reason", ""))
     if not isinstance(wait, int | float) or not 0 <= wait < 1e9 or not all(isinstance(each, str) for each in texts):
-        raise ValueError("these are no details of an error")
+        raise ValueError("these are not the details of an error")
     return known

@@ -296,7 +296,7 @@ def decode_usage(text: bytes) -> Usage:
     """The usage. Raises ``ValueError`` if it is none. Newer routers may count more, behind what is known here."""
     counts = [int(count) for count in text.split()][: len(fields_of(Usage))]
     if not all(0 <= count < 2**31 for count in counts):
-        raise ValueError("no request uses so many tokens")
+        raise ValueError("no request uses that many tokens")
     return Usage(*counts) if counts else NO_USAGE
 
 
@@ -374,25 +374,25 @@ def _as_int_or_tuple(value: Any) -> Any:
 
 def _as_str(value: Any) -> str:
     if not isinstance(value, str):
-        raise TypeError("this is no text")
+        raise TypeError("this is not text")
     return value
 
 
 def _as_bool(value: Any) -> bool:
     if not isinstance(value, bool):
-        raise TypeError("this is neither true nor false")
+        raise TypeError("this is not true or false")
     return value
 
 
 def _as_int(value: Any) -> int:
     if not isinstance(value, int) or isinstance(value, bool):
-        raise TypeError("this is no whole number")
+        raise TypeError("this is not a whole number")
     return value
 
 
 def _as_float(value: Any) -> float:
     if not isinstance(value, int | float) or isinstance(value, bool) or not isfinite(value):
-        raise TypeError("this is no number")
+        raise TypeError("this is not a number")
     return value
 
 

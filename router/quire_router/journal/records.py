@@ -45,7 +45,7 @@ def decode(kind: type[RecordT], data: bytes) -> RecordT:
     try:
         return adapter.validate_python(json.loads(data))
     except (ValidationError, ValueError, RecursionError) as error:
-        raise UnreadableRecordError(f"this is no {kind.__name__} ({type(error).__name__})") from error
+        raise UnreadableRecordError(f"this is not a {kind.__name__} ({type(error).__name__})") from error
 
 
 def read(kind: type[RecordT], name: str, data: bytes) -> RecordT | None:

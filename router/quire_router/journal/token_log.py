@@ -207,7 +207,7 @@ class TokenLogReader:
 
     def _add(self, delta: RecordedDelta, deltas: list[RecordedDelta]) -> None:
         if self.ended[delta.index]:
-            raise ValueError(f"choice {delta.index} goes on after its end")
+            raise ValueError(f"choice {delta.index} continues after its end")
         self.lengths[delta.index] += len(delta.token_ids)
         self.ended[delta.index] = delta.finish_reason is not None
         deltas.append(delta)

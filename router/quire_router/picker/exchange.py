@@ -168,7 +168,7 @@ class Exchange:
             case "response_trailers":
                 trailers = ProcessingResponse(response_trailers=TrailersResponse())
                 return Reply([trailers], ended=True)
-        raise ProtocolError("The message has neither headers nor a body nor trailers.")
+        raise ProtocolError("The message has no headers, body or trailers.")
 
     # The request
 
@@ -291,7 +291,7 @@ def read_message(data: bytes) -> ProcessingRequest:
     try:
         return ProcessingRequest.FromString(data)
     except DecodeError:
-        raise ProtocolError("The message is no ProcessingRequest.") from None
+        raise ProtocolError("The message is not a ProcessingRequest.") from None
 
 
 def _check_is_body(data: memoryview) -> None:
@@ -308,7 +308,7 @@ def _check_is_body(data: memoryview) -> None:
         if position >= len(data):
             break
     if position != len(data) or beside > MAX_MESSAGE_BYTES:
-        raise ProtocolError(f"A message has at most {MAX_MESSAGE_BYTES} bytes beside a body.")
+        raise ProtocolError(f"A message has at most {MAX_MESSAGE_BYTES} bytes besides a body.")
 
 
 def _read_varint(data: memoryview, position: int) -> tuple[int, int]:

@@ -62,7 +62,10 @@ class FleetSettings(SimulatedEngineConfig):
     )
     tenants: int = Field(default=1, ge=1, le=10_000, description="Tenants, which share the requests evenly.")
     flood: float | None = Field(
-        default=None, ge=1, allow_inf_nan=False, description="Run again with so many times the first tenant's requests."
+        default=None,
+        ge=1,
+        allow_inf_nan=False,
+        description="Run again with this many times the first tenant's requests.",
     )
     utilisation: Annotated[list[Utilisation], NoDecode, BeforeValidator(_numbers)] = Field(
         default=[0.9], description="Work that arrives, as part of what the engines can do with nothing cached."

@@ -40,7 +40,7 @@ def _moment(text: object) -> object:
     try:
         moment = datetime.fromisoformat(text)
     except ValueError:
-        raise ValueError(f"{text!r} is no time, such as 2027-01-31, 2027-01-31T08:00Z, 36h or 7d") from None
+        raise ValueError(f"{text!r} is not a time, such as 2027-01-31, 2027-01-31T08:00Z, 36h or 7d") from None
     return (moment if moment.tzinfo is not None else moment.replace(tzinfo=UTC)).timestamp()
 
 

@@ -183,7 +183,7 @@ def names_fit(release: Release) -> Iterator[str]:
         own = manifest["metadata"]["name"]
         pattern = PATTERNS.get(manifest["kind"], DNS_NAME)
         if manifest["kind"] not in ROLE_KINDS and not pattern.fullmatch(own):
-            yield f"{name(manifest)} is no name"
+            yield f"{name(manifest)} is not a name"
         if (key := (manifest["kind"], manifest["metadata"].get("namespace"), own)) in seen:
             yield f"{name(manifest)} is there twice"
         seen.add(key)

@@ -54,7 +54,15 @@ def test_an_unknown_command_is_named_before_the_list_of_commands(arguments: list
 
 
 def test_every_command_is_listed() -> None:
-    listed = {"serve", "chat", "complete", "demo", "doctor", "bench serve", *(" ".join(command) for command in PASSED_ON)}
+    listed = {
+        "serve",
+        "chat",
+        "complete",
+        "demo",
+        "doctor",
+        "bench serve",
+        *(" ".join(command) for command in PASSED_ON),
+    }
     assert set(COMMANDS) == listed
 
 

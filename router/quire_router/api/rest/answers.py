@@ -292,7 +292,7 @@ class Ranking(TypedDict):
 
 
 class File(TypedDict):
-    """What is known of a file."""
+    """Describes a file."""
 
     id: str
     object: Literal["file"]

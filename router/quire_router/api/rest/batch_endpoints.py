@@ -231,7 +231,7 @@ class _Form:
         if purpose != "batch":
             raise invalid("purpose", "purpose must be 'batch': files are for nothing else here.")
         if self._filename is None:
-            raise invalid("file", "There is no file.")
+            raise invalid("file", "The form has no file.")
         return await self._upload.end(self._filename, purpose, self._ttl())
 
     def _ttl(self) -> float | None:

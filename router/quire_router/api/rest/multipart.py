@@ -100,4 +100,4 @@ def _text(name: bytes) -> str:
 
 def malformed(problem: str) -> QuireError:
     """Returns the error of a body that is no form."""
-    return invalid("body", f"This is no form with a file: {problem}.")
+    return invalid("body", f"This is not a form with a file: {problem}.")

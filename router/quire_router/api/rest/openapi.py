@@ -214,7 +214,7 @@ OPERATIONS: Mapping[str, Mapping[str, Operation]] = {
         "post": Operation("Stores a file for a batch.", answer=answers.File, form=_UPLOAD),
     },
     f"{FILES}/{{id}}": {
-        "get": Operation("What is known of a file.", answer=answers.File),
+        "get": Operation("Describes a file.", answer=answers.File),
         "delete": Operation("Deletes a file.", answer=answers.Deleted),
     },
     f"{FILES}/{{id}}/content": {"get": Operation("What a file holds.", others=(_BYTES,))},

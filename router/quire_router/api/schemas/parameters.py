@@ -73,7 +73,7 @@ def _thinking_switch(value: object) -> object:
     if not isinstance(value, bool):
         raise ValueError(
             'it must be true, false, {"type": "enabled"} or {"type": "disabled"}; reasoning_effort says how much, '
-            "and there is no budget but max_tokens"
+            "and max_tokens is the only budget"
         )
     return {"enable_thinking": value, "thinking": value}
 
@@ -83,8 +83,8 @@ def _effort(value: object) -> object:
     if isinstance(value, dict) and set(value) == {"effort"}:
         return value["effort"]
     raise ValueError(
-        'it must be {"effort": ...}; include_reasoning hides reasoning, chat_template_kwargs switches it, and there is '
-        "no budget but max_tokens"
+        'it must be {"effort": ...}; include_reasoning hides reasoning, chat_template_kwargs switches it, and '
+        "max_tokens is the only budget"
     )
 
 

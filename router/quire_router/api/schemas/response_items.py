@@ -318,4 +318,4 @@ def read_items(items: Sequence[Mapping[str, Any]]) -> list[InputItem]:
     try:
         return [InputItem.model_validate(item) for item in items]
     except ValidationError as error:
-        raise ValueError("these are no items of a conversation") from error
+        raise ValueError("these are not items of a conversation") from error

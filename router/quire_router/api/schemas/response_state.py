@@ -34,7 +34,7 @@ class ResponseState:
         repeated = json.loads(fields) if mark else None
         listed = json.loads(items) if items else None
         if not isinstance(repeated, dict) or not isinstance(listed, list | None):
-            raise ValueError("this is no state of a response")
+            raise ValueError("this is not the state of a response")
         return cls(repeated, listed)
 
     @classmethod

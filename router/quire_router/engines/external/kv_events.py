@@ -202,7 +202,7 @@ class ReportedCache:
         if self._blocks and (event.block_size, event.group_idx) != (self._size, self._group):
             return  # of another group of layers, of which some blocks may be left out
         if event.block_size < _MIN_BLOCK_SIZE or len(event.token_ids) != len(event.block_hashes) * event.block_size:
-            raise BadEventError("the tokens are not those of its blocks")
+            raise BadEventError("the tokens do not match its blocks")
         self._size, self._group = event.block_size, event.group_idx
         before = self._first(event) if event.parent_block_hash is None else self._blocks.get(event.parent_block_hash)
         if before is None:

@@ -125,7 +125,7 @@ class _TextReader(ChoiceReader):
         try:
             token_ids = self._tokenizer.encode_text(text, add_special_tokens=False) if text else []
         except QuireError as error:
-            raise BadAnswer(f"it answers what is no text: {error.message}") from None
+            raise BadAnswer(f"its answer is not text: {error.message}") from None
         if len(token_ids) > self.left:
             token_ids, reason = token_ids[: self.left], FinishReason.LENGTH
         if not token_ids and reason is None:

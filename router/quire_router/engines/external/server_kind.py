@@ -134,7 +134,7 @@ class ChoiceReader(ABC):
         if not all(type(each) is int and 0 <= each < self._vocab_size for each in token_ids):
             raise BadAnswer("a token is none of the vocabulary")
         if not all(isfinite(value) for each in logprobs for value in (each.logprob, *(top for _, top in each.top))):
-            raise BadAnswer("a log-probability is no number")
+            raise BadAnswer("a log-probability is not a number")
 
     @abstractmethod
     def _read(self, event: Json) -> Output | None:

@@ -192,7 +192,7 @@ class RedisHealth:
         policy = (await self._client.info("memory")).get("maxmemory_policy", "noeviction")
         if policy != "noeviction":
             log.warning(
-                "Redis may evict records, and half a record is damaged: set maxmemory-policy to noeviction, not %s",
+                "Redis may evict parts of records, which damages them: set maxmemory-policy to noeviction, not %s",
                 policy,
             )
         if server.get("redis_mode") == "cluster":

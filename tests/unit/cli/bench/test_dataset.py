@@ -248,7 +248,7 @@ def test_burstiness_is_the_shape_of_the_gaps() -> None:
         (["--percentile-metrics", "ttft,x"], "x is not one of"),
         (["--metric-percentiles", "101"], "from 0 to 100"),
         (["--random-range-ratio", "1"], "below 1"),
-        (["--random-range-ratio", "wide"], "neither a number"),
+        (["--random-range-ratio", "wide"], "is not a number"),
         (["--extra-body", "{"], "is not JSON"),
     ],
 )

@@ -299,7 +299,7 @@ def test_the_model_sees_the_conversation_until_another_one_begins() -> None:
             ["Be brief.", "/etc is a folder"],
         ]
         assert "/exit   end" in shown()
-        assert "quire: /model is no command; /help tells them." in shown()
+        assert "quire: /model is not a command; /help lists them." in shown()
 
 
 @pytest.mark.parametrize("word", ["/exit", "/bye"])

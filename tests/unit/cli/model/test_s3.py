@@ -203,7 +203,7 @@ def test_credentials(s3: S3User) -> None:
 @pytest.mark.parametrize("url", ["minio:9000", "http://", "not a url", "http://minio:port"])
 def test_an_endpoint_that_is_none_is_told(s3: S3User, url: str) -> None:
     s3.variables["AWS_ENDPOINT_URL"] = url
-    assert s3.refused(NAME).startswith(f"AWS_ENDPOINT_URL is {url!r}, which is no address: write one such as ")
+    assert s3.refused(NAME).startswith(f"AWS_ENDPOINT_URL is {url!r}, which is not an address: write one such as ")
 
 
 def test_the_library_is_asked_for_where_it_is_missing(s3: S3User, tmp_path: Path) -> None:

@@ -41,7 +41,7 @@ def test_the_address_to_try_is_one_that_can_be_reached() -> None:
 
 
 def test_an_address_of_another_machine_is_named() -> None:
-    with pytest.raises(PortError, match=r"192\.0\.2\.1 is no address of this machine; --host 0\.0\.0\.0 stands"):
+    with pytest.raises(PortError, match=r"192\.0\.2\.1 is not an address of this machine; --host 0\.0\.0\.0 stands"):
         plan("--host", "192.0.2.1")
 
 

@@ -159,7 +159,8 @@ def test_an_engine_that_sends_what_is_no_message_is_lost(place: Rendezvous) -> N
         member = first.result(10)
     eventually(lambda: member.told)
     assert member.told == [
-        "Engine 1 (127.0.0.3) has sent what is no message, and the engines of its group cannot go on without it."
+        "Engine 1 (127.0.0.3) has sent something that is not a message, and the engines of its group cannot go on "
+        "without it."
     ]
     member.group.close()
 

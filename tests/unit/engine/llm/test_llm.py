@@ -522,7 +522,7 @@ def test_what_a_template_may_not_be_given_is_refused(offline):
     message = [{"role": "user", "content": "x"}]
     with pytest.raises(QuireError, match="must be a list of dictionaries"):
         offline.llm.chat(message, use_tqdm=False, tools=["add"])
-    with pytest.raises(QuireError, match="messages is no variable of chat_template_kwargs"):
+    with pytest.raises(QuireError, match="messages is not a variable of chat_template_kwargs"):
         offline.llm.chat(message, use_tqdm=False, chat_template_kwargs={"messages": []})
 
 
@@ -701,7 +701,7 @@ def test_a_tokenizer_of_another_folder_is_used_if_its_tokens_are_the_models(offl
     assert result.prompt_token_ids == other.encode("HELLO").ids
 
     other.add_tokens(["one more"])
-    with pytest.raises(ModelError, match="is no tokenizer of this model: it has "):
+    with pytest.raises(ModelError, match="is not a tokenizer of this model: it has "):
         Offline(tmp_path / "b", tokenizer=write_model_folder(tmp_path / "large", other))
 
 

@@ -135,8 +135,8 @@ def test_a_header_is_accepted_if_and_only_if_it_has_one_of_the_tokens(tokens: li
     [
         ("", "has no token"),
         ("# nothing\n\n", "has no token"),
-        ("short\n", "has a line that is no token"),
-        (f"{TOKEN}\nwith a space of any\n", "has a line that is no token"),
+        ("short\n", "has a line that is not a token"),
+        (f"{TOKEN}\nwith a space of any\n", "has a line that is not a token"),
         (f"{TOKEN}\noptional-until soon\n", "optional-until without a time"),
         (f"{TOKEN}\noptional-until 2027-01-31T12:00:00\n", "optional-until without a time"),
         ("x" * 20_000, "has more than 16 KiB"),

@@ -420,7 +420,7 @@ def test_all_outputs_of_a_grammar_share_the_time_that_it_may_use(monkeypatch: py
         (lark('root ::= "a" missing'), "'missing' not found"),
         (lark('other ::= "a"'), "no 'root' rule"),
         (lark('root ::= "a'), "unexpected end"),
-        (lark('root ::= "\\q"'), "\\q is no escape"),
+        (lark('root ::= "\\q"'), "\\q is not an escape"),
         (lark('root ::= "\\U99999999"'), "chr()"),
         (lark('root ::= "\\ud800"'), "hex escape"),
         (lark("root ::= " + "(" * 5000 + '"a"' + ")" * 5000), "nested too deeply"),

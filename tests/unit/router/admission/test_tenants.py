@@ -100,7 +100,7 @@ def test_json_and_toml_files_are_equivalent(tmp_path):
     ("content", "where"),
     [
         ({}, "tenants: it is missing"),
-        ({"tenants": []}, "tenants: it is empty, so that nobody is let in"),
+        ({"tenants": []}, "tenants: it is empty, which lets no client in"),
         ({"open": False, "default": {"weight": 2}, "tenants": []}, "tenants: it is empty"),
         ({"open": True, "tenants": [entry()]}, "open: everybody would be let in without the keys"),
         ({"open": "yes", "tenants": []}, "open: "),

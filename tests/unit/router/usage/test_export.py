@@ -89,7 +89,7 @@ def test_that_of_redis_is_printed_the_same(capsys: pytest.CaptureFixture[str], m
     [
         ((), 2, "Give --redis-url or --journal-file"),
         (("--redis-url", "redis://127.0.0.1:1", "--journal-file", "x"), 2, "Give --redis-url or --journal-file"),
-        (("--journal-file", "x", "--since", "yesterday"), 2, "'yesterday' is no time"),
+        (("--journal-file", "x", "--since", "yesterday"), 2, "'yesterday' is not a time"),
         (("--redis-url", "redis://:secret@127.0.0.1:1"), 1, "cannot be read from Redis (Connection refused)"),
         (("--redis-url", "nonsense"), 1, "the Redis URL is not of the form"),
         (("--journal-file", "/nowhere/journal"), 1, "/nowhere/journal is not there"),
