@@ -118,7 +118,7 @@ def test_prompts_by_their_names() -> None:
     assert SentencePrompts.read(Path("p"), {}).text(None) == ""
     with pytest.raises(QuireError, match="no prompt named 'other'; it has query"):
         prompts.text("other")
-    with pytest.raises(TokenizerLoadError, match="no texts"):
+    with pytest.raises(TokenizerLoadError, match="not texts"):
         SentencePrompts.read(Path("p"), {"prompts": {"query": 1}})
 
 

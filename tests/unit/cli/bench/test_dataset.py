@@ -206,7 +206,7 @@ def test_a_file_without_conversations_is_refused(tmp_path: Path, folder: Path, c
 def test_files_that_cannot_be_read_are_named(tmp_path: Path, folder: Path) -> None:
     with pytest.raises(DatasetError, match="No such file"):
         make(1, dataset_name="sharegpt", dataset_path=tmp_path / "none.json", tokenizer=folder)
-    with pytest.raises(DatasetError, match="no tokenizer"):
+    with pytest.raises(DatasetError, match="not a tokenizer"):
         make(1, tokenizer=tmp_path)
 
 

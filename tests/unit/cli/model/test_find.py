@@ -137,7 +137,7 @@ def test_gguf_files(tmp_path: Path) -> None:
     write(tmp_path, {"other.gguf": b"GGUF", "notes.txt": b""})
     with pytest.raises(ModelNotFoundError, match="has 2 GGUF files: name one of them, such as "):
         find_model(str(folder))
-    with pytest.raises(ModelNotFoundError, match=r"notes\.txt is no GGUF file"):
+    with pytest.raises(ModelNotFoundError, match=r"notes\.txt is not a GGUF file"):
         find_model(str(folder / "notes.txt"))
 
 

@@ -395,7 +395,7 @@ def test_all_outputs_of_a_grammar_share_the_time_that_it_may_use(monkeypatch: py
         (schema([]), "not a JSON object"),
         (Structured(StructuredKind.JSON_SCHEMA, "false"), "not a JSON object"),
         (Structured(StructuredKind.JSON_SCHEMA, '{"minimum": NaN}'), "NaN"),
-        (Structured(StructuredKind.JSON_SCHEMA, '{"type": '), "no JSON"),
+        (Structured(StructuredKind.JSON_SCHEMA, '{"type": '), "not JSON"),
         (Structured(StructuredKind.JSON_SCHEMA, '{"items":' * 5000 + "{}" + "}" * 5000), "nested too deeply"),
         (Structured(StructuredKind.JSON_SCHEMA, '{"const": "\\ud800"}'), "const has half of a surrogate"),
         (schema({"allOf": [{"anyOf": [{"pattern": f"{i}{j}"} for i in range(30)]} for j in range(9)]}), "large"),

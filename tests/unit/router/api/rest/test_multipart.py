@@ -59,5 +59,5 @@ def test_names_are_read_as_clients_quote_them(header: str, name: str) -> None:
     ],
 )
 def test_what_is_no_form_is_refused(content_type: str, body: bytes) -> None:
-    with pytest.raises(QuireError, match="This is no form"):
+    with pytest.raises(QuireError, match="This is not a form"):
         list(MultipartParser(content_type).feed(body))

@@ -59,9 +59,9 @@ def top(*tokens: float) -> list[Json]:
         (VllmServer, vllm_event(token_ids=[5, -1]), "vocabulary"),
         (VllmServer, vllm_event(token_ids=[5, 1024]), "vocabulary"),
         (VllmServer, vllm_event(token_ids=[5, True]), "vocabulary"),
-        (VllmServer, vllm_event(logprobs={"token_logprobs": [-0.2, nan], "top_logprobs": top(-1)}), "no number"),
-        (VllmServer, vllm_event(logprobs={"token_logprobs": [-0.2, -inf], "top_logprobs": top(-1)}), "no number"),
-        (VllmServer, vllm_event(logprobs={"token_logprobs": [-0.2, -1], "top_logprobs": top(inf)}), "no number"),
+        (VllmServer, vllm_event(logprobs={"token_logprobs": [-0.2, nan], "top_logprobs": top(-1)}), "not a number"),
+        (VllmServer, vllm_event(logprobs={"token_logprobs": [-0.2, -inf], "top_logprobs": top(-1)}), "not a number"),
+        (VllmServer, vllm_event(logprobs={"token_logprobs": [-0.2, -1], "top_logprobs": top(inf)}), "not a number"),
         (
             VllmServer,
             vllm_event(logprobs={"token_logprobs": [0, 0], "top_logprobs": [{"token_id:-1": -1.0}] * 2}),
