@@ -8,6 +8,7 @@ from difflib import get_close_matches
 from typing import NoReturn
 
 from quire_proto import __version__
+from quire_proto.terminal import did_you_mean, fail
 
 USAGE = """usage: quire COMMAND [FLAGS]
 
@@ -22,7 +23,7 @@ commands:
   simulate engine  try a trace of requests on a scheduler without a model (quire-engine simulate)
   simulate fleet   try a trace of requests on routers and engines without a model (quire-router simulate)
 
-quire COMMAND --help tells the flags of a command, and quire --version the version.
+quire COMMAND --help shows the flags of a command, and quire --version the version.
 """
 COMMANDS = re.findall(r"^  ([a-z]+(?: [a-z]+)?)", USAGE, re.MULTILINE)
 # Commands of the services, which take the place of this process.
@@ -55,18 +56,16 @@ def main() -> None:
 
 
 def _refuse(arguments: Sequence[str]) -> NoReturn:
-    """Ends the process with the commands that there are, after a sentence that says what is wrong with this one."""
+    """Ends the process with what is wrong with this command, or with the list of commands where there is none."""
     first, second = [*arguments[:2], "", ""][:2]
-    below = [command for command in COMMANDS if command.partition(" ")[0] == first]
-    sentence = ""
-    if below:
-        sentence = f"quire: {f'{first} {second}'.strip()} is no command; {' and '.join(below)} are.\n\n"
-    elif first:
-        alone = [command.partition(" ")[0] for command in COMMANDS]
-        near = get_close_matches(first, alone, 1) or get_close_matches(f"{first} {second}".strip(), COMMANDS, 1)
-        sentence = f"quire: {first} is no command{f'; {near[0]} is one' if near else ''}.\n\n"
-    sys.stderr.write(f"{sentence}{USAGE}")
-    raise SystemExit(2)
+    if not first:
+        sys.stderr.write(USAGE)
+        raise SystemExit(2)
+    if below := [command for command in COMMANDS if command.startswith(f"{first} ")]:
+        fail(f"quire {first} needs a subcommand: {' or '.join(below)}", "quire --help lists all commands", 2)
+    alone = [command.partition(" ")[0] for command in COMMANDS]
+    near = get_close_matches(first, alone, 1) or get_close_matches(f"{first} {second}".strip(), COMMANDS, 1)
+    fail(f"unknown command {first}{did_you_mean(near[0] if near else '')}", "quire --help lists all commands", 2)
 
 
 def _run(command: str, arguments: Sequence[str]) -> None:

@@ -19,6 +19,7 @@ from quire_proto.errors import QuireError
 from quire_proto.folders import no_such_path
 from quire_proto.logs import set_up_logging
 from quire_proto.telemetry import DropReason
+from quire_proto.terminal import fail
 from quire_proto.text.model_folder import folder_config_digest, folder_vocabulary_digest
 from quire_proto.tls import TlsError
 from quire_proto.tracing import setup_tracing, shutdown_tracing
@@ -27,7 +28,7 @@ from quire_engine.checkpoint.gguf_tokenizer import tokenizer_folder_if_any
 from quire_engine.checkpoint.prefetch import prefetch_weights
 from quire_engine.config import OTHER_VARIABLES, EngineConfig
 from quire_engine.core.startup import StartupPhase, StartupTimer
-from quire_engine.errors import LoRAError, ModelError, quit_with
+from quire_engine.errors import LoRAError, ModelError
 from quire_engine.factory import (
     block_revision,
     load_executor,
@@ -87,9 +88,9 @@ def _run_node(config: EngineConfig) -> None:
         with closing(ProbeServer(config.host, config.metrics_port, CollectorRegistry(), probes)):
             agent.run()
     except ModelError as error:
-        quit_with(1, str(error))
+        fail(str(error))
     except (OSError, TlsError) as error:
-        quit_with(1, f"{error}.")
+        fail(f"{error}.")
 
 
 def _run_engine(config: EngineConfig) -> None:
@@ -97,7 +98,7 @@ def _run_engine(config: EngineConfig) -> None:
     try:
         tracing = setup_tracing("quire-engine", max_links=config.max_num_seqs, dropped=dropped)
     except ValueError as error:
-        quit_with(2, f"{error}.")
+        fail(f"{error}.", status=2)
     try:
         _serve(config, dropped if tracing else None)
     except KeyboardInterrupt:
@@ -118,7 +119,7 @@ def _serve(config: EngineConfig, dropped_spans: Counter[DropReason] | None) -> N
         try:
             uvloop.run(server.serve())
         except OSError as error:
-            quit_with(1, f"{error}.")
+            fail(f"{error}.")
 
 
 def _check_ports(config: EngineConfig) -> None:
@@ -128,7 +129,7 @@ def _check_ports(config: EngineConfig) -> None:
             family = socket.AF_INET6 if ":" in config.host else socket.AF_INET
             socket.create_server((config.host, port), family=family).close()
         except OSError as error:
-            quit_with(1, f"{describe_listen_error(flag, config.host, port, error)}.")
+            fail(f"{describe_listen_error(flag, config.host, port, error)}.")
 
 
 def _make_server(
@@ -140,13 +141,13 @@ def _make_server(
     disable_created_metrics()  # type: ignore[no-untyped-call]  # drops the unused _created sample of each counter
     scheduler = make_scheduler(config, executor)
     if config.lora_root is not None and not config.lora_root.is_dir():
-        quit_with(1, f"--lora-root: {no_such_path(str(config.lora_root))}.")
+        fail(f"--lora-root: {no_such_path(str(config.lora_root))}.")
     loras = LoRARegistry(executor.check_lora, config.names, config.lora_root)
     try:
         for name, folder in config.lora_folders.items():
             loras.load_now(name, folder)
     except (LoRAError, QuireError) as error:
-        quit_with(1, str(error))
+        fail(str(error))
     try:
         return EngineServer(
             config,
@@ -162,14 +163,14 @@ def _make_server(
             sleeper=executor if executor.can_sleep else None,
         )
     except (TlsError, TokenError) as error:  # the files changed after the settings were read
-        quit_with(1, f"{error}.")
+        fail(f"{error}.")
 
 
 def _load_executor(config: EngineConfig, startup: StartupTimer) -> "ModelExecutor":
     try:
         return load_executor(config, _exit_on_lost_rank, owns_process=True, nodes=config, startup=startup)
     except ModelError as error:
-        quit_with(1, str(error))
+        fail(str(error))
 
 
 def _exit_on_lost_rank(sentence: str) -> None:

@@ -1,8 +1,5 @@
 """``ModelError``, and how the engine's commands report errors in one sentence."""
 
-import sys
-from typing import NoReturn
-
 
 class ModelError(Exception):
     """A model cannot be served. The text is one sentence that names the file or setting at fault, and the problem."""
@@ -25,9 +22,3 @@ def first_line(error: BaseException) -> str:
     with advice to programmers.
     """
     return (str(error).strip() or type(error).__name__).splitlines()[0].rstrip(".:")
-
-
-def quit_with(status: int, message: str) -> NoReturn:
-    """Ends the process with exit status ``status`` and one sentence on standard error."""
-    sys.stderr.write(f"quire-engine: {message}\n")
-    raise SystemExit(status)

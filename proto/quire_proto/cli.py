@@ -26,6 +26,7 @@ from pydantic_settings import (
 )
 
 from quire_proto import __version__
+from quire_proto.terminal import did_you_mean, fail, report_error
 from quire_proto.units import unit_metavar
 
 if TYPE_CHECKING:
@@ -96,9 +97,9 @@ def read_settings(kind: type[Settings], arguments: Sequence[str]) -> Settings:
         )
         return CliApp.run(kind, cli_args=list(arguments), cli_settings_source=source)
     except ValidationError as error:
-        _stop(kind, (_explain(problem["loc"], problem["msg"]) for problem in error.errors(include_url=False)))
+        _stop(_explain(problem["loc"], problem["msg"]) for problem in error.errors(include_url=False))
     except SettingsError as error:
-        _stop(kind, [str(error)])
+        _stop([str(error)])
 
 
 def reject_unknown_env(kind: type[CliSettings], others: Iterable[str] = ()) -> None:
@@ -107,7 +108,7 @@ def reject_unknown_env(kind: type[CliSettings], others: Iterable[str] = ()) -> N
     """
     known = (*kind.model_fields, *others)
     if unknown := describe_unknown_env(kind.model_config.get("env_prefix", ""), known, os.environ):
-        _stop(kind, unknown)
+        _stop(unknown)
 
 
 def _explain(location: tuple[int | str, ...], message: str) -> str:
@@ -116,9 +117,9 @@ def _explain(location: tuple[int | str, ...], message: str) -> str:
     return f"--{str(location[0]).replace('_', '-')}: {text}" if location else text
 
 
-def _stop(kind: type[CliSettings], problems: Iterable[str]) -> NoReturn:
-    program = _command(kind).partition(" ")[0]
-    sys.stderr.writelines(f"{program}: {problem}\n" for problem in problems)
+def _stop(problems: Iterable[str]) -> NoReturn:
+    for problem in problems:
+        report_error(problem)
     raise SystemExit(EXIT_USAGE)
 
 
@@ -188,19 +189,21 @@ class FlagParser(ArgumentParser):
             yield f"{flag}={','.join(values)}"
 
     def error(self, message: str) -> NoReturn:
-        """Ends the process with one line, without the usage, whose many flags would hide it."""
+        """Ends the process with an error and a tip, without the usage, whose many flags would hide them."""
+        tip = f"{self.prog} --help lists all options"
         if message.startswith(_UNKNOWN):
             flag = re.split(r"[ =]", message.removeprefix(_UNKNOWN))[0]  # without its value, which may be secret
-            message = f"{flag} is no flag{self._suggest_flag(flag)}"
-        self.exit(EXIT_USAGE, f"{self.prog.partition(' ')[0]}: {message}. {self.prog} --help tells them all.\n")
+            foreign = flag.partition(".")[0].replace("_", "-")  # vLLM's --flag.key and --a_flag
+            tip = self._foreign.get(foreign, tip)
+            near = "" if foreign in self._foreign else self._nearest(flag)
+            kind = "unknown option" if flag.startswith("-") else "unexpected argument"
+            message = f"{kind} {flag}{did_you_mean(near)}"
+        fail(message, tip, EXIT_USAGE)
 
-    def _suggest_flag(self, flag: str) -> str:
-        foreign = flag.partition(".")[0].replace("_", "-")  # vLLM's --flag.key and --a_flag
-        if foreign in self._foreign:
-            return f"; {self._foreign[foreign]}"
+    def _nearest(self, flag: str) -> str:
         names = {name.lstrip("-"): name for name in self._flags}
         close = get_close_matches(flag.lstrip("-"), names, 1, cutoff=_CLOSE)
-        return f"; {names[close[0]]} is one" if close else ""
+        return names[close[0]] if close else ""
 
 
 def _format_default(match: re.Match[str]) -> str:
@@ -234,15 +237,15 @@ def describe_unknown_env(prefix: str, fields: Iterable[str], environment: Mappin
     known = {field.upper() for field in fields}
     wanted = {name: name.upper().removeprefix(prefix) for name in drop_kubernetes_service_vars(environment)}
     return [
-        f"{name} is no setting{_suggest(prefix, field, known)}."
+        f"unknown variable {name}{did_you_mean(_nearest(prefix, field, known))}"
         for name, field in wanted.items()
         if name.upper() == prefix + field and field not in known
     ]
 
 
-def _suggest(prefix: str, field: str, known: Iterable[str]) -> str:
+def _nearest(prefix: str, field: str, known: Iterable[str]) -> str:
     close = get_close_matches(field, known, 1, cutoff=_CLOSE)
-    return f"; {prefix}{close[0]} is one" if close else ""
+    return f"{prefix}{close[0]}" if close else ""
 
 
 def strip_brackets(host: str) -> str:

@@ -17,6 +17,7 @@ import uvloop
 from quire_proto.cli import join_host_port, read_settings, reject_unknown_env
 from quire_proto.errors import TokenizerLoadError
 from quire_proto.logs import set_up_logging
+from quire_proto.terminal import fail
 from quire_proto.text.tokenizer import ModelTokenizer
 from quire_proto.tracing import setup_tracing, shutdown_tracing
 from starlette.types import ASGIApp
@@ -58,7 +59,7 @@ def run(arguments: Sequence[str]) -> None:
         setup_tracing("quire-router")
         uvloop.run(_serve(settings, arguments, worker))
     except (TokenizerLoadError, SettingsFileError, ValueError, OSError) as error:
-        raise SystemExit(f"quire-router: {error}") from error
+        fail(str(error))
     finally:
         shutdown_tracing()
 

@@ -210,8 +210,8 @@ class Settings(CliSettings):
     foreign_flags: ClassVar[Mapping[str, str]] = {
         "--port": "--http-port and --grpc-port are the ports that clients use",
         "--served-model-name": "--model NAME=FOLDER names it",
-        "--worker-urls": "--engine is one",
-        "--policy": "--placement-policy is one",
+        "--worker-urls": "use --engine",
+        "--policy": "use --placement-policy",
     }
     metavars: ClassVar[Mapping[str, str]] = {
         "--model": "[NAME=]FOLDER",

@@ -24,4 +24,6 @@ def test_an_answer_survives_the_engine_that_writes_it() -> None:
 def test_outside_of_a_clone_it_asks_for_a_model(tmp_path: Path) -> None:
     shown = demo(where=tmp_path)
     assert shown.returncode == 1
-    assert shown.stderr == "quire: demo/model is not here: run this in a clone of the repository, or name a MODEL.\n"
+    assert shown.stderr == (
+        "error: demo/model is not here\ntip: run this in a clone of the repository, or name a MODEL\n"
+    )

@@ -85,7 +85,5 @@ def test_a_container_that_is_too_small_is_refused_with_the_numbers(tmp_path: Pat
     engine = ConfinedEngine(tmp_path, limit)
     assert engine.wait() == 1
     sentence = engine.text.splitlines()[-1]
-    assert sentence.startswith(
-        f"quire-engine: There is no memory for KV blocks: the container's limit is {limit:,.1f} MiB"
-    )
+    assert sentence.startswith(f"error: There is no memory for KV blocks: the container's limit is {limit:,.1f} MiB")
     assert "Traceback" not in engine.text

@@ -27,7 +27,7 @@ def broken(tmp_path: Path, **config: object) -> Path:
 def sentence_of(model: Path, tmp_path: Path, *flags: str, port: int = 0) -> tuple[int, str]:
     engine = ForkedEngine(model, tmp_path, *flags, port=port)
     code = engine.wait()
-    lines = [line for line in engine.text.splitlines() if line.startswith("quire-engine: ")]
+    lines = [line for line in engine.text.splitlines() if line.startswith("error: ")]
     assert len(lines) == 1, engine.text
     assert "Traceback" not in engine.text
     return code, lines[0]
@@ -116,7 +116,7 @@ def test_a_variable_that_is_no_setting_is_named(tmp_path: Path, monkeypatch: pyt
     monkeypatch.setenv("QUIRE_ENGINE_MAX_NUM_SEQ", "8")
     code, sentence = sentence_of(DEMO, tmp_path)
     assert code == 2
-    assert sentence.endswith("QUIRE_ENGINE_MAX_NUM_SEQ is no setting; QUIRE_ENGINE_MAX_NUM_SEQS is one.")
+    assert sentence.endswith("unknown variable QUIRE_ENGINE_MAX_NUM_SEQ (did you mean QUIRE_ENGINE_MAX_NUM_SEQS?)")
 
 
 @pytest.mark.parametrize(

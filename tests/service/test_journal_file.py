@@ -162,7 +162,7 @@ def test_background_requests_and_keys_outlive_the_router_and_its_engine(machine:
 def test_a_second_router_on_the_file_is_refused_in_one_sentence(machine: Machine) -> None:
     second = started_router(machine.folder, (free_port(), free_port(), free_port()), machine.engine)
     assert second.wait() == 1
-    sentence = f"quire-router: the journal {machine.folder / 'journal'} is in use by another router (process "
+    sentence = f"error: the journal {machine.folder / 'journal'} is in use by another router (process "
     assert second.text.splitlines()[-1].startswith(sentence)
     second.stop()
 

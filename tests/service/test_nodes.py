@@ -73,7 +73,7 @@ def test_the_engine_ends_with_a_node_that_is_killed_while_it_works(pair: Pair) -
 def test_all_ranks_end_when_node_0_is_killed(pair: Pair) -> None:
     os.kill(pair.engine.popen.pid, signal.SIGKILL)
     assert pair.node.wait(SECONDS_TO_END) == 1
-    assert "quire-engine: Node 0 (127.0.0.2:" in pair.node.text
+    assert "error: Node 0 (127.0.0.2:" in pair.node.text
     assert "has closed the connection, and this node ends." in pair.node.text
     assert "Traceback" not in pair.node.text
 

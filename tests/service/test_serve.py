@@ -183,9 +183,9 @@ def test_no_process_is_left_when_the_output_is_closed(tmp_path: Path, number: in
 @pytest.mark.parametrize(
     ("flags", "status", "told"),
     [
-        (["--max-model-len", "many"], 2, "quire-engine: --max-model-len: "),
-        (["--redis-url", "nowhere"], 2, "quire-router: "),
-        (["--port", "TAKEN"], 1, "quire: port TAKEN is in use, which the router's REST API needs; --port chooses"),
+        (["--max-model-len", "many"], 2, "error: --max-model-len: "),
+        (["--redis-url", "nowhere"], 2, "error: "),
+        (["--port", "TAKEN"], 1, "error: port TAKEN is in use, which the router's REST API needs; --port chooses"),
     ],
 )
 def test_what_cannot_be_is_one_sentence_before_anything_starts(
@@ -210,7 +210,7 @@ def test_a_model_that_the_engine_refuses_ends_all_with_its_sentence(tmp_path: Pa
     (folder / "config.json").write_text(json.dumps(config | {"head_dim": 15}))
     tree = Tree(tmp_path / "tree.log", model=folder)
     assert tree.wait(120) == 1
-    assert "engine-0 | quire-engine: " in tree.text
+    assert "engine-0 | error: " in tree.text
     assert "has a head dimension of 15" in tree.text
     assert "engine-0 ended with status 1; the others are stopped" in tree.text
 
@@ -218,7 +218,7 @@ def test_a_model_that_the_engine_refuses_ends_all_with_its_sentence(tmp_path: Pa
 def test_a_folder_without_a_model_is_named(tmp_path: Path) -> None:
     tree = Tree(tmp_path / "tree.log", model=tmp_path)
     assert tree.wait(60) == 1
-    assert tree.text == f"quire: {tmp_path} is not a model folder that can be served: it has no config.json.\n"
+    assert tree.text == f"error: {tmp_path} is not a model folder that can be served: it has no config.json.\n"
 
 
 def test_a_model_of_the_hub_is_downloaded_and_served_by_its_name(
@@ -288,7 +288,7 @@ def test_more_weights_than_memory_are_refused_with_what_would_help(tmp_path: Pat
     tree = Tree(tmp_path / "tree.log", "--port", str(free_port()), model=folder)
     assert tree.wait(60) == 1
     assert re.fullmatch(
-        r"quire: quire/demo needs about \S+ GiB of memory, and \S+ GiB are available: try --quantization int8 or "
+        r"error: quire/demo needs about \S+ GiB of memory, and \S+ GiB are available: try --quantization int8 or "
         r"--quantization int4 or a smaller model\.\n",
         tree.text,
     ), tree.text

@@ -204,9 +204,9 @@ def test_workers_and_supervisor_end_in_order(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("flags", "expected", "said"),
     [
-        (("--workers", "2"), 2, "quire-router: --workers needs --redis-url"),
-        (("--workers", "0", "--redis-url", "redis://127.0.0.1"), 2, "quire-router: --workers:"),
-        (("--workers", "2", "--redis-url", "redis://127.0.0.1", "--tenants", "no/such/file"), 1, "quire-router: "),
+        (("--workers", "2"), 2, "error: --workers needs --redis-url"),
+        (("--workers", "0", "--redis-url", "redis://127.0.0.1"), 2, "error: --workers:"),
+        (("--workers", "2", "--redis-url", "redis://127.0.0.1", "--tenants", "no/such/file"), 1, "error: "),
     ],
 )
 def test_an_impossible_setting_is_a_one_line_error(

@@ -86,7 +86,7 @@ class ServeBenchConfig(CliSettings):
     foreign_flags: ClassVar[Mapping[str, str]] = {
         "--served-model-name": "--model is the name that the server knows",
         "--skip-tokenizer-init": "there is no tokenizer unless --tokenizer names one",
-        "--endpoint-type": "--backend is one",
+        "--endpoint-type": "use --backend",
         "--trust-remote-code": "no code of a tokenizer's folder is run",
         "--tokenizer-mode": "a tokenizer is read from tokenizer.json",
         "--lora-modules": "--model is the name that the server knows an adapter by",

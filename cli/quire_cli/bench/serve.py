@@ -11,6 +11,7 @@ import numpy as np
 import uvloop
 from quire_proto.cli import read_settings, reject_unknown_env
 from quire_proto.extras import install_command
+from quire_proto.terminal import fail
 
 from quire_cli.bench.client import HttpClient, ServerError
 from quire_cli.bench.config import ServeBenchConfig, join_values
@@ -35,11 +36,11 @@ def bench_serve(arguments: Sequence[str]) -> None:
         results = uvloop.run(measure(config))
         _report_all(config, results)
     except (ServerError, DatasetError) as error:
-        raise SystemExit(f"quire: {error}") from None
+        fail(str(error))
     except KeyboardInterrupt:
-        raise SystemExit("quire: Interrupted.") from None
+        fail("Interrupted.")
     if sentence := describe_failures(results):
-        raise SystemExit(f"quire: {sentence}")
+        fail(sentence)
 
 
 def _as_here(argument: str) -> str:
@@ -80,7 +81,7 @@ async def _measure_rate(
         try:
             path = save_result(config, result, append=shared)
         except OSError as error:
-            raise SystemExit(f"quire: The figures cannot be written: {error}.") from None
+            fail(f"The figures cannot be written: {error}.")
         sys.stderr.write(f"The figures are in {path}.\n")
     return result
 
@@ -129,9 +130,9 @@ def _report_all(config: ServeBenchConfig, results: Sequence[dict[str, Any]]) -> 
     try:
         draw_plot(config.plot, results)
     except ImportError:
-        raise SystemExit(f"quire: --plot needs matplotlib: {install_command('quire-llm', 'plot')}.") from None
+        fail(f"--plot needs matplotlib: {install_command('quire-llm', 'plot')}.")
     except (OSError, ValueError) as error:
-        raise SystemExit(f"quire: The plot cannot be written: {error}.") from None
+        fail(f"The plot cannot be written: {error}.")
 
 
 def describe_failures(results: Sequence[dict[str, Any]]) -> str:

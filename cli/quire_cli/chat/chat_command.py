@@ -11,13 +11,13 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import closing, suppress
 
 from quire_proto.cli import FlagParser
+from quire_proto.terminal import DIM, PLAIN, fail, has_color, report_error
 
 from quire_cli.chat.api_client import ApiClient, ApiError
 from quire_cli.machine.server import DEFAULT_URL, KEY_HELP, base_url, key_of_environment
 
 INTERRUPTED = 130
 PROMPT = "> "
-DIM, PLAIN = "\x1b[2m", "\x1b[0m"
 CHAT = """Talks to a running server, by default the one that quire serve starts.
 
 Without MESSAGE it asks for one after the other, and the model sees the whole conversation; /clear begins
@@ -69,12 +69,12 @@ def _guarded(work: Callable[[], None]) -> None:
     try:
         work()
     except ApiError as error:
-        raise SystemExit(f"quire: {error}") from None
+        fail(str(error))
     except BrokenPipeError:  # ``| head``; a reader that is gone needs no sentence
         sys.stdout = None  # what is buffered cannot be written at the exit either
         raise SystemExit(1) from None
     except OSError as error:
-        raise SystemExit(f"quire: the server cannot be reached: {error}.") from None
+        fail(f"the server cannot be reached: {error}.")
     except KeyboardInterrupt:
         sys.stdout.write("\n")
         raise SystemExit(INTERRUPTED) from None
@@ -97,8 +97,10 @@ def _chat(flags: Namespace) -> None:
                 return
             if word in CLEAR:
                 messages = list(beginning)
+            elif word in HELPS:
+                sys.stderr.write(HELP)
             else:
-                sys.stderr.write(HELP if word in HELPS else f"quire: {word} is not a command; /help lists them.\n")
+                report_error(f"unknown command {word}", "/help lists the commands")
             continue
         messages.append({"role": "user", "content": line.strip()})
         try:
@@ -107,7 +109,7 @@ def _chat(flags: Namespace) -> None:
             sys.stdout.write("\n")
             messages.pop()  # an answer that nobody wanted, and its question
         except ApiError as error:
-            sys.stderr.write(f"quire: {error}\n")
+            report_error(str(error))
             messages.pop()
 
 
@@ -115,8 +117,7 @@ def _complete(flags: Namespace) -> None:
     client = _client(flags)
     prompt = _given(flags.prompt)
     if not prompt:
-        sys.stderr.write("quire: PROMPT is needed, as an argument or piped in.\n")
-        raise SystemExit(2)
+        fail("PROMPT is needed, as an argument or piped in", status=2)
     body = {"max_tokens": 256, **_body(flags, client), "prompt": prompt}
     with closing(client.stream("/completions", body)) as chunks:
         for number, chunk in enumerate(chunks):
@@ -131,7 +132,7 @@ def _show_chat(client: ApiClient, body: Mapping[str, object], messages: Sequence
     with closing(client.stream("/chat/completions", {**body, "messages": messages})) as chunks:
         for delta in (choice.get("delta", {}) for chunk in chunks for choice in chunk.get("choices", ())):
             thought, text = delta.get("reasoning_content") or "", delta.get("content") or ""
-            if sys.stdout.isatty() and thinking != bool(thought) and (thought or text):
+            if has_color(sys.stdout) and thinking != bool(thought) and (thought or text):
                 _show(DIM if thought else f"{PLAIN}\n")
                 thinking = bool(thought)
             _show(thought + text if sys.stdout.isatty() else text)

@@ -14,6 +14,7 @@ from typing import NoReturn
 from urllib.request import ProxyHandler, build_opener
 
 from quire_proto.cli import FlagParser
+from quire_proto.terminal import DIM, colored, fail, report_error
 
 from quire_cli.chat.api_client import ApiClient, ApiError
 from quire_cli.machine.gpus import visible_gpus
@@ -39,7 +40,6 @@ ENGINES = 2
 LAST_LINES = 10  # of the processes, printed where they end by themselves
 LONGEST_START = 300.0  # seconds, in which the first start of a machine compiles kernels
 SHORTEST_PAUSE = 0.05  # seconds between two pieces of text that count as a pause
-DIM, PLAIN = "\x1b[2m", "\x1b[0m"
 _RUNNING = re.compile(r"^vllm:num_requests_running\{[^}]*\} ([0-9.]+)$", re.MULTILINE)
 
 
@@ -49,12 +49,12 @@ def demo(arguments: Sequence[str]) -> NoReturn:
     parser.add_argument("model", nargs="?", metavar="MODEL", help="what is served (default: demo/model)")
     flags = parser.parse_args(list(arguments))
     if flags.model is None and not DEMO_MODEL.is_dir():
-        raise SystemExit("quire: demo/model is not here: run this in a clone of the repository, or name a MODEL.")
+        fail("demo/model is not here", "run this in a clone of the repository, or name a MODEL")
     try:
         found = find_model(flags.model or str(DEMO_MODEL), None)
         plan = make_plan(_serve_flags(found.name, str(found.path)), found.path, Ports(lambda *_: None), visible_gpus())
     except (ModelNotFoundError, PortError, ValueError) as error:
-        raise SystemExit(f"quire: {error}") from None
+        fail(str(error))
     try:
         raise SystemExit(asyncio.run(_Demo(plan).run()))
     except KeyboardInterrupt:
@@ -109,7 +109,7 @@ class _Demo:
             text = await asyncio.to_thread(self._disturbed, loop)
             expected = await asyncio.to_thread(lambda: "".join(self._pieces()))
         except ApiError as error:
-            _note(f"quire: {error}")
+            report_error(str(error))
             return 1
         _note(f"The same request without a kill: {'the same' if text == expected else 'another'} text.")
         return int(text != expected)
@@ -156,5 +156,5 @@ def _running_requests(port: int) -> float:
 
 def _note(text: str) -> None:
     """Prints a line about what happens, dimmed on a terminal."""
-    sys.stdout.write(f"{DIM}{text}{PLAIN}\n" if sys.stdout.isatty() else f"{text}\n")
+    sys.stdout.write(f"{colored(text, DIM, sys.stdout)}\n")
     sys.stdout.flush()

@@ -55,9 +55,9 @@ FOREIGN = {
     "--model": "quire serve MODEL names it",
     "--engine": "--engines N starts them, and quire-router serves engines elsewhere",
     "--seed": EngineConfig.foreign_flags["--temperature"],
-    "--tp": "--tensor-parallel-size is one",
-    "--pp": "--pipeline-parallel-size is one",
-    "--uvicorn-log-level": "--log-level is one",
+    "--tp": "use --tensor-parallel-size",
+    "--pp": "use --pipeline-parallel-size",
+    "--uvicorn-log-level": "use --log-level",
     **dict.fromkeys(("--data-parallel-rank", "--data-parallel-address", "--data-parallel-rpc-port"), _SETS_IT),
     **dict.fromkeys(("-dpn", "-dpa", "-dpp"), _SETS_IT),
 }

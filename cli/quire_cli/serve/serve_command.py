@@ -20,6 +20,7 @@ from quire_engine.errors import ModelError
 from quire_engine.kernels.build import needs_build
 from quire_proto.cli import join_host_port, read_settings, reject_unknown_env
 from quire_proto.pooling import Task
+from quire_proto.terminal import fail
 from quire_proto.text.file_names import CONFIG, PROCESSOR_TEMPLATE, TEMPLATE, TEMPLATE_FOLDER
 from quire_router.config import Settings
 
@@ -47,10 +48,10 @@ def serve(arguments: Sequence[str]) -> NoReturn:
     try:
         plan = make_plan(flags, found.path, ports, visible_gpus())
     except (PortError, ModelError, ValueError) as error:
-        raise SystemExit(f"quire: {error}") from None
+        fail(str(error))
     except OSError as error:  # there may be no folder of the user's, as in some containers
         advice = "name a --journal-file, or --no-journal."
-        raise SystemExit(f"quire: {error.filename} cannot hold the journal: {error.strerror}; {advice}") from None
+        fail(f"{error.filename} cannot hold the journal: {error.strerror}; {advice}")
     check_host_memory(plan)
     raise SystemExit(asyncio.run(_run(plan)))
 
@@ -69,7 +70,7 @@ def find(flags: ServeFlags) -> FoundModel:
             check_length(found.path, config.max_model_len)
         return found
     except (ModelNotFoundError, ModelError) as error:
-        raise SystemExit(f"quire: {error}") from None
+        fail(str(error))
     except KeyboardInterrupt:
         raise SystemExit(130) from None
 
@@ -97,7 +98,7 @@ def check_host_memory(plan: Plan) -> None:
     weights = weight_bytes(plan.model, config.dtype, config.quantization)
     engines = 1 if config.data_parallel_size > 1 else plan.engines
     if sentence := memory_shortage(plan.name, weights, engines, config.quantization):
-        raise SystemExit(f"quire: {sentence}")
+        fail(sentence)
 
 
 async def _run(plan: Plan) -> int:

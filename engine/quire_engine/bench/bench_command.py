@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from quire_proto.cli import read_settings
+from quire_proto.terminal import fail
 
 from quire_engine.bench.config import PEERS, QUANTIZED_PEERS, SERVED, VARIANTS, BenchConfig
 from quire_engine.bench.lengths import DRAWN_AT_MOST, make_workload
@@ -42,7 +43,7 @@ from quire_engine.bench.served import (
     served_lines,
 )
 from quire_engine.bench.workload import SHAPES, Lengths, Workload, model_of_shape, random_workload
-from quire_engine.errors import ModelError, quit_with
+from quire_engine.errors import ModelError
 
 if TYPE_CHECKING:
     import torch
@@ -65,16 +66,16 @@ def bench(arguments: Sequence[str]) -> None:
     try:
         report = _measure(_with_defaults(config), config)
     except (ModelError, SystemFailedError) as error:
-        quit_with(1, str(error))
+        fail(str(error))
     sys.stdout.write(f"{report.as_table()}\n")
     if config.json_path is not None:
         try:
             config.json_path.write_text(json.dumps(report.as_data(), indent=2) + "\n")
         except OSError as error:
-            quit_with(1, f"The figures cannot be written: {error}.")
+            fail(f"The figures cannot be written: {error}.")
     for readings in (report.readings, report.served):
         if OURS in readings and readings[OURS].failure:
-            quit_with(1, str(readings[OURS].failure))
+            fail(str(readings[OURS].failure))
 
 
 def _terminate(number: int, _frame: object) -> None:

@@ -6,6 +6,8 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from quire_proto.terminal import fail
+
 OURS = "quire"
 HEAD = "In brackets: how many times as good quire is, in as many bits where it was measured so."
 
@@ -24,7 +26,7 @@ def main() -> None:
         results = [json.loads(Path(name).read_text()) for name in sys.argv[1:]]
         sys.stdout.write(f"{format_table(results)}\n")
     except (OSError, ValueError, KeyError, TypeError) as error:
-        raise SystemExit(f"quire-engine: Not a result of quire-engine bench --json: {error!r}") from None
+        fail(f"Not a result of quire-engine bench --json: {error!r}")
 
 
 def format_table(results: Sequence[Mapping[str, Any]]) -> str:

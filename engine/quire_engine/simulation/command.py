@@ -8,8 +8,8 @@ from pathlib import Path
 
 from quire_proto.cli import read_settings
 from quire_proto.extras import install_command
+from quire_proto.terminal import fail
 
-from quire_engine.errors import quit_with
 from quire_engine.simulation.comparison import draw_comparison, make_comparison
 from quire_engine.simulation.config import SimulationConfig, Variant
 from quire_engine.simulation.report import SimulationReport, check_can_plot, draw_plots, make_report, make_table
@@ -26,11 +26,11 @@ def simulate(arguments: Sequence[str]) -> None:
         try:
             check_can_plot()
         except ImportError:
-            quit_with(1, f"--plot needs matplotlib: {install_command('quire-engine', 'plot')}.")
+            fail(f"--plot needs matplotlib: {install_command('quire-engine', 'plot')}.")
     try:
         arrivals = read_trace(config.trace, start=config.start, limit=config.limit, rate=config.rate, seed=config.seed)
     except TraceError as error:
-        quit_with(1, str(error))
+        fail(str(error))
     variants = config.variants
     recorders = {name: _simulate_variant(config, variant, arrivals) for name, variant in variants.items()}
     reports = {name: make_report(recorder) for name, recorder in recorders.items()}
@@ -81,4 +81,4 @@ def _plot(
         else:
             draw_plots(path, recorders)
     except (OSError, ValueError) as error:
-        quit_with(1, f"The plot cannot be written: {error}.")
+        fail(f"The plot cannot be written: {error}.")

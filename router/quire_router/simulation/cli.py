@@ -1,8 +1,9 @@
 """The subcommand ``quire-router simulate``. Only this module of the package can be imported without the engine."""
 
-import sys
 from collections.abc import Sequence
 from importlib.util import find_spec
+
+from quire_proto.terminal import fail
 
 
 def simulate(arguments: Sequence[str]) -> None:
@@ -10,8 +11,7 @@ def simulate(arguments: Sequence[str]) -> None:
     or a file cannot be read or written.
     """
     if find_spec("quire_engine") is None:
-        sys.stderr.write("quire-router: The simulator needs the engine's code: pip install ./engine in the checkout.\n")
-        raise SystemExit(1)
+        fail("the simulator needs the engine's code", "pip install ./engine in the checkout")
     from quire_router.simulation.command import run
 
     run(arguments)

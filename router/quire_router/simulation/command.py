@@ -5,11 +5,11 @@ import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
-from typing import NoReturn
 
 from quire_engine.simulation.trace import TraceError
 from quire_proto.cli import read_settings
 from quire_proto.extras import install_command
+from quire_proto.terminal import fail
 
 from quire_router.simulation.config import FleetSettings
 from quire_router.simulation.experiments import (
@@ -35,7 +35,7 @@ def run(arguments: Sequence[str]) -> None:
     try:
         jobs = read_jobs(settings)
     except TraceError as error:
-        _exit(1, str(error))
+        fail(str(error))
     records = run_all(settings, jobs)
     reports = {load: {name: make_report(each) for name, each in row.items()} for load, row in records.items()}
     tenants = _run_flood(settings, jobs, records) if settings.flood is not None else {}
@@ -87,11 +87,6 @@ def _plot(path: Path, records: Records) -> None:
     try:
         draw_plots(path, records)
     except ImportError:
-        _exit(1, f"Plots need matplotlib: {install_command('quire-router', 'plot')}.")
+        fail(f"Plots need matplotlib: {install_command('quire-router', 'plot')}.")
     except (OSError, ValueError) as error:
-        _exit(1, f"The plot cannot be written: {error}.")
-
-
-def _exit(status: int, message: str) -> NoReturn:
-    sys.stderr.write(f"quire-router: {message}\n")
-    raise SystemExit(status)
+        fail(f"The plot cannot be written: {error}.")

@@ -11,11 +11,12 @@ from dataclasses import asdict, fields
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
 from time import time
-from typing import Annotated, Literal, NoReturn, Self
+from typing import Annotated, Literal, Self
 
 from pydantic import BeforeValidator, Field, SecretStr, model_validator
 from pydantic_settings import SettingsConfigDict
 from quire_proto.cli import CliSettings, read_settings
+from quire_proto.terminal import fail
 from redis.exceptions import RedisError
 
 from quire_router.clients.redis_client import RedisAccess, redis_client
@@ -87,9 +88,9 @@ def run(arguments: Sequence[str]) -> None:
         else:
             rows = asyncio.run(_read_redis(settings, since, until))
     except (RedisError, OSError, TimeoutError) as error:
-        _exit(f"what tenants used cannot be read from Redis ({describe_failure(error)})")
+        fail(f"what tenants used cannot be read from Redis ({describe_failure(error)})")
     except ValueError as error:
-        _exit(str(error))
+        fail(str(error))
     _write(rows, settings.format)
 
 
@@ -121,8 +122,3 @@ def _write(rows: Iterable[UsageRow], form: str) -> None:
     table = csv.DictWriter(sys.stdout, _COLUMNS, lineterminator="\n")
     table.writeheader()
     table.writerows(dicts)
-
-
-def _exit(message: str) -> NoReturn:
-    sys.stderr.write(f"quire-router: {message}\n")
-    raise SystemExit(1)

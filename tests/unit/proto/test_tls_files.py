@@ -148,9 +148,9 @@ def test_without_settings_nothing_is_encrypted() -> None:
 @pytest.mark.parametrize(
     ("read", "flags", "line"),
     [
-        (ENGINE, ["--tls-cert", "CERT"], "quire-engine: --tls-cert needs --tls-key."),
-        (ENGINE, ["--tls-key", "KEY"], "quire-engine: --tls-key needs --tls-cert."),
-        (ENGINE, ["--tls-client-ca", "CA"], "quire-engine: --tls-client-ca needs --tls-cert."),
+        (ENGINE, ["--tls-cert", "CERT"], "error: --tls-cert needs --tls-key."),
+        (ENGINE, ["--tls-key", "KEY"], "error: --tls-key needs --tls-cert."),
+        (ENGINE, ["--tls-client-ca", "CA"], "error: --tls-client-ca needs --tls-cert."),
         (ROUTER, ["--engine-tls-ca", "CA", "--engine-tls-cert", "CERT"], "--engine-tls-cert needs --engine-tls-key."),
         (ROUTER, ["--engine-tls-ca", "CA", "--engine-tls-key", "KEY"], "--engine-tls-key needs --engine-tls-cert."),
         (ROUTER, ["--engine-tls-cert", "CERT", "--engine-tls-key", "KEY"], "TLS to engines needs --engine-tls-ca"),

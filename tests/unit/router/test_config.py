@@ -81,7 +81,7 @@ def test_an_unknown_variable_ends_the_start_and_the_closest_setting_is_suggested
 
     assert end.value.code == 2
     assert capsys.readouterr().err == (
-        "quire-router: QUIRE_ROUTER_API_KEYS is no setting; QUIRE_ROUTER_API_KEY is one.\n"
+        "error: unknown variable QUIRE_ROUTER_API_KEYS (did you mean QUIRE_ROUTER_API_KEY?)\n"
     )
 
 
@@ -145,9 +145,9 @@ def test_help_shows_values_and_not_python_types(program, capsys):
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["--frobnicate=3"], "--frobnicate is no flag"),
-        (["--log-lvel", "--modell", "--tracee"], r"--log-lvel is no flag(; --log-level is one)?"),
-        (["frobnicate", "--x"], "frobnicate is no flag"),
+        (["--frobnicate=3"], "unknown option --frobnicate"),
+        (["--log-lvel", "--modell", "--tracee"], r"unknown option --log-lvel( \(did you mean --log-level\?\))?"),
+        (["frobnicate", "--x"], "unexpected argument frobnicate"),
     ],
 )
 def test_an_unknown_flag_is_a_one_line_error(program, arguments, message, capsys):
@@ -156,14 +156,14 @@ def test_an_unknown_flag_is_a_one_line_error(program, arguments, message, capsys
     line = capsys.readouterr().err
 
     assert end.value.code == 2
-    assert re.fullmatch(rf"{program.partition(' ')[0]}: {message}\. {program} --help tells them all\.\n", line)
+    assert re.fullmatch(rf"error: {message}\ntip: {program} --help lists all options\n", line)
 
 
 def test_a_misspelt_flag_gets_a_suggestion(capsys):
     with pytest.raises(SystemExit):
         read_settings(["--modle", "/m"])
 
-    assert "--modle is no flag; --model is one." in capsys.readouterr().err
+    assert "unknown option --modle (did you mean --model?)" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(
@@ -187,7 +187,7 @@ def test_a_flag_of_another_server_names_the_flag_to_use_instead(program, flag, i
 
     name = flag.partition("=")[0]
     assert end.value.code == 2
-    assert capsys.readouterr().err == f"{program}: {name} is no flag; {instead}. {program} --help tells them all.\n"
+    assert capsys.readouterr().err == f"error: unknown option {name}\ntip: {instead}\n"
 
 
 @pytest.mark.parametrize(
@@ -209,7 +209,7 @@ def test_what_is_no_adapter_is_not_taken_for_one(capsys):
     with pytest.raises(SystemExit):
         command.read_settings(EngineConfig, ["--model=m", "--enable-lora", "--lora-modules", "a=/x", "/models/b=c"])
 
-    assert "/models/b is no flag" in capsys.readouterr().err
+    assert "unexpected argument /models/b" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("settings", COMMANDS.values())
@@ -288,7 +288,7 @@ def test_a_wrong_setting_ends_the_start_with_a_line_that_names_it(arguments, fla
     errors = capsys.readouterr().err
 
     assert end.value.code == 2
-    assert re.fullmatch(f"quire-router: {flag}: [^\\n]+\\n", errors)
+    assert re.fullmatch(f"error: {flag}: [^\\n]+\\n", errors)
     assert "pydantic" not in errors
 
 
@@ -321,10 +321,7 @@ def test_each_wrong_setting_has_a_line(capsys):
         command.read_settings(SimulationConfig, ["--trace", "x", "--max-num-seqs", "0", "--rate", "0"])
     errors = capsys.readouterr().err.splitlines()
 
-    assert [line.split(": ")[:2] for line in errors] == [
-        ["quire-engine", "--max-num-seqs"],
-        ["quire-engine", "--rate"],
-    ]
+    assert [line.split(": ")[:2] for line in errors] == [["error", "--max-num-seqs"], ["error", "--rate"]]
 
 
 def test_a_key_of_sixteen_characters_is_accepted_and_a_shorter_one_refused(capsys):

@@ -219,7 +219,7 @@ async def test_a_run_with_refused_requests_ends_with_a_sentence_and_status_1() -
     status, told = await main_of(answer, "--num-prompts", "6", "--backend", "vllm")
     assert status == 1
     assert told.splitlines()[-1] == (
-        "quire: 3 of 6 requests failed: 3 times HTTP 429 (Retry-After: 3): Full; --max-concurrency sends fewer at "
+        "error: 3 of 6 requests failed: 3 times HTTP 429 (Retry-After: 3): Full; --max-concurrency sends fewer at "
         "once, and the router's --max-queued-requests lets more wait."
     )
 

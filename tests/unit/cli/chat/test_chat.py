@@ -234,9 +234,9 @@ def test_a_text_is_printed_with_its_continuation() -> None:
     [
         ({"models": ("a", "b")}, ("chat", "x"), 1, "serves a, b: choose with --model."),
         ({"models": ()}, ("chat", "x"), 1, "serves no model: choose with --model."),
-        ({}, ("complete",), 2, "quire: PROMPT is needed"),
-        ({"refuses": True}, ("complete", "It was so:"), 1, "quire: Too many tokens."),
-        ({}, ("chat", "--tempratur", "1"), 2, "--tempratur is no flag; --temperature is one"),
+        ({}, ("complete",), 2, "error: PROMPT is needed"),
+        ({"refuses": True}, ("complete", "It was so:"), 1, "error: Too many tokens."),
+        ({}, ("chat", "--tempratur", "1"), 2, "unknown option --tempratur (did you mean --temperature?)"),
         ({}, ("chat", "x", "--url", f"http://127.0.0.1:{free_port()}"), 1, "quire serve MODEL starts one."),
         ({}, ("chat", "x", "--url", "ftp://a"), 1, "'ftp://a' is not the URL of a server"),
         ({}, ("chat", "x", "--url", "http://a:99999"), 1, "'http://a:99999' is not the URL of a server"),
@@ -253,7 +253,7 @@ def test_what_cannot_be_is_one_sentence(
         done = run(server, *arguments)
     assert (done.returncode, done.stdout) == (status, "")
     assert told in done.stderr
-    assert done.stderr.count("\n") == 1
+    assert [line.partition(": ")[0] for line in done.stderr.splitlines()] in (["error"], ["error", "tip"])
 
 
 def test_a_server_of_another_protocol_is_one_sentence() -> None:
@@ -299,7 +299,7 @@ def test_the_model_sees_the_conversation_until_another_one_begins() -> None:
             ["Be brief.", "/etc is a folder"],
         ]
         assert "/exit   end" in shown()
-        assert "quire: /model is not a command; /help lists them." in shown()
+        assert "error: unknown command /model\ntip: /help lists the commands" in shown()
 
 
 @pytest.mark.parametrize("word", ["/exit", "/bye"])

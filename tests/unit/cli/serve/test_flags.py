@@ -46,24 +46,33 @@ def test_the_port_of_rest_has_two_names() -> None:
 @pytest.mark.parametrize(
     ("arguments", "told"),
     [
-        (["m", "--max-num-seq=3"], "--max-num-seq is no flag; --max-num-seqs is one"),
-        (["m", "--engine", "a:1"], "--engine is no flag; --engines N starts them"),
-        (["m", "--trust-remote-code"], "--trust-remote-code is no flag; no code of a model's folder is run"),
-        (["m", "--model", "x"], "--model is no flag; quire serve MODEL names it"),
-        (["m", "--max-tokens", "9"], "--max-tokens is no flag; each request says that for itself, as a parameter. "),
-        (["m", "--seed", "0"], "--seed is no flag; each request says that for itself, as a parameter. "),
-        (["m", "--speculative-config", "{}"], "is no flag; --speculative-method and --num-speculative-tokens set it"),
-        (["m", "--speculative_config.model=x"], "is no flag; --speculative-method and --num-speculative-tokens set it"),
-        (["m", "--enable-something"], "--enable-something is no flag. quire serve --help tells them all."),
-        (["m", "--min-tokens", "9"], "--min-tokens is no flag. "),
-        (["m", "--max_model_len", "9"], "--max_model_len is no flag; --max-model-len is one"),
+        (["m", "--max-num-seq=3"], "unknown option --max-num-seq (did you mean --max-num-seqs?)"),
+        (["m", "--engine", "a:1"], "unknown option --engine\ntip: --engines N starts them"),
+        (["m", "--trust-remote-code"], "unknown option --trust-remote-code\ntip: no code of a model's folder is run"),
+        (["m", "--model", "x"], "unknown option --model\ntip: quire serve MODEL names it"),
+        (
+            ["m", "--max-tokens", "9"],
+            "unknown option --max-tokens\ntip: each request says that for itself, as a parameter",
+        ),
+        (["m", "--seed", "0"], "unknown option --seed\ntip: each request says that for itself, as a parameter"),
+        (["m", "--speculative-config", "{}"], "\ntip: --speculative-method and --num-speculative-tokens set it"),
+        (["m", "--speculative_config.model=x"], "\ntip: --speculative-method and --num-speculative-tokens set it"),
+        (["m", "--enable-something"], "unknown option --enable-something\ntip: quire serve --help lists all options"),
+        (["m", "--min-tokens", "9"], "unknown option --min-tokens\n"),
+        (["m", "--max_model_len", "9"], "unknown option --max_model_len (did you mean --max-model-len?)"),
         (["m", "--engines", "0"], "invalid number of engines value: '0'"),
         (["m", "--engines", "3", "--data-parallel-size", "2"], "--engines is 3, and --data-parallel-size 2: either"),
-        (["m", "--data-parallel-rank", "1"], "--data-parallel-rank is no flag; quire serve sets it itself, for each"),
-        (["m", "--data-parallel-address=h"], "--data-parallel-address is no flag; quire serve sets it itself, for"),
-        (["m", "-dpp", "1"], "-dpp is no flag; quire serve sets it itself, for each engine of a group. "),
-        (["m", "-tp", "2"], "-tp is no flag; --tensor-parallel-size is one. "),
-        (["-dp", "2", "m"], "-dp is no flag; --data-parallel-size is one. "),
+        (
+            ["m", "--data-parallel-rank", "1"],
+            "unknown option --data-parallel-rank\ntip: quire serve sets it itself, for each",
+        ),
+        (
+            ["m", "--data-parallel-address=h"],
+            "unknown option --data-parallel-address\ntip: quire serve sets it itself, for",
+        ),
+        (["m", "-dpp", "1"], "unknown option -dpp\ntip: quire serve sets it itself, for each engine of a group\n"),
+        (["m", "-tp", "2"], "unknown option -tp\ntip: use --tensor-parallel-size\n"),
+        (["-dp", "2", "m"], "unknown option -dp\ntip: use --data-parallel-size\n"),
         (["m", "--port", "70000"], "invalid port value: '70000'"),
         ([], "the following arguments are required: MODEL"),
     ],
@@ -73,8 +82,9 @@ def test_a_wrong_command_line_is_one_sentence(
 ) -> None:
     with pytest.raises(SystemExit, match="2"):
         read_flags(arguments)
-    [line] = capsys.readouterr().err.splitlines()
-    assert told in line
+    error = capsys.readouterr().err
+    assert told in error
+    assert [line.partition(": ")[0] for line in error.splitlines()] == ["error", "tip"]
 
 
 GROUP = ("data_parallel_rank", "data_parallel_address", "data_parallel_rpc_port")

@@ -89,7 +89,7 @@ def test_an_unknown_environment_variable_is_refused_before_the_download(
     assert end.value.code == 2
     assert capfd.readouterr() == (
         "",
-        "quire-engine: QUIRE_ENGINE_MAX_NUM_SEQ is no setting; QUIRE_ENGINE_MAX_NUM_SEQS is one.\n",
+        "error: unknown variable QUIRE_ENGINE_MAX_NUM_SEQ (did you mean QUIRE_ENGINE_MAX_NUM_SEQS?)\n",
     )
 
 

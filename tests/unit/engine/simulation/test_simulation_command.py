@@ -124,7 +124,7 @@ def test_wrong_settings_end_with_one_sentence(command, trace, capsys, arguments,
         command(*(trace if argument == "TRACE" else argument for argument in arguments))
     assert end.value.code == status
     error = capsys.readouterr().err
-    assert error.startswith("quire-engine: ")
+    assert error.startswith("error: ")
     assert said in error
     assert error.count("\n") == 1
 

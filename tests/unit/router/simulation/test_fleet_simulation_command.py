@@ -110,7 +110,7 @@ def test_a_missing_dependency_is_reported_with_its_extra(
     assert end.value.code == 1
     error = capsys.readouterr().err
     assert said in error
-    assert error.count("\n") == 1
+    assert error.startswith("error: ")
 
 
 @pytest.mark.parametrize(
@@ -139,6 +139,6 @@ def test_wrong_settings_end_with_one_sentence(command, capsys, arguments, status
         command(*SMALL, *arguments)
     assert end.value.code == status
     error = capsys.readouterr().err
-    assert error.startswith("quire-router: ")
+    assert error.startswith("error: ")
     assert said in error
     assert error.count("\n") == 1

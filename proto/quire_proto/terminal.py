@@ -1,0 +1,40 @@
+"""What a program says to a person at a terminal: ``error:`` and ``tip:`` lines on standard error.
+
+Colours are used where standard error is a terminal, unless ``NO_COLOR`` is set (https://no-color.org).
+"""
+
+import os
+import sys
+from typing import NoReturn, TextIO
+
+RED, CYAN, DIM, PLAIN = "\x1b[1;31m", "\x1b[1;36m", "\x1b[2m", "\x1b[0m"
+
+
+def has_color(stream: TextIO | None) -> bool:
+    """Returns whether escape sequences belong into what is written there."""
+    return (
+        stream is not None and stream.isatty() and not os.environ.get("NO_COLOR") and os.environ.get("TERM") != "dumb"
+    )
+
+
+def colored(text: str, color: str, stream: TextIO | None) -> str:
+    """Returns ``text`` in a color where ``stream`` shows it."""
+    return f"{color}{text}{PLAIN}" if has_color(stream) else text
+
+
+def report_error(problem: str, tip: str = "") -> None:
+    """Writes what went wrong, and below it what to do."""
+    lines = [f"{colored('error:', RED, sys.stderr)} {problem}\n"]
+    lines += [f"{colored('tip:', CYAN, sys.stderr)} {tip}\n"] if tip else []
+    sys.stderr.writelines(lines)
+
+
+def fail(problem: str, tip: str = "", status: int = 1) -> NoReturn:
+    """Ends the process after ``report_error``."""
+    report_error(problem, tip)
+    raise SystemExit(status)
+
+
+def did_you_mean(name: str) -> str:
+    """Returns the question behind an unknown name; nothing without a similar one."""
+    return f" (did you mean {name}?)" if name else ""
