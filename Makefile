@@ -44,7 +44,7 @@ help:
 
 $(READY): constraints.txt tests/requirements.txt proto/pyproject.toml engine/pyproject.toml router/pyproject.toml cli/pyproject.toml
 	@echo "creating the environment in $(VENV) (a few minutes the first time)"
-	@test -n "$$PIP_EXTRA_INDEX_URL" || echo "$$TORCH_SIZE"
+	@test -n "$$PIP_EXTRA_INDEX_URL" || ls -d $(VENV)/lib/python*/site-packages/torch >/dev/null 2>&1 || echo "$$TORCH_SIZE"
 	@test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
 	@scripts/pip_install.sh $(VENV) -e proto -e engine -e router -e cli -r tests/requirements.txt
 	@touch $@
