@@ -19,7 +19,7 @@ export TORCH_SIZE
 # Hundreds of processes start in the tests: what Python compiles of our sources is kept, whatever the user's shell says.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: up test ready system programs kernels bytecode cluster-test soak chaos lint types style layers bench bench-router bench-scale bench-simulation bench-fleet peers peer-suites clients images dist first-hour proto proto-check clean help
+.PHONY: up test ready system programs kernels bytecode cluster-test soak chaos lint types style layers bench bench-router bench-scale bench-simulation bench-fleet peers peer-suites clients images dist gpu-kit first-hour proto proto-check clean help
 
 help:
 	@echo "make up [MODEL=/path/to/folder] [NAME=name] [ENGINES=2] [ARGS='--port 80']   quire serve, from this checkout"
@@ -38,13 +38,14 @@ help:
 	@echo "make bench-fleet TRACES=/path/to/folder       placement policies against each other, simulated"
 	@echo "make images [DEVICES='cpu cuda']              the router's and the engines' images (docker/README.md)"
 	@echo "make dist                                     wheels, the chart, a bill of materials and sums, in dist/ (docs/contributing.md)"
+	@echo "make gpu-kit [ARGS='--gpu sm_90a']             kernels and wheels for scripts/gpu_run.sh on a bare machine with a GPU (docs/gpu.md)"
 	@echo "make first-hour [ARGS=--sources]              the README's first commands in an empty root; pip fetches torch (some minutes)"
 	@echo "make proto                                    the stubs of proto/quire"
 	@echo "make clean                                    takes away the environments and what was built or measured"
 
 $(READY): constraints.txt tests/requirements.txt proto/pyproject.toml engine/pyproject.toml router/pyproject.toml cli/pyproject.toml
 	@echo "creating the environment in $(VENV) (a few minutes the first time)"
-	@test -n "$$PIP_EXTRA_INDEX_URL" || echo "$$TORCH_SIZE"
+	@test -n "$$PIP_EXTRA_INDEX_URL" || ls -d $(VENV)/lib/python*/site-packages/torch >/dev/null 2>&1 || echo "$$TORCH_SIZE"
 	@test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
 	@scripts/pip_install.sh $(VENV) -e proto -e engine -e router -e cli -r tests/requirements.txt
 	@touch $@
@@ -206,6 +207,10 @@ ifdef IMAGES
 endif
 	$(BIN)/python scripts/dist.py $(ARGS)
 
+# Needs no GPU. Kernels are compiled once, as many at a time as MAX_JOBS says: each takes a minute or more of a core.
+gpu-kit: $(READY)
+	$(BIN)/python -m scripts.gpu_kit $(ARGS)
+
 # With everything fetched by pip. make test has the short form, whose packages come from $(VENV) (docs/contributing.md).
 first-hour: dist
 	$(BIN)/python -m tests.first_hour.run --wheels dist --fetch $(ARGS)
@@ -220,4 +225,4 @@ proto-check: $(READY)
 	  || { echo "the stubs are stale: run make proto"; exit 1; }
 
 clean:
-	rm -rf $(VENV) $(HELM) .run dist .mypy_cache .ruff_cache .pytest_cache .hypothesis
+	rm -rf $(VENV) $(HELM) .run dist .gpu-kit .mypy_cache .ruff_cache .pytest_cache .hypothesis

@@ -22,6 +22,7 @@ done
 active=${VIRTUAL_ENV:-${CONDA_PREFIX:-}}
 environment=${active:-.venv}
 if [ ! -x "$environment/bin/python" ]; then
+  echo "creating a virtual environment in $environment"
   ${PYTHON:-python3} -m venv "$environment" || {
     echo "error: no virtual environment could be made in $environment: install python3-venv, or name a Python with PYTHON=" >&2
     exit 1
@@ -29,12 +30,16 @@ if [ ! -x "$environment/bin/python" ]; then
 fi
 install() { INSTALL_OUTPUT=shown scripts/pip_install.sh "$environment" "$@"; }
 
-# Python's own timeouts do not hold for the lookup of a name, which an alarm ends too.
-index_answers() {
+# Says why the index cannot be used. Python's own timeouts do not hold for the lookup of a name, which an alarm ends too.
+ask_index() {
   "$environment/bin/python" - "$index/torch/" "$seconds" 2>/dev/null <<'PROBE'
 import signal, sys, urllib.request
 signal.alarm(int(sys.argv[2]))
-urllib.request.urlopen(sys.argv[1]).read(1)
+try:
+    urllib.request.urlopen(sys.argv[1]).read(1)
+except OSError as error:
+    print(getattr(error, "reason", error))
+    raise SystemExit(1)
 PROBE
 }
 
@@ -43,11 +48,11 @@ if [ "$device" = cuda ]; then
   install ./proto './engine[cuda]' ./router ./cli
   command -v nvcc >/dev/null || echo "note: FlashInfer compiles its kernels with nvcc, which is not here; docs/gpu.md#installing says how to do without"
 else
-  if index_answers; then
+  if reason=$(ask_index); then
     echo "installing torch's build for CPUs (0.7 GB)"
     PIP_EXTRA_INDEX_URL="$index ${PIP_EXTRA_INDEX_URL:-}" install torch
   else
-    echo "warning: $index did not answer within $seconds s: installing torch's CUDA build from PyPI instead, which runs on CPUs too (5 GB)"
+    echo "warning: $index cannot be used (${reason:-no answer within $seconds s}): installing torch's CUDA build from PyPI instead, which runs on CPUs too (5 GB)"
   fi
   install ./proto ./engine ./router ./cli
 fi

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 from prometheus_client import CollectorRegistry, disable_created_metrics
 from quire.v1 import engine_pb2 as pb
 from quire_proto import __version__
-from quire_proto.cli import read_settings, reject_unknown_env
+from quire_proto.cli import describe_listen_error, read_settings, reject_unknown_env
 from quire_proto.convert import TASK_TO_PROTO
 from quire_proto.engine_token import TokenError
 from quire_proto.errors import QuireError
@@ -38,7 +38,7 @@ from quire_engine.factory import (
     supported_tasks,
 )
 from quire_engine.server.loras import LoRARegistry
-from quire_engine.server.probes import ProbeServer, describe_listen_error
+from quire_engine.server.probes import ProbeServer
 from quire_engine.server.server import EngineServer
 
 if TYPE_CHECKING:

@@ -48,6 +48,13 @@ def _not_empty(value: object) -> object:
     return value
 
 
+def _not_of_checkpoints(value: object) -> object:
+    """Refuses vLLM's names for the quantisation of a checkpoint, which is read from its files."""
+    if str(value).lower() in ("awq", "awq_marlin", "gptq", "gptq_marlin", "compressed-tensors", "fp8", "gguf"):
+        raise ValueError("a checkpoint says itself how it is quantised: leave it out; int8 and int4 are made of others")
+    return value
+
+
 PREFIX = "QUIRE_ENGINE_"
 OTHER_VARIABLES = ("cpu_kernels",)  # QUIRE_ENGINE_CPU_KERNELS is read by ``kernels``, which may not import this
 _SEEN = "tool calls and thoughts are read as the model's chat template writes them"
@@ -151,7 +158,7 @@ class ExecutorConfig(_Frozen):
         description="Element type of KV memory, if it is not --dtype: int8 on the CPU, with a scale for each "
         "token and KV head, and fp8 (e4m3) on a GPU. Either holds about twice as many tokens.",
     )
-    quantization: Quantization | None = Field(
+    quantization: Annotated[Quantization | None, BeforeValidator(_not_of_checkpoints)] = Field(
         default=None, description="What the weights of linear layers are held in instead, on the CPU."
     )
     weights_memory_gb: Gib | None = Field(

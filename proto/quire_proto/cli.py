@@ -4,6 +4,7 @@
 misspelt variables. ``FlagParser`` writes the help and the error messages of flags.
 """
 
+import errno
 import os
 import re
 import sys
@@ -48,6 +49,11 @@ _PAIR = re.compile(r"[^-=/][^=/]*=")  # the beginning of NAME=VALUE, and of no p
 _DEFAULT = re.compile(r" \(default: (.*)\)$")
 
 
+_LISTEN_ADVICE = {
+    errno.EADDRINUSE: "another program has this port: stop it, or choose another port",
+    errno.EADDRNOTAVAIL: "--host is not an address of this machine",
+    errno.EACCES: "ports below 1024 need privileges: choose another port",
+}
 # Defaults that are shown in other words; empty ones are not shown.
 _WORDS = {"null": "", "[]": "", "True": "on", "False": "off"}
 
@@ -201,8 +207,11 @@ class FlagParser(ArgumentParser):
         fail(message, tip, EXIT_USAGE)
 
     def _nearest(self, flag: str) -> str:
+        if not flag.startswith("-"):  # vLLM takes the model without a flag
+            return "--model" if "--model" in self._flags else ""
         names = {name.lstrip("-"): name for name in self._flags}
         close = get_close_matches(flag.lstrip("-"), names, 1, cutoff=_CLOSE)
+        close = close or [name for name in names if sorted(name) == sorted(flag.lstrip("-"))]  # short, letters swapped
         return names[close[0]] if close else ""
 
 
@@ -254,6 +263,15 @@ def strip_brackets(host: str) -> str:
 
 
 ListenAddress = Annotated[str, AfterValidator(strip_brackets)]
+
+
+def describe_listen_error(flag: str, host: str, port: int, error: OSError) -> str:
+    """Returns why nobody can listen where ``flag`` says, and what to do, without a point at the end."""
+    number = error.errno or 0  # negative where a name is not found
+    reason = os.strerror(number) if number > 0 else error.strerror
+    why = f"{flag}: {join_host_port(host, port)} cannot be listened on: {reason}"
+    advice = _LISTEN_ADVICE.get(number)
+    return f"{why}; {advice}" if advice else why
 
 
 def join_host_port(host: str, port: int) -> str:

@@ -72,9 +72,13 @@ def _untrusted(path: Path, why: str) -> PermissionError:
 
 
 def no_such_path(text: str) -> str:
-    """Returns "no folder TEXT is here", and the path that was probably meant where one is similar."""
-    near = _nearest(Path(text).expanduser())
-    return f"no folder {text} is here" + (f" (did you mean {near}?)" if near else "")
+    """Returns "no folder TEXT is here", with the folder where a relative path was looked for, and the path that was
+    probably meant where one is similar.
+    """
+    path = Path(text).expanduser()
+    near = _nearest(path)
+    where = "here" if path.is_absolute() else f"in {Path.cwd()}"
+    return f"no folder {text} is {where}" + (f" (did you mean {near}?)" if near else "")
 
 
 def _nearest(path: Path) -> Path | None:

@@ -148,7 +148,11 @@ class Router:
         """Serves. Raises ``OSError`` if a port is not available."""
         components = self._components
         async with AsyncExitStack() as stack:
-            servers = await self._open_ports(stack)
+            try:
+                servers = await self._open_ports(stack)
+            except OSError:
+                await components.journal.close()  # its writer runs since it was made
+                raise
             await components.start(stack)
             if self._worker is not None:  # the supervisor answers /live for all workers
                 stack.push_async_callback(supervise("worker", self._end_if_failing).stop)
@@ -264,11 +268,14 @@ class Router:
                 client_timeout=write_timeout,
             )
         if self._worker is not None:
-            return [HttpServer(api, listen(settings.host, self._worker.http_port, shared=True), limits)]
+            return [HttpServer(api, listen(settings.host, self._worker.http_port, "--http-port", shared=True), limits)]
         admin: ASGIApp = build_admin(service, client_timeout=write_timeout)
         if settings.is_for_this_machine:
             admin = LocalCallers(admin, hosts=settings.allowed_hosts, client_timeout=write_timeout)
         return [
-            HttpServer(app, listen(settings.host, port), limits)
-            for app, port in ((api, settings.http_port), (admin, settings.metrics_port))
+            HttpServer(app, listen(settings.host, port, flag), limits)
+            for app, port, flag in (
+                (api, settings.http_port, "--http-port"),
+                (admin, settings.metrics_port, "--metrics-port"),
+            )
         ]

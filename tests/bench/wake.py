@@ -26,12 +26,15 @@ def main() -> None:
     """Prints a line for each round, and the median. Exits with 1 if that is above the bar."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--shape", default="qwen3-0.6b", help="random weights of this shape, as quire-engine bench has")
+    parser.add_argument("--model", type=Path, help="a model's folder instead")
+    parser.add_argument("--device", default="auto", choices=("cpu", "cuda", "auto"))
     parser.add_argument("--rounds", type=int, default=5)
     options = parser.parse_args()
-    model, seconds = model_of_shape(options.shape, 0), list[float]()
+    model, seconds = options.model or model_of_shape(options.shape, 0), list[float]()
     with ExitStack() as stack:
         folder = Path(stack.enter_context(tempfile.TemporaryDirectory()))
-        engine = Engine(model, folder, "--kv-cache-memory", str(1 << 30), OMP_NUM_THREADS="2")
+        flags = ("--kv-cache-memory", str(1 << 30), "--device", options.device)
+        engine = Engine(model, folder, *flags, OMP_NUM_THREADS="2")
         stack.callback(engine.kill)
         engine.wait_ready()
         asked = EngineStub(stack.enter_context(grpc.insecure_channel(engine.address)))

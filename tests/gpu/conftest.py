@@ -12,6 +12,34 @@ from tests.model.models import CONFIGS, VOCAB_SIZE
 __all__ = ["small_models"]
 
 GPU = torch.device("cuda", 0)
+# Tests that need kernels which `make gpu-kit` compiles with --kernels all only.
+OTHER_KERNELS = ("fp8", "soft_cap", "sinks")
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption(
+        "--short", action="store_true", help="one variant of each test, and none that needs kernels of --kernels all"
+    )
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    if not config.getoption("--short", default=False):
+        return
+    chosen: dict[tuple[Path, str], pytest.Item] = {}
+    for item in sorted(items, key=_is_unusual):
+        name = item.name.partition("[")[0]
+        if not any(word in name for word in OTHER_KERNELS):
+            chosen.setdefault((item.path, name), item)
+    kept = set(chosen.values())
+    config.hook.pytest_deselected(items=[item for item in items if item not in kept])
+    items[:] = [item for item in items if item in kept]
+
+
+def _is_unusual(item: pytest.Item) -> bool:
+    """Whether a variant is in float16, or of a model other than Qwen3."""
+    callspec = getattr(item, "callspec", None)
+    params = callspec.params if callspec is not None else {}
+    return params.get("dtype") is torch.float16 or params.get("model_name", params.get("name", "qwen3")) != "qwen3"
 
 
 @pytest.fixture(autouse=True)

@@ -124,6 +124,7 @@ def test_a_variable_that_is_no_setting_is_named(tmp_path: Path, monkeypatch: pyt
     [
         (("--max-num-seqs", "0"), "--max-num-seqs"),
         (("--dtype", "int3"), "--dtype"),
+        (("--quantization", "awq"), "--quantization: a checkpoint says itself how it is quantised: leave it out"),
         (("--swap-space", "-1"), "--swap-space"),
         (("--gpu-memory-utilization", "1.5"), "--gpu-memory-utilization"),
     ],

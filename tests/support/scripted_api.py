@@ -447,8 +447,8 @@ async def open_stage(
         conversations=conversations,
         quota=quota,
     )
-    server = HttpServer(allow_origins(app, origins) if origins else app, listen("127.0.0.1", 0), limits)
-    admin = HttpServer(build_admin(service, client_timeout=patience), listen("127.0.0.1", 0))
+    server = HttpServer(allow_origins(app, origins) if origins else app, listen("127.0.0.1", 0, "--http-port"), limits)
+    admin = HttpServer(build_admin(service, client_timeout=patience), listen("127.0.0.1", 0, "--http-port"))
     rpc = RpcServer(
         service,
         "127.0.0.1:0",

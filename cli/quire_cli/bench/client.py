@@ -68,6 +68,8 @@ class HttpClient:
         try:
             async with asyncio.timeout(min(self._timeout, 30.0) or None):
                 await self._exchange(self._head("GET", path, 0), recording)
+        except ConnectionRefusedError:
+            raise ServerError(f"no server answers at {self._url.geturl()}; quire serve MODEL starts one.") from None
         except OSError as error:  # TimeoutError is one
             recording.failure = _describe(error)
         where = f"{self._url.geturl()}{path}"

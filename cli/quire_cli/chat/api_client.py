@@ -67,13 +67,12 @@ class ApiClient:
             with self._response(Ask("GET", "/models")) as response:
                 entries = json.loads(response.read())["data"]
                 return [str(entry["id"]) for entry in entries if not entry.get("parent")]
-        except (
-            ValueError,
-            KeyError,
-            TypeError,
-            AttributeError,
-            HTTPException,
-        ):  # also of servers that do not speak HTTP
+        except HTTPException:
+            raise ApiError(
+                f"{self.url} does not speak HTTP/1, as the port for gRPC does not: --url names the port of the REST "
+                "API, by default 8000."
+            ) from None
+        except (ValueError, KeyError, TypeError, AttributeError):
             raise ApiError(f"{self.url}/v1/models is not a list of models.") from None
         except _CutError as error:
             raise ApiError(str(error)) from None

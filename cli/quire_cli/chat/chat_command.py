@@ -54,7 +54,7 @@ def complete(arguments: Sequence[str]) -> None:
 
 
 def _parser(name: str, description: str) -> FlagParser:
-    parser = FlagParser(name, description, {})
+    parser = FlagParser(name, description, {}, dict.fromkeys(("--host", "--port", "--base-url"), "use --url"))
     parser.add_argument("--url", default=DEFAULT_URL, metavar="URL", help=f"the server (default: {DEFAULT_URL})")
     parser.add_argument("--api-key", metavar="KEY", help=KEY_HELP)
     parser.add_argument("--model", metavar="NAME", help="by default the only one that is served")

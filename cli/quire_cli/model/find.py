@@ -89,13 +89,21 @@ def _local(path: Path, need: MemoryNeed | None) -> FoundModel:
     missing = missing_files(path)
     if missing and (CONFIG_FILE not in missing or not files):
         first = CONFIG_FILE if CONFIG_FILE in missing else missing[0]
-        plain = f"{path.resolve()} is not a model folder that can be served: it has no {first}."
+        near = _model_below(path.resolve()) if first == CONFIG_FILE else None
+        plain = f"{path.resolve()} is not a model folder that can be served: it has no {first}"
+        plain += f" (did you mean {near}?)." if near else "."
         raise ModelNotFoundError(_in_other_form(path, first) or plain)
     if CONFIG_FILE in missing and len(files) > 1:
         raise ModelNotFoundError(f"{path} has {len(files)} GGUF files: name one of them, such as {files[0]}.")
     for name in sorted(weight_files(path)) if not missing else ():
         _check_weights(path / name)
     return FoundModel(path, served_name(path.resolve().name))
+
+
+def _model_below(folder: Path) -> Path | None:
+    """The first folder with a model, at most two levels below ``folder``: as in a repository, or the Hub's cache."""
+    found = sorted(config for depth in ("*", "*/*") for config in folder.glob(f"{depth}/{CONFIG_FILE}"))
+    return next((config.parent for config in found if not missing_files(config.parent)), None)
 
 
 def _in_other_form(folder: Path, missing: str) -> str | None:

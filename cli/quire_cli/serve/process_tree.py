@@ -1,6 +1,6 @@
 """Processes that run together: ``ProcessTree`` starts them at once, starts again what dies, and ends all in order.
 
-All of it runs in one event loop. A process counts as ready once its health probe answers 200. One that ends before
+All of it runs in one event loop. A process counts as ready once its own health probe answers 200. One that ends before
 that has failed to start: where it ended by itself and was never ready, it would do so again, and all end; otherwise
 it is started again after a growing delay, ``MAX_FAILED_STARTS`` times. Programs that cannot run without each other
 are ``grouped``: they end together by themselves, and one that does not, as a stopped process cannot, is killed.
@@ -21,7 +21,7 @@ from typing import NamedTuple
 
 from quire_proto.supervise import Backoff
 
-from quire_cli.machine.sockets import LOCALHOST
+from quire_cli.machine.sockets import LOCALHOST, listens
 from quire_cli.serve import child
 from quire_cli.serve.log import SELF, WriteLine
 
@@ -198,7 +198,7 @@ class ProcessTree:
         try:
             async with asyncio.TaskGroup() as tasks:
                 reading = tasks.create_task(self._print(program, output, lines))
-                probing = tasks.create_task(self._probe(program))
+                probing = tasks.create_task(self._probe(program, process.pid))
                 status = await process.wait()
                 _signal_group(process, signal.SIGKILL)  # those that it started, which may hold its ports
                 probing.cancel()
@@ -232,10 +232,15 @@ class ProcessTree:
             return False
         return self._warnings.setdefault((program.kind, text[found.end() :]), program.name) != program.name
 
-    async def _probe(self, program: Program) -> None:
-        """Waits until the program is ready."""
+    async def _probe(self, program: Program, group: int) -> None:
+        """Waits until the program is ready, whose processes are those of ``group``. Another program may have taken the
+        port since it was chosen, and answers there until this one ends because of it.
+        """
         began = asyncio.get_running_loop().time()
         await answers(*program.probe, program.host)
+        while not listens(group, program.probe[0]):  # it was another program that answered
+            await asyncio.sleep(PROBE_PERIOD)
+            await answers(*program.probe, program.host)
         if program.name in self._restarted:
             self._say(f"{program.name} is ready again after {asyncio.get_running_loop().time() - began:.1f} s", SELF)
         self.ready.add(program.name)

@@ -102,6 +102,19 @@ SHAPES: dict[str, dict[str, Any]] = {
         "max_position_embeddings": 40960,
         "rope_theta": 1000000.0,
     },
+    "qwen3-8b": {
+        "model_type": "qwen3",
+        "vocab_size": 151936,
+        "hidden_size": 4096,
+        "num_hidden_layers": 36,
+        "num_attention_heads": 32,
+        "num_key_value_heads": 8,
+        "head_dim": 128,
+        "intermediate_size": 12288,
+        "tie_word_embeddings": False,
+        "max_position_embeddings": 40960,
+        "rope_theta": 1000000.0,
+    },
     "llama3-1b": {
         "model_type": "llama",
         "vocab_size": 128256,
@@ -122,7 +135,7 @@ def model_of_shape(shape: str, seed: int) -> Path:
     """The folder of a model of this shape in bfloat16, written once for each user. ``shape`` is a name of ``SHAPES``,
     a ``config.json`` or the text of one. Raises ``ModelError``.
     """
-    settings = SHAPES.get(shape) or _read(shape)
+    settings = settings_of_shape(shape)
     name = hashlib.sha256(json.dumps([settings, seed], sort_keys=True).encode()).hexdigest()[:16]
     cache = user_cache_folder() / "shapes"
     folder = cache / name
@@ -135,7 +148,10 @@ def model_of_shape(shape: str, seed: int) -> Path:
     return folder
 
 
-def _read(text: str) -> dict[str, Any]:
+def settings_of_shape(text: str) -> dict[str, Any]:
+    """The configuration of a shape: a name of ``SHAPES``, a ``config.json`` or its text. Raises ``ModelError``."""
+    if text in SHAPES:
+        return SHAPES[text]
     try:
         settings = json.loads(Path(text).read_text() if text.endswith(".json") else text)
     except (OSError, ValueError):

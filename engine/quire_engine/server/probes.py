@@ -11,7 +11,7 @@ from sys import exception
 from threading import Lock, Thread
 
 from prometheus_client import CollectorRegistry, MetricsHandler
-from quire_proto.cli import join_host_port
+from quire_proto.cli import describe_listen_error
 from quire_proto.local_hosts import CONTAINER_HOSTS, is_local_host, is_loopback
 
 log = logging.getLogger(__name__)
@@ -109,11 +109,6 @@ class _BoundedServer(ThreadingHTTPServer):
             log.debug("a client of the metrics port broke off: %s", client_address)
         else:
             log.exception("a request at the metrics port failed")
-
-
-def describe_listen_error(flag: str, host: str, port: int, error: OSError) -> str:
-    """Why nobody can listen where ``flag`` says."""
-    return f"{flag}: {join_host_port(host, port)} cannot be listened on: {error.strerror}"
 
 
 def _respond(handler: MetricsHandler, status: HTTPStatus, content: Mapping[str, str]) -> None:

@@ -180,8 +180,8 @@ def _swap_bytes(budget: CacheBudget, measured: MemoryProfile, shared: int) -> in
 
 def _too_large_message(size: int, measured: MemoryProfile) -> str:
     return (
-        f"There is no memory for a KV pool of {size} bytes: {measured.source} is {measured.limit} bytes, and the "
-        f"engine takes {measured.used_loaded} without it."
+        f"There is no memory for a KV pool of {_mib(size)}: {measured.source} is {_mib(measured.limit)}, and the "
+        f"engine takes {_mib(measured.used_loaded)} without it. Lower --kv-cache-memory, or leave it out."
     )
 
 

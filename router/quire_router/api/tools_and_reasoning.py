@@ -160,7 +160,11 @@ def require_tool_format(tokenizer: ModelTokenizer) -> ToolFormat:
         return tokenizer.tool_format
     if "tools" in tokenizer.template_variables(with_tools=True):
         raise invalid("tools", "This model writes tool calls in a format that is not supported here.")
-    raise invalid("tools", "This model's chat template knows no tools.")
+    raise invalid(
+        "tools",
+        "This model's chat template knows no tools: serve a model whose template does, or put a template with tools "
+        "into the model's folder as chat_template.jinja.",
+    )
 
 
 def drop_unsupported_by_template(request: TemplatedT, tokenizer: ModelTokenizer) -> tuple[TemplatedT, Sequence[str]]:

@@ -156,10 +156,9 @@ class KedaServer:
         limits = [*server_options(_MAX_MESSAGE, shared=False), *connection_options(_LIMITS, _HANDSHAKE_TIMEOUT)]
         self._server = grpc.aio.server(options=limits, maximum_concurrent_rpcs=_LIMITS.calls)
         add_ExternalScalerServicer_to_server(scaler, self._server)
-        inner = bind(
-            self._server, "127.0.0.1:0", None if tls is None else ReloadingServerCredentials(tls).credentials()
-        )
-        self._relay = Relay(listen(host, port), inner, ConnectionShares(_CONNECTIONS, peer_share))
+        credentials = None if tls is None else ReloadingServerCredentials(tls).credentials()
+        inner = bind(self._server, "127.0.0.1:0", "--keda-port", credentials)
+        self._relay = Relay(listen(host, port, "--keda-port"), inner, ConnectionShares(_CONNECTIONS, peer_share))
         self.port = self._relay.port
 
     async def start(self) -> None:

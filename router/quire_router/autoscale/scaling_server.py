@@ -60,7 +60,7 @@ def _start_external_metrics(settings: Settings, load: Load, stack: AsyncExitStac
     app = ExternalMetrics(load, labels_of(settings.models), namespace, proxy)
     server = TlsServer(
         app,
-        listen(settings.host, settings.scaling_port),
+        listen(settings.host, settings.scaling_port, "--scaling-port"),
         certificates,
         replace(_LIMITS, peer_share=settings.max_peer_share),
     )

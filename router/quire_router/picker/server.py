@@ -94,7 +94,7 @@ class PickerServer:
         )
         self._server.add_generic_rpc_handlers((grpc.method_handlers_generic_handler(SERVICE, {"Process": handler}),))
         add_HealthServicer_to_server(self._health, self._server)
-        self.port = bind(self._server, address, credentials)
+        self.port = bind(self._server, address, "--picker-port", credentials)
 
     async def start(self) -> None:
         """Starts to accept streams. It is ready from now on, also while no server is: requests wait for one."""

@@ -69,16 +69,17 @@ class Supervisor:
         async with AsyncExitStack() as stack:
             folder = stack.enter_context(TemporaryDirectory(prefix="quire-router-metrics-"))
             http, grpc = (
-                stack.enter_context(reserve(settings.host, p)) for p in (settings.http_port, settings.grpc_port)
+                stack.enter_context(reserve(settings.host, port, flag))
+                for port, flag in ((settings.http_port, "--http-port"), (settings.grpc_port, "--grpc-port"))
             )
             ports = (http.getsockname()[1], grpc.getsockname()[1])
             if settings.picker_port is not None:
-                stack.enter_context(reserve(settings.host, settings.picker_port))
+                stack.enter_context(reserve(settings.host, settings.picker_port, "--picker-port"))
             write_timeout = settings.slow_client_timeout
             admin: ASGIApp = Admin(folder, settings.host, ports[0], lambda: bool(self._workers), write_timeout)
             if settings.is_for_this_machine:
                 admin = LocalCallers(admin, hosts=settings.allowed_hosts, client_timeout=write_timeout)
-            admin_server = HttpServer(admin, listen(settings.host, settings.metrics_port))
+            admin_server = HttpServer(admin, listen(settings.host, settings.metrics_port, "--metrics-port"))
             await self._start_scaling_servers(stack)
             log.info(
                 "%d workers: REST on %s:%d, gRPC on %d, metrics on %d",
@@ -151,9 +152,11 @@ class Supervisor:
             _signal(self._workers.values(), signal.SIGKILL)
 
 
-def reserve(host: str, port: int) -> socket.socket:
-    """A socket that reserves a port for the workers and never listens on it. Raises ``OSError`` if it is in use."""
-    listen(host, port).close()  # without SO_REUSEPORT: a port of another program is an error
+def reserve(host: str, port: int, flag: str) -> socket.socket:
+    """A socket that reserves a port for the workers and never listens on it. Raises ``OSError``, whose text names the
+    ``flag`` of the port, if it is in use.
+    """
+    listen(host, port, flag).close()  # without SO_REUSEPORT: a port of another program is an error
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     reserved = socket.socket(family, socket.SOCK_STREAM)
     reserved.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)

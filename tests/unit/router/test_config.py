@@ -1,5 +1,7 @@
 """The router's settings, from flags and from the environment; and what of it the other commands share."""
 
+import errno
+import os
 import re
 from functools import partial
 from pathlib import Path
@@ -147,7 +149,7 @@ def test_help_shows_values_and_not_python_types(program, capsys):
     [
         (["--frobnicate=3"], "unknown option --frobnicate"),
         (["--log-lvel", "--modell", "--tracee"], r"unknown option --log-lvel( \(did you mean --log-level\?\))?"),
-        (["frobnicate", "--x"], "unexpected argument frobnicate"),
+        (["frobnicate", "--x"], r"unexpected argument frobnicate( \(did you mean --model\?\))?"),
     ],
 )
 def test_an_unknown_flag_is_a_one_line_error(program, arguments, message, capsys):
@@ -164,6 +166,35 @@ def test_a_misspelt_flag_gets_a_suggestion(capsys):
         read_settings(["--modle", "/m"])
 
     assert "unknown option --modle (did you mean --model?)" in capsys.readouterr().err
+
+
+def test_a_short_flag_with_swapped_letters_gets_a_suggestion(capsys):
+    with pytest.raises(SystemExit):
+        command.read_settings(EngineConfig, ["--prot", "9100"])
+
+    assert "unknown option --prot (did you mean --port?)" in capsys.readouterr().err
+
+
+def test_a_model_without_its_flag_gets_a_suggestion(capsys):
+    with pytest.raises(SystemExit):
+        command.read_settings(EngineConfig, ["demo/model"])
+
+    assert "unexpected argument demo/model (did you mean --model?)" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("number", "advice"),
+    [
+        (errno.EADDRINUSE, "Address already in use; another program has this port: stop it, or choose another port"),
+        (errno.EADDRNOTAVAIL, "Cannot assign requested address; --host is not an address of this machine"),
+        (errno.EIO, "Input/output error"),
+    ],
+)
+def test_a_port_that_cannot_be_listened_on_is_named_with_its_flag(number, advice):
+    error = OSError(number, os.strerror(number))
+    told = command.describe_listen_error("--http-port", "::1", 8000, error)
+
+    assert told == f"--http-port: [::1]:8000 cannot be listened on: {advice}"
 
 
 @pytest.mark.parametrize(

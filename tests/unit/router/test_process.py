@@ -127,18 +127,26 @@ def test_a_signal_during_the_start_ends_it_without_a_traceback(library, number, 
     assert "Traceback" not in errors
 
 
-def test_a_port_that_is_taken_ends_the_start_with_one_line(tmp_path):
+def test_a_port_that_is_taken_ends_the_start_with_one_line_that_names_its_flag(tmp_path):
     folder = write_model_folder(tmp_path)
-    for taken in range(3):
+    journal = "--journal-file", str(tmp_path / "journal.sqlite")
+    for taken, flag in enumerate(("--http-port", "--grpc-port", "--metrics-port")):
         with socket.create_server(("127.0.0.1", 0)) as holder:
             ports = free_ports(3)
             ports[taken] = holder.getsockname()[1]
             answer = subprocess.run(
-                command(folder, ports), env=ENVIRONMENT, capture_output=True, text=True, timeout=60, check=False
+                command(folder, ports, *journal),
+                env=ENVIRONMENT,
+                capture_output=True,
+                text=True,
+                timeout=60,
+                check=False,
             )
         assert answer.returncode == 1
-        assert str(ports[taken]) in answer.stderr.splitlines()[-1]
+        assert f"quire-router: {flag}: 127.0.0.1:{ports[taken]} cannot be listened on: " in answer.stderr
+        assert answer.stderr.endswith("choose another port.\n")
         assert "Traceback" not in answer.stderr
+        assert " ERROR " not in answer.stderr, "what was begun is not broken off"
 
 
 def test_a_broken_model_folder_ends_the_start_with_one_line(tmp_path):

@@ -21,6 +21,7 @@ from typing import Any, ClassVar
 
 import uvicorn
 from httptools import HttpParserError, HttpParserUpgrade, HttpRequestParser
+from quire_proto.cli import describe_listen_error
 from quire_proto.errors import QuireError
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from uvicorn import Config
@@ -410,9 +411,9 @@ def http_config(app: ASGIApp, limits: ConnectionLimits) -> LimitedConfig:
     return config
 
 
-def listen(host: str, port: int, *, shared: bool = False) -> socket.socket:
-    """Returns a socket that listens on ``host`` and ``port`` (0: any free one); with ``shared`` other processes may
-    listen on the same port. Raises ``OSError``.
+def listen(host: str, port: int, flag: str, *, shared: bool = False) -> socket.socket:
+    """Returns a socket that listens on ``host`` and ``port`` (0: any free one), which ``flag`` sets; with ``shared``
+    other processes may listen on the same port. Raises ``OSError``, whose text names the flag.
     """
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     listener = socket.socket(family, socket.SOCK_STREAM)
@@ -424,7 +425,7 @@ def listen(host: str, port: int, *, shared: bool = False) -> socket.socket:
         listener.setblocking(False)
     except OSError as error:
         listener.close()
-        raise OSError(f"{host}:{port} cannot be listened on: {error.strerror}") from error
+        raise OSError(f"{describe_listen_error(flag, host, port, error)}.") from error
     return listener
 
 

@@ -88,7 +88,7 @@ class RpcServer:
         add_InferenceServicer_to_server(InferenceService(service, client_timeout, keepalive), self._server)
         add_HealthServicer_to_server(self._health, self._server)
         _add_reflection(self._server)
-        self.port = bind(self._server, address)
+        self.port = bind(self._server, address, "--grpc-port")
         self._health_task: SupervisedTask | None = None
 
     async def start(self) -> None:
@@ -189,15 +189,18 @@ def _milliseconds(seconds: float) -> int:
     return min(round(seconds * 1000), 2**31 - 1)  # an option is a signed number of 32 bits
 
 
-def bind(server: grpc.aio.Server, address: str, credentials: grpc.ServerCredentials | None = None) -> int:
-    """Binds a server, over TLS with ``credentials``, and returns its port. Raises ``OSError``."""
+def bind(server: grpc.aio.Server, address: str, flag: str, credentials: grpc.ServerCredentials | None = None) -> int:
+    """Binds a server to the address that ``flag`` sets, over TLS with ``credentials``, and returns its port. Raises
+    ``OSError``, whose text names the flag; gRPC does not say which of two causes there was.
+    """
+    refused = f"{flag}: {address} cannot be listened on: it is in use, or not of this machine; choose another port."
     try:
         if credentials is None:
             port = server.add_insecure_port(address)
         else:
             port = server.add_secure_port(address, credentials)
     except RuntimeError as error:
-        raise OSError(f"{address} cannot be listened on") from error
+        raise OSError(refused) from error
     if port == 0:
-        raise OSError(f"{address} cannot be listened on")
+        raise OSError(refused)
     return port

@@ -80,6 +80,13 @@ def test_a_folder_that_lacks_a_file_is_refused(tmp_path: Path, missing: str) -> 
         find_model(str(folder))
 
 
+@pytest.mark.parametrize("inside", ["model", "snapshots/1f2e3d"])
+def test_a_folder_around_a_model_names_the_model(tmp_path: Path, inside: str) -> None:
+    write(tmp_path / inside, model_files())
+    with pytest.raises(ModelNotFoundError, match=rf"has no config.json \(did you mean {tmp_path / inside}\?\)\.$"):
+        find_model(str(tmp_path))
+
+
 def test_a_folder_in_another_form_is_refused_with_what_converts_it(tmp_path: Path) -> None:
     pickled = {**model_files(), "pytorch_model.bin": b""}
     del pickled["model.safetensors"]
@@ -173,12 +180,13 @@ def test_the_folder_that_was_probably_meant_is_named(
     (tmp_path / "demo" / "model").mkdir(parents=True)
     (tmp_path / "docs").mkdir()
     monkeypatch.chdir(tmp_path)
-    assert no_such_path(typed) == f"no folder {typed} is here (did you mean demo/model?)"
+    assert no_such_path(typed) == f"no folder {typed} is in {tmp_path} (did you mean demo/model?)"
     assert no_such_path(str(tmp_path / "demo" / "modle")).endswith(f"(did you mean {tmp_path}/demo/model?)")
 
 
 def test_nothing_is_guessed_where_nothing_is_similar(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "demo" / "model").mkdir(parents=True)
     monkeypatch.chdir(tmp_path)
-    assert no_such_path("Qwen/Qwen3-0.6B") == "no folder Qwen/Qwen3-0.6B is here"
-    assert no_such_path("demo/Qwen3") == "no folder demo/Qwen3 is here"
+    assert no_such_path("Qwen/Qwen3-0.6B") == f"no folder Qwen/Qwen3-0.6B is in {tmp_path}"
+    assert no_such_path("demo/Qwen3") == f"no folder demo/Qwen3 is in {tmp_path}"
+    assert no_such_path("/nowhere/model") == "no folder /nowhere/model is here"

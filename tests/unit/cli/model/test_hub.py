@@ -79,7 +79,7 @@ def test_unknown_and_private_names(user: User) -> None:
     user.hub.add("org/small", model_files())
     user.hub.add("org/private", model_files(), private=True)
     assert user.refused("orgg/small").endswith("or it is a private one, which needs HF_TOKEN: did you mean org/small?")
-    assert "no folder org/other is here, and" in user.refused("org/other")
+    assert "no folder org/other is in " in user.refused("org/other")
     assert "or it is a private one, which needs HF_TOKEN" in user.refused("org/private")
     user.variables["HF_TOKEN"] = GRANTED
     assert user.find("org/private")[1] == "org/private"
@@ -279,7 +279,7 @@ def test_without_a_network_the_cached_copy_is_taken(user: User) -> None:
     user.hub.requests.clear()
     assert user.find("org/small")[0] == folder
     assert not user.hub.requests
-    assert "and HF_HUB_OFFLINE is set: unset it to download the model; no folder org/other is here." in user.refused(
+    assert "and HF_HUB_OFFLINE is set: unset it to download the model; no folder org/other is in " in user.refused(
         "org/other"
     )
     user.variables = {"HF_ENDPOINT": "http://127.0.0.1:9"}

@@ -7,6 +7,7 @@ import subprocess
 import sys
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
+from dataclasses import replace
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from threading import Thread
@@ -133,6 +134,17 @@ async def test_what_was_ready_may_fail_to_start_twice_but_not_thrice(tmp_path: P
         assert lines.lines.count(("engine-1", "cannot")) == 3
         assert "engine-1 ended with status 3, 3 times in a row; the others are stopped" in [t for _, t in lines.lines]
         assert lines.lines[-1] == ("quire", "its last lines:\nbegan\ncannot")
+
+
+async def test_an_answer_of_another_program_at_its_port_makes_nothing_ready() -> None:
+    theirs = program("router")
+    async with running(theirs) as (tree, *_):
+        await until(lambda: "router" in tree.ready)
+        late = replace(program("router"), probe=theirs.probe)
+        async with running(late, program("engine-1")) as (other, lines, _):
+            await until(lambda: "engine-1" in other.ready and lines.lines.count(("router", "began")))
+            await asyncio.sleep(0.5)  # ten probes
+            assert other.ready == {"engine-1"}
 
 
 async def test_what_does_not_answer_is_not_ready() -> None:

@@ -79,7 +79,7 @@ async def serving(
     certificates = ReloadingSslContext(cluster.router, lambda: proxy.authorities)
     app = ExternalMetrics(load, labels_of(MODELS), NAMESPACE, proxy)
     limits = ConnectionLimits(connections=connections, head=0.5)
-    server = TlsServer(app, listen("127.0.0.1", 0), certificates, limits, handshake=0.5)
+    server = TlsServer(app, listen("127.0.0.1", 0, "--http-port"), certificates, limits, handshake=0.5)
     server.start()
     try:
         yield Stage(cluster, load, proxy, server)
@@ -385,7 +385,7 @@ async def test_the_config_map_is_read_from_the_api_server(tmp_path: Path, monkey
         answer = Response(json.dumps(config if data else {}), 200 if data else 403, media_type="application/json")
         await answer(scope, receive, send)
 
-    server = HttpServer(api, listen("127.0.0.1", 0))
+    server = HttpServer(api, listen("127.0.0.1", 0, "--http-port"))
     serving = asyncio.create_task(server.run_until_stopped())
     file = tmp_path / "kubeconfig"
     file.write_text(json.dumps(kubeconfig({"server": f"http://127.0.0.1:{server.port}"}, {})))

@@ -37,7 +37,7 @@ async def serving(answer: Answer, heartbeat: float = 60.0, *, ids: bool = False)
             await answer(events)
         reply.close()
 
-    server = HttpServer(app, listen("127.0.0.1", 0))
+    server = HttpServer(app, listen("127.0.0.1", 0, "--http-port"))
     running = asyncio.create_task(server.run_until_stopped())
     try:
         yield server.port

@@ -326,7 +326,7 @@ async def test_what_uvicorn_does_not_promise_is_there_in_the_minor_version_that_
     # Attributes that are no methods exist on instances only.
     assert {name for name in OF_A_CONNECTION if not hasattr(protocol, name)} == set()
     assert {name for name in OF_A_CYCLE if not hasattr(protocol.cycle, name)} == set()
-    server = HttpServer(echo_nothing, listen("127.0.0.1", 0))
+    server = HttpServer(echo_nothing, listen("127.0.0.1", 0, "--http-port"))
     server._listener.close()
     assert {name for name in OF_A_SERVER if not hasattr(server, name)} == set()
     assert vars(ServerState()).keys() >= {"connections", "tasks"}
