@@ -238,7 +238,7 @@ def test_a_text_is_printed_with_its_continuation() -> None:
         ({"refuses": True}, ("complete", "It was so:"), 1, "error: Too many tokens."),
         ({}, ("chat", "--tempratur", "1"), 2, "unknown option --tempratur (did you mean --temperature?)"),
         ({}, ("chat", "x", "--url", f"http://127.0.0.1:{free_port()}"), 1, "quire serve MODEL starts one."),
-        ({}, ("chat", "x", "--port", "8001"), 2, "--port is no flag; --url is one."),
+        ({}, ("chat", "x", "--port", "8001"), 2, "unknown option --port\ntip: use --url"),
         ({}, ("chat", "x", "--url", "ftp://a"), 1, "'ftp://a' is not the URL of a server"),
         ({}, ("chat", "x", "--url", "http://a:99999"), 1, "'http://a:99999' is not the URL of a server"),
         ({}, ("chat", "x", "--url", "http://[::1"), 1, "'http://[::1' is not the URL of a server"),
