@@ -212,8 +212,10 @@ def install_peer(to: Path) -> Path:
         return python
     if sums is None:
         raise KitError("its slices were not carried to this machine")
-    with tarfile.open(join(sums, peer)) as tar:
+    whole = join(sums, peer)
+    with tarfile.open(whole) as tar:
         tar.extractall(peer / "wheels", filter="data")
+    whole.unlink()
     wheels = sorted((peer / "wheels").glob("*.whl"))
     flags = ("--quiet", "--no-index", "--no-deps", "--no-compile", "--no-cache-dir", "--target", peer / "site")
     command: list[str | Path] = [sys.executable, "-m", "pip", "install", *flags, *wheels]
@@ -251,7 +253,7 @@ def main() -> None:
 def _take(file: Path, to: Path) -> None:
     if file.name.startswith("part-"):
         unpack(file, to)
-    else:
+    elif not (to / "peer" / "python").is_file():
         (to / "peer").mkdir(parents=True, exist_ok=True)
         shutil.copyfile(file, to / "peer" / file.name)
     print(f"took {file}")

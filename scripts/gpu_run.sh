@@ -4,6 +4,8 @@
 #   scripts/gpu_run.sh [--peer vllm] [--out FOLDER] [...]   runs all rows; see python -m tests.bench.gpu_run --help
 #   scripts/gpu_run.sh --unpack FILE...                     unpacks parts of the kit, or keeps slices of a peer
 #
+# PYTHON names the interpreter that has torch, python3 by default.
+#
 # Parts that lie in .gpu-kit/KIND are unpacked by themselves. Everything is kept in $QUIRE_GPU_KIT, or /tmp/quire-gpu-kit.
 set -euo pipefail
 cd "$(dirname "$0")/.."

@@ -97,7 +97,7 @@ def main() -> None:
     ceilings = measure_ceilings(LoadOptions(config, device), costs)
     began, figures = time.perf_counter(), list[Figure]()
     with closing(start(options, config, threads)) as system:
-        print(f"started in {time.perf_counter() - began:.1f} s", flush=True)
+        print(f"{getattr(system, 'name', 'quire')} started in {time.perf_counter() - began:.1f} s", flush=True)
         bench = Bench(system, model, costs, ceilings)
 
         def add(*measured: Figure) -> None:
