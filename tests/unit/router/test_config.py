@@ -203,8 +203,8 @@ def test_a_port_that_cannot_be_listened_on_is_named_with_its_flag(number, advice
         ("quire-router", "--port", "--http-port and --grpc-port are the ports that clients use"),
         ("quire-engine", "--api-key", "keys are the router's, which has this flag"),
         ("quire-engine", "--trust-remote-code=true", "no code of a model's folder is run"),
-        ("quire-engine", "-tp", "--tensor-parallel-size is one"),
-        ("quire-engine", "-dpn=1", "--data-parallel-rank is one"),
+        ("quire-engine", "-tp", "use --tensor-parallel-size"),
+        ("quire-engine", "-dpn=1", "use --data-parallel-rank"),
         (
             "quire-engine",
             "-dpr",
