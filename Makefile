@@ -19,7 +19,7 @@ export TORCH_SIZE
 # Hundreds of processes start in the tests: what Python compiles of our sources is kept, whatever the user's shell says.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: up test ready system programs kernels bytecode cluster-test soak chaos lint types style layers bench bench-router bench-scale bench-simulation bench-fleet peers peer-suites clients images dist gpu-kit first-hour proto proto-check clean help
+.PHONY: up test ready system programs kernels bytecode cluster-test soak chaos lint types style layers bench bench-router bench-scale bench-simulation bench-fleet peers peer-suites clients images dist docs gpu-kit first-hour proto proto-check clean help
 
 help:
 	@echo "make up [MODEL=/path/to/folder] [NAME=name] [ENGINES=2] [ARGS='--port 80']   quire serve, from this checkout"
@@ -39,6 +39,7 @@ help:
 	@echo "make images [DEVICES='cpu cuda']              the router's and the engines' images (docker/README.md)"
 	@echo "make dist                                     wheels, the chart, a bill of materials and sums, in dist/ (docs/contributing.md)"
 	@echo "make gpu-kit [ARGS='--gpu sm_90a']             kernels and wheels for scripts/gpu_run.sh on a bare machine with a GPU (docs/gpu.md)"
+	@echo "make docs                                     the documentation as a site, in .run/docs/site (REPOSITORY_URL links the code)"
 	@echo "make first-hour [ARGS=--sources]              the README's first commands in an empty root; pip fetches torch (some minutes)"
 	@echo "make proto                                    the stubs of proto/quire"
 	@echo "make clean                                    takes away the environments and what was built or measured"
@@ -206,6 +207,12 @@ ifdef IMAGES
 	  $(DOCKER) save quire-engine:$(VERSION)-$$device | gzip -n > dist/quire-engine-$(VERSION)-$$device.image.tar.gz; done
 endif
 	$(BIN)/python scripts/dist.py $(ARGS)
+
+# The generator has an environment of its own: it pins what the others do not.
+docs:
+	@test -x .docs/bin/mkdocs || { $(PYTHON) -m venv .docs && .docs/bin/pip install --quiet mkdocs-material==9.8.2; }
+	$(PYTHON) scripts/site.py .run/docs
+	NO_MKDOCS_2_WARNING=1 .docs/bin/mkdocs build --quiet --strict --config-file .run/docs/mkdocs.yml
 
 # Needs no GPU. Kernels are compiled once, as many at a time as MAX_JOBS says: each takes a minute or more of a core.
 gpu-kit: $(READY)
