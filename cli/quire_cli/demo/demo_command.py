@@ -32,7 +32,7 @@ kills the engine that writes it (kill -9). The answer pauses, continues on the o
 answer of an undisturbed run.
 
 MODEL is what quire serve takes; by default the demo model of the repository."""
-DEMO_MODEL = Path("demo/model")
+DEMO_MODEL, DEMO_NAME = Path("demo/model"), "quire-demo"
 PROMPT = "Once upon a time"
 MAX_TOKENS = 400  # which the smallest model takes a second for: whole stories are over too soon to kill anything
 KILL_AT = MAX_TOKENS // 3
@@ -52,7 +52,8 @@ def demo(arguments: Sequence[str]) -> NoReturn:
         fail("demo/model is not here", "run this in a clone of the repository, or name a MODEL")
     try:
         found = find_model(flags.model or str(DEMO_MODEL), None)
-        plan = make_plan(_serve_flags(found.name, str(found.path)), found.path, Ports(lambda *_: None), visible_gpus())
+        served = _serve_flags(found.name if flags.model else DEMO_NAME, str(found.path))
+        plan = make_plan(served, found.path, Ports(lambda *_: None), visible_gpus())
     except (ModelNotFoundError, PortError, ValueError) as error:
         fail(str(error))
     try:
