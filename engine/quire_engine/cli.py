@@ -27,7 +27,7 @@ from quire_proto.tracing import setup_tracing, shutdown_tracing
 from quire_engine.checkpoint.gguf_tokenizer import tokenizer_folder_if_any
 from quire_engine.checkpoint.prefetch import prefetch_weights
 from quire_engine.config import OTHER_VARIABLES, EngineConfig
-from quire_engine.core.startup import StartupPhase, StartupTimer
+from quire_engine.core.startup import PROGRESS_MARK, PROGRESS_VARIABLE, StartupPhase, StartupTimer, progress
 from quire_engine.errors import LoRAError, ModelError
 from quire_engine.factory import (
     block_revision,
@@ -69,7 +69,18 @@ def main() -> None:
         reject_unknown_env(EngineConfig, OTHER_VARIABLES)
         config = read_settings(EngineConfig, arguments)
         set_up_logging(config.log_level.upper(), config.log_format)
+        if os.environ.get(PROGRESS_VARIABLE):
+            _print_progress()
         (_run_engine if config.node_rank == 0 else _run_node)(config)
+
+
+def _print_progress() -> None:
+    """Writes how far the start is to standard output, each time in a line that begins with ``PROGRESS_MARK``."""
+    lines = logging.StreamHandler(sys.stdout)
+    lines.setFormatter(logging.Formatter(f"{PROGRESS_MARK}%(message)s"))
+    progress.addHandler(lines)
+    progress.setLevel(logging.INFO)
+    progress.propagate = False
 
 
 def _run_node(config: EngineConfig) -> None:

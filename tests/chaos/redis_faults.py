@@ -19,6 +19,7 @@ from tests.support.processes import Router
 _SLOW = 2000  # milliseconds
 _LOOP = "while true do end"
 _BEGUN, _GROWTH = 6, 50  # background requests, and by how many tokens each is longer than the one before
+_OWN_PATIENCE = 60.0  # seconds
 _ENDED = 120.0  # seconds in which a request ends whose router died, or gets another token: it gives way to all others
 _NOT_WRITTEN = "x-quire-journal"  # the header of an answer that may not survive its router
 _BACK = (20, 600)  # seconds, at least and at most, that a clock goes back
@@ -27,11 +28,18 @@ NO_CLOCK = "no C compiler makes a clock that can be set"
 Refusal = Callable[[Redis, float], Awaitable[None]]
 
 
+def _client(url: str) -> Redis:
+    """A client of a fault's own, which waits for a slow Redis: on a busy machine a pause outlasts what Redis was
+    asked for.
+    """
+    return Redis.from_url(url, socket_connect_timeout=_OWN_PATIENCE, socket_timeout=_OWN_PATIENCE)
+
+
 async def refuse_redis(stack: Stack, chance: random.Random, pause: float) -> None:
     """Redis answers and refuses writes: it is out of memory, a replica, or busy with a script."""
     async with stack.redis_lock:
         with stack.absent(REDIS, WRITTEN_AGAIN):
-            async with Redis.from_url(stack.redis.url) as redis:
+            async with _client(stack.redis.url) as redis:
                 await chance.choice(_REFUSALS)(redis, pause)
             await known_to_routers(stack)
 
@@ -42,7 +50,7 @@ async def slow_redis(stack: Stack, chance: random.Random, pause: float) -> None:
     async with stack.redis_lock:
         with stack.absent(REDIS, WRITTEN_AGAIN):
             end = monotonic() + pause
-            async with Redis.from_url(stack.redis.url) as redis:
+            async with _client(stack.redis.url) as redis:
                 while monotonic() < end:
                     await redis.client_pause(_SLOW, all=everything)
                     await asyncio.sleep(1.1 * _SLOW / 1000)
@@ -63,7 +71,7 @@ async def full_redis(stack: Stack, chance: random.Random, pause: float) -> None:
     again; yet no one is left that runs for ever.
     """
     router = one(stack.routers, chance)
-    async with stack.redis_lock, Redis.from_url(stack.redis.url) as redis:
+    async with stack.redis_lock, _client(stack.redis.url) as redis:
         with stack.absent(REDIS, WRITTEN_AGAIN):
             started = await _begin(router)
             await redis.config_set("maxmemory", 1)
@@ -80,7 +88,7 @@ async def full_redis(stack: Stack, chance: random.Random, pause: float) -> None:
 async def forget_scripts(stack: Stack, chance: random.Random, pause: float) -> None:
     """SCRIPT FLUSH, again and again without a rest, while background requests begin and end, and their router dies."""
     router = one(stack.routers, chance)
-    async with stack.redis_lock, Redis.from_url(stack.redis.url) as redis:
+    async with stack.redis_lock, _client(stack.redis.url) as redis:
         over = asyncio.Event()
         flushing = asyncio.create_task(_flush_scripts(redis, over))
         try:
@@ -118,7 +126,7 @@ async def failover_redis(stack: Stack, _chance: random.Random, _pause: float) ->
         former, latter = stack.redis, stack.standby  # not before: another failover may have had the lock
         if not latter.is_running:
             await asyncio.to_thread(latter.start)
-        async with Redis.from_url(former.url) as old, Redis.from_url(latter.url) as new:
+        async with _client(former.url) as old, _client(latter.url) as new:
             await new.replicaof("127.0.0.1", former.port)
             await _until(lambda: _follows(new), "the standby does not follow its primary")
             await _until(lambda: _is_followed(old), "the primary does not know its standby yet")
@@ -150,7 +158,7 @@ async def cut_idle_redis(stack: Stack, chance: random.Random, pause: float) -> N
 
 async def _close_idle(stack: Stack, seconds: int) -> None:
     """Over a connection of its own, which would be closed, too."""
-    async with Redis.from_url(stack.redis.url) as redis:
+    async with _client(stack.redis.url) as redis:
         await redis.config_set("timeout", seconds)
 
 
@@ -205,7 +213,7 @@ async def _expect_ends(stack: Stack, started: dict[str, bool]) -> None:
     """Raises ``AssertionError`` unless each completes, or is unknown and was never reported as durable. Does not
     ask routers before it has ended: they take up what is asked for, and have to do so unasked.
     """
-    async with Redis.from_url(stack.redis.url) as redis:
+    async with _client(stack.redis.url) as redis:
         for request_id in started:
             await _expect_end(redis, request_id)
     deadline = monotonic() + _ENDED

@@ -8,6 +8,7 @@ from pathlib import Path
 
 from quire_engine.checkpoint.gguf_tokenizer import tokenizer_folder
 from quire_engine.config import EngineConfig
+from quire_engine.core.startup import PROGRESS_VARIABLE
 from quire_proto.cli import read_settings
 from quire_proto.folders import user_state_folder
 from quire_router.config import Settings
@@ -170,13 +171,16 @@ def _engine_program(
 
 
 def _environment(index: int, engines: int, config: EngineConfig, gpus: Sequence[str]) -> dict[str, str]:
-    """Gives each of several engines GPUs of its own. Raises ``ValueError`` if there are too few."""
+    """Has an engine report its start, and gives each of several GPUs of its own. Raises ``ValueError`` if there are too
+    few.
+    """
+    reports = {PROGRESS_VARIABLE: "1"}
     if engines == 1 or not gpus or config.device == "cpu":
-        return {}
+        return reports
     size = config.tensor_parallel_size * config.pipeline_parallel_size
     if engines * size > len(gpus):
         raise ValueError(f"{engines} engines of {size} GPUs each need {engines * size}, and there are {len(gpus)}.")
-    return {"CUDA_VISIBLE_DEVICES": ",".join(gpus[index * size :][:size])}
+    return {**reports, "CUDA_VISIBLE_DEVICES": ",".join(gpus[index * size :][:size])}
 
 
 def _router_ports(settings: Settings, ports: Ports) -> dict[str, int]:

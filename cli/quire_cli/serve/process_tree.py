@@ -19,6 +19,7 @@ from itertools import groupby
 from pathlib import Path
 from typing import NamedTuple
 
+from quire_engine.core.startup import PROGRESS_MARK
 from quire_proto.supervise import Backoff
 
 from quire_cli.machine.sockets import LOCALHOST, listens
@@ -66,15 +67,20 @@ class End(NamedTuple):
 
 class ProcessTree:
     """``programs`` are stopped in the opposite of their order. ``say`` prints a line of one of them;
-    ``on_ready`` is called whenever one is ready.
+    ``on_ready`` is called whenever one is ready, and ``on_progress`` with the name of one and how far its start is.
     """
 
     def __init__(
-        self, programs: Sequence[Program], say: WriteLine, on_ready: Callable[[], None] = lambda: None
+        self,
+        programs: Sequence[Program],
+        say: WriteLine,
+        on_ready: Callable[[], None] = lambda: None,
+        on_progress: WriteLine = lambda _program, _record: None,
     ) -> None:
         self._programs = list(programs)
         self._say = say
         self._on_ready = on_ready
+        self._on_progress = on_progress
         self._running: dict[str, asyncio.subprocess.Process] = {}
         self._end: asyncio.Future[End] | None = None
         self._stopping = False
@@ -216,6 +222,9 @@ class ProcessTree:
             *whole, rest = (rest + piece).split(b"\n")
             for line in whole:
                 text = line.decode(errors="replace").rstrip("\r")
+                if text.startswith(PROGRESS_MARK):
+                    self._on_progress(program.name, text.removeprefix(PROGRESS_MARK))
+                    continue
                 lines.append(text)
                 if not self._is_repeated(program, text):
                     self._say(text, program.name)

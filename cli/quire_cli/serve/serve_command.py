@@ -5,6 +5,7 @@ import json
 import os
 import shlex
 import signal
+import sys
 from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import replace
@@ -20,7 +21,7 @@ from quire_engine.errors import ModelError
 from quire_engine.kernels.build import needs_build
 from quire_proto.cli import join_host_port, read_settings, reject_unknown_env
 from quire_proto.pooling import Task
-from quire_proto.terminal import fail
+from quire_proto.terminal import fail, has_color
 from quire_proto.text.file_names import CONFIG, PROCESSOR_TEMPLATE, TEMPLATE, TEMPLATE_FOLDER
 from quire_router.config import Settings
 
@@ -31,10 +32,11 @@ from quire_cli.model.check import MemoryNeed
 from quire_cli.model.find import FoundModel, find_model
 from quire_cli.model.name import ModelNotFoundError
 from quire_cli.serve.flags import ServeFlags, read_flags
-from quire_cli.serve.log import say
+from quire_cli.serve.log import say, show_status
 from quire_cli.serve.plan import Plan, make_plan, reachable
 from quire_cli.serve.ports import PortError, Ports
 from quire_cli.serve.process_tree import ProcessTree, answers
+from quire_cli.serve.start_progress import StartProgress
 
 
 def serve(arguments: Sequence[str]) -> NoReturn:
@@ -103,7 +105,8 @@ def check_host_memory(plan: Plan) -> None:
 
 async def _run(plan: Plan) -> int:
     changed = asyncio.Event()
-    tree = ProcessTree(plan.programs, say, changed.set)
+    progress = StartProgress([each.name for each in plan.programs if each.kind == "engine"], show_status)
+    tree = ProcessTree(plan.programs, say, changed.set, progress.report)
     loop, interrupts = asyncio.get_running_loop(), 0
 
     def stop(number: int) -> None:
@@ -120,6 +123,8 @@ async def _run(plan: Plan) -> int:
         loop.add_signal_handler(number, stop, number)
     async with asyncio.TaskGroup() as tasks:
         announcing = tasks.create_task(_announce(plan, tree, changed))
+        watching = tasks.create_task(progress.run(tree.ready)) if has_color(sys.stdout) else None
+        announcing.add_done_callback(lambda _: watching and watching.cancel())
         try:
             status = await tree.run()
         finally:

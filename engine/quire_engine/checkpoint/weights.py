@@ -18,6 +18,7 @@ from safetensors import SafetensorError, safe_open
 from quire_engine.checkpoint.text_part import text_name, text_names
 from quire_engine.checkpoint.weight_files import INDEX_FILE, WeightFiles
 from quire_engine.config import ExecutorConfig
+from quire_engine.core.startup import StartupPhase, report_progress
 from quire_engine.distributed.communicator import SINGLE_RANK, Communicator, shard
 from quire_engine.distributed.pipeline import PipelineStage
 from quire_engine.errors import ModelError
@@ -58,6 +59,7 @@ class Checkpoint:
     def _list(self, source: Path, tensors: Mapping[str, TensorInfo]) -> None:
         self._source_path, self._tensors, self._unused = source, tensors, set(tensors)
         self._absent: dict[str, Path] = {}
+        self._numbers, self._numbers_read = max(1, sum(math.prod(tensor.shape) for tensor in tensors.values())), 0
 
     def __contains__(self, name: str) -> bool:
         return name in self._tensors
@@ -126,7 +128,7 @@ class Checkpoint:
         entry = self._entry(name)
         with _open_safetensors(entry.path) as file:
             tensor: torch.Tensor = file.get_tensor(entry.name) if index is None else file.get_slice(entry.name)[index]
-        self._unused.discard(name)
+        self._mark_read(name)
         return tensor
 
     def are_equal(self, first: str, second: str, dtype: torch.dtype) -> bool:
@@ -157,6 +159,12 @@ class Checkpoint:
             shown = ", ".join(unused[:5])
             log.warning("%s has %d tensors that the model does not use: %s", self._source_path, len(unused), shown)
 
+    def _mark_read(self, name: str) -> None:
+        if name in self._unused:
+            self._unused.remove(name)
+            self._numbers_read += math.prod(self._tensors[name].shape)
+            report_progress(StartupPhase.WEIGHTS, self._numbers_read / self._numbers)
+
     def _entry(self, name: str) -> TensorInfo:
         if name not in self._tensors:
             if path := self._absent.get(name):
@@ -174,7 +182,7 @@ class Checkpoint:
 
     def _load_slice(self, name: str, slices: tuple[slice, ...], target: torch.Tensor) -> None:
         self._copy_slice(name, slices, target)
-        self._unused.discard(name)
+        self._mark_read(name)
 
     def _copy_slice(self, name: str, slices: tuple[slice, ...], target: torch.Tensor) -> None:
         """Copies a part of a stored tensor to ``target``, whatever it is stored as."""

@@ -1,11 +1,26 @@
-"""How long each phase of an engine's start takes, from the start of its process until a router has found it."""
+"""How long each phase of an engine's start takes, from the start of its process until a router has found it; and how
+far the start is, for who watches it.
+"""
 
+import logging
 import os
 from collections.abc import Callable
 from dataclasses import dataclass
 from enum import StrEnum
 from pathlib import Path
 from time import CLOCK_BOOTTIME, clock_gettime, process_time, time
+
+PROGRESS_VARIABLE = "QUIRE_PROGRESS"
+"""Set by who reads the progress of a start from an engine's standard output."""
+PROGRESS_MARK = "\x1e"
+"""What such a line begins with (ASCII's record separator), as no line of a log does."""
+progress = logging.getLogger("quire_engine.progress")
+"""Records have the phase, and which part of it is done, 0 to 1, as their arguments."""
+
+
+def report_progress(phase: "StartupPhase", part: float = 0.0) -> None:
+    """Says how far the start is. Costs next to nothing where nobody watches."""
+    progress.info("%s %.3f", phase, part)
 
 
 class StartupPhase(StrEnum):
@@ -59,6 +74,7 @@ class StartupTimer:
         """Ends the phase before this one."""
         self.end()
         self._phase = phase
+        report_progress(phase)
 
     def end(self) -> None:
         """Ends the last phase; does nothing when that has ended."""

@@ -11,6 +11,7 @@ import pytest
 import torch
 from quire_engine.checkpoint.config import DecoderConfig
 from quire_engine.checkpoint.weights import Checkpoint, resolve_dtype
+from quire_engine.core.startup import StartupPhase
 from quire_engine.errors import ModelError
 from quire_engine.executor.torch_executor import TorchExecutor
 from safetensors.torch import load_file, save_file
@@ -143,6 +144,14 @@ def test_tensors_without_a_use_are_named_in_the_log_unless_they_are_known_to_be_
     with caplog.at_level(logging.WARNING):
         load(write(tmp_path / "model", tensors() | extra))
     assert "1 tensors that the model does not use: model.strange" in caplog.text
+
+
+def test_how_much_has_been_read_is_reported_up_to_the_whole(folder: Path, caplog: pytest.LogCaptureFixture) -> None:
+    with caplog.at_level(logging.INFO, "quire_engine.progress"):
+        load(folder)
+    parts = [record.args[1] for record in caplog.records if record.args and record.args[0] == StartupPhase.WEIGHTS]
+    assert parts == sorted(parts)
+    assert (parts[0], parts[-1]) == (0.0, 1.0)
 
 
 def test_a_tied_head_needs_no_tensor_of_its_own(tmp_path: Path) -> None:
