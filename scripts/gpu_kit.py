@@ -243,7 +243,9 @@ def needed_packages(report: Mapping[str, Any]) -> list[str]:
     while pending:
         name = pending.pop()
         there.add(name)
-        needed = (re.match(r"[\w.-]+", each) for each in found.get(name, {}).get("requires_dist", ()))
+        listed = found.get(name, {}).get("requires_dist", ())
+        # torch takes CUDA's libraries as extras of this one, and no other extras.
+        needed = (re.match(r"[\w.-]+", each) for each in listed if "extra ==" not in each or name == "cuda-toolkit")
         pending |= ({normal(each[0]) for each in needed if each} & set(found)) - there
     return [f"{each['name']}=={each['version']}" for name, each in found.items() if name not in there]
 

@@ -141,7 +141,8 @@ def test_the_script_unpacks_parts_one_by_one(folder: Path, tmp_path: Path) -> No
 def test_what_the_other_machine_has_does_not_travel_with_a_peer() -> None:
     needs = {
         "vllm": ["torch==2.11.0", "Outlines_Core==0.2", "numpy"],
-        "torch": ["nvidia-cublas==13.*; platform_system == 'Linux'", "triton==3.6.0"],
+        "torch": ["cuda-toolkit[cublas]==13.0.2; sys_platform == 'linux'", "triton", 'numpy; extra == "more"'],
+        "cuda-toolkit": ['nvidia-cublas==13.*; extra == "cublas"'],
         "triton": [],
         "nvidia-cublas": [],
         "outlines-core": [],
