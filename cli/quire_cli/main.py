@@ -56,7 +56,7 @@ def main() -> None:
 
 
 def _refuse(arguments: Sequence[str]) -> NoReturn:
-    """Ends the process with what is wrong with this command, or with the list of commands where there is none."""
+    """Ends the process with what is wrong with this command, or with the list of commands if there was none."""
     first, second = [*arguments[:2], "", ""][:2]
     if not first:
         sys.stderr.write(USAGE)

@@ -62,7 +62,7 @@ def open_trusted(path: Path) -> int:
     if stat.S_ISREG(found.st_mode) and found.st_nlink == 1 and found.st_uid in (0, os.geteuid()):
         return descriptor
     os.close(descriptor)
-    raise _untrusted(path, "it is no file of this user")
+    raise _untrusted(path, "it is not a file of this user")
 
 
 def _untrusted(path: Path, why: str) -> PermissionError:

@@ -299,7 +299,7 @@ def without(name: str) -> dict[str, Any]:
         (with_pieces("x" * (MAX_PIECE_LENGTH + 1)), "token 63 has 513 characters, at most 512"),
         (with_pieces("x" * 65536), "token 63 has 65536 characters, at most 512"),
         (pieces_metadata() | {"tokenizer.ggml.token_type": [1]}, "it has not one type for each token"),
-        (pieces_metadata() | {"tokenizer.ggml.bos_token_id": 64}, "its bos_token_id is 64, which is no token"),
+        (pieces_metadata() | {"tokenizer.ggml.bos_token_id": 64}, "its bos_token_id is 64, which is not a token"),
     ],
 )
 def test_one_that_cannot_be_made_is_not_guessed(folder: Path, tmp_path: Path, values: dict[str, Any], why: str) -> None:

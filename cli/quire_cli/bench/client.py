@@ -177,7 +177,7 @@ class Connection(asyncio.Protocol):
             self._end(f"The answer is not HTTP: {error}.")
 
     def connection_lost(self, exc: Exception | None) -> None:
-        """See ``asyncio.Protocol``. Without a length or chunks the end of the connection is that of the body."""
+        """See ``asyncio.Protocol``. Without a length or chunks, the body ends with the connection."""
         self._transport, self._keep_alive = None, False
         if exc is None and self._recording.status and not self._framed:
             self._end("")

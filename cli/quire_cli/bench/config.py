@@ -68,7 +68,7 @@ Object = Annotated[dict[str, Any], NoDecode, BeforeValidator(_read_json)]
 class ServeBenchConfig(CliSettings):
     """Measures an OpenAI-compatible server: sends requests at their times, and reports latency, throughput and goodput.
 
-    Flags and result keys are those of "vllm bench serve".
+    Flags and result keys are named as in "vllm bench serve".
     """
 
     model_config = SettingsConfigDict(cli_prog_name="quire bench serve", env_prefix="QUIRE_BENCH_")
@@ -300,7 +300,7 @@ class ServeBenchConfig(CliSettings):
     @property
     def concurrency(self) -> int | None:
         """Requests that may run at once; None for all. Without a flag that says how requests are sent not all are sent
-        at once: a router queues only so many.
+        at once: a router queues a bounded number.
         """
         says_when = self.is_self_timed or "request_rate" in self.model_fields_set
         return self.max_concurrency or (None if says_when else DEFAULT_CONCURRENCY)
@@ -312,12 +312,12 @@ class ServeBenchConfig(CliSettings):
 
     @property
     def sharegpt_len(self) -> int | None:
-        """Tokens of each output of a ShareGPT dataset; None for those of the file's answers."""
+        """Tokens of each output of a ShareGPT dataset; None for the length of the file's answers."""
         return self.output_len or self.sharegpt_output_len
 
     @property
     def sampling(self) -> dict[str, Any]:
-        """What is asked of the sampler in each body."""
+        """Sampling parameters of each body."""
         names = ("temperature", "top_p", "top_k", "min_p")
         given = {name: getattr(self, name) for name in names if getattr(self, name) is not None}
         ignores = self.dataset_name != "sharegpt" if self.ignore_eos is None else self.ignore_eos

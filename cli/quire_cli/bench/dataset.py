@@ -108,7 +108,7 @@ class RequestFactory:
         return islice(cycle(usable), count)
 
     def _usable(self, pairs: Sequence[tuple[str, str]]) -> Iterator[SampleRequest]:
-        """The conversations that are neither very short nor very long."""
+        """Returns the conversations that are not very short and not very long."""
         given = self._config.sharegpt_len
         for prompt, answer in pairs:
             ids = [] if self._tokenizer is None else _encode(self._tokenizer, prompt)
@@ -191,7 +191,7 @@ class _Row:
 
 
 def _read_mooncake(path: Path, file: Iterable[str], seconds: float) -> Iterator[_Row]:
-    """Lines of JSON with ``timestamp``, whose unit is so many ``seconds``, ``input_length``, ``output_length`` and
+    """Lines of JSON with ``timestamp``, whose unit is ``seconds`` long, ``input_length``, ``output_length`` and
     perhaps ``hash_ids``, as Mooncake publishes.
     """
     for row, line in enumerate(file):
@@ -206,7 +206,7 @@ def _read_mooncake(path: Path, file: Iterable[str], seconds: float) -> Iterator[
 
 def _read_azure(path: Path, file: Iterable[str], seconds: float) -> Iterator[_Row]:
     """CSV with ``TIMESTAMP``, which is a date and time, ``ContextTokens`` and ``GeneratedTokens``, as Azure
-    publishes. A second of its clock becomes so many ``seconds``.
+    publishes. A second of its clock becomes ``seconds``.
     """
     for row, fields in enumerate(csv.DictReader(file)):
         try:

@@ -59,7 +59,7 @@ class Load:
 
 @dataclass(frozen=True, slots=True)
 class Run:
-    """What came back for all requests, in their order: ``outputs``. It took ``duration`` seconds until the last answer,
+    """All answers in the order of their requests: ``outputs``. It took ``duration`` seconds until the last answer,
     and the client ``cpu_seconds`` of processor time.
     """
 
@@ -125,7 +125,7 @@ def _no_collections() -> Iterator[None]:
 
 
 def allow_connections(count: int) -> None:
-    """Raises the process's limit of open files to what ``count`` connections need, as far as the system lets it."""
+    """Raises the process's limit of open files to what ``count`` connections need, if the system allows it."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     wanted = count + SPARE_FILES
     if soft != resource.RLIM_INFINITY and soft < wanted:

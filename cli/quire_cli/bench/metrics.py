@@ -32,7 +32,7 @@ MIN_SECONDS = 1.0
 def compute_result(
     config: ServeBenchConfig, load: Load, run: Run, count_tokens: Callable[[str], int | None]
 ) -> dict[str, Any]:
-    """All figures of a run, with those of every request (``DETAILS``). ``count_tokens`` counts a text's tokens where
+    """All figures of a run, and of every request (``DETAILS``). ``count_tokens`` counts a text's tokens where
     the server does not say how many there were, and returns None if it cannot.
     """
     counted_by = _count_output_tokens(run.outputs, count_tokens)
@@ -81,7 +81,7 @@ DETAILS = ("input_lens", "output_lens", "start_times", "ttfts", "itls", "generat
 
 
 def selected_metrics(config: ServeBenchConfig, load: Load) -> list[str]:
-    """What is reported: what the settings name, and latencies from the intended times where requests have such."""
+    """Returns the metrics to report: what the settings name, and latencies from intended times if requests have any."""
     extra = QUEUE_METRICS[1:] if load.is_open else ()
     return list(dict.fromkeys((*config.percentile_metrics, *extra)))
 
@@ -143,7 +143,7 @@ def _count_good(good: Sequence[RequestOutput], objectives: Mapping[str, float]) 
 
 
 def _statistics(name: str, seconds: Sequence[float], percentiles: Sequence[float]) -> dict[str, float]:
-    """Mean, median, standard deviation and percentiles in milliseconds, all 0 if there is no value."""
+    """Mean, median, standard deviation and percentiles in milliseconds, all 0 without values."""
     array = 1e3 * np.array(seconds or [0.0])
     result = {
         f"mean_{name}_ms": float(array.mean()),

@@ -67,7 +67,7 @@ async def measure(config: ServeBenchConfig) -> list[dict[str, Any]]:
 async def _measure_rate(
     config: ServeBenchConfig, client: HttpClient, factory: RequestFactory, model: str, run: int
 ) -> dict[str, Any]:
-    """The run of one rate, with prompts of its own, so that no run finds those of another cached."""
+    """The run of one rate, with prompts of its own, so that no run finds the prompts of another in a cache."""
     load = Load(config.request_rate[run], config.burstiness, config.concurrency, config.is_self_timed)
     seed = config.seed + run
     requests = factory.make(config.num_prompts, seed)

@@ -20,7 +20,7 @@ class Recording:
 
     ``intended`` is when the request should have been sent, ``began`` when its turn came in the client, ``start`` when
     it was sent, later than ``began`` if it waited for others to end (``--max-concurrency``). ``times[i]`` is when
-    ``pieces[i]`` of the body was read. ``failure`` is why there is no complete answer.
+    ``pieces[i]`` of the body was read. ``failure`` is why the answer is incomplete.
     """
 
     intended: float = 0.0
@@ -61,7 +61,7 @@ class StreamError(Exception):
 
 def read_output(recording: Recording, prompt_len: int) -> RequestOutput:
     """The figures of a request whose prompt has ``prompt_len`` tokens by the client's count, unless the server says
-    otherwise. Never raises: whatever is wrong is the output's ``error``, and it keeps what came before.
+    otherwise. Never raises: a problem is the output's ``error``, and what came before is kept.
     """
     output = RequestOutput(
         prompt_len=prompt_len,
@@ -145,7 +145,7 @@ def _error_message(body: dict[str, Any]) -> str:
 def _read_choice(choice: dict[str, Any]) -> tuple[str, bool]:
     """The text of an event's choice, and whether it counts as one that carries tokens: a completion's always does, as
     a token may have no text yet. Of a chat the event that only names the role does not, which some servers send before
-    there is a token, nor does one that only tells the finish_reason.
+    there is a token, and one with only a finish_reason does not either.
     """
     if "delta" not in choice:
         return choice.get("text") or "", True

@@ -60,7 +60,7 @@ class ApiClient:
         self._patience = patience
 
     def models(self) -> list[str]:
-        """The names of the models that are served, without those of their adapters, which have a ``parent``. Raises
+        """Returns the names of the served models, without adapters, which have a ``parent``. Raises
         ``ApiError`` and ``OSError``.
         """
         try:

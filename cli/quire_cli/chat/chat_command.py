@@ -163,14 +163,14 @@ def _only_model(client: ApiClient) -> str:
 
 
 def _given(words: Sequence[str]) -> str | None:
-    """The arguments and what is piped in; None where there is neither."""
+    """Returns the arguments and the piped text; None without both."""
     piped = "" if sys.stdin is None or sys.stdin.isatty() else sys.stdin.read()
     parts = [part for part in (" ".join(words), piped.rstrip("\n")) if part]
     return "\n\n".join(parts) or None
 
 
 def _lines() -> Iterator[str]:
-    """What is typed, line by line, until Ctrl-D or Ctrl-C."""
+    """Yields typed lines until Ctrl-D or Ctrl-C."""
     if sys.stdin is None or not sys.stdin.isatty():
         return
     with suppress(ImportError):

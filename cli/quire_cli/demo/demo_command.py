@@ -44,7 +44,7 @@ _RUNNING = re.compile(r"^vllm:num_requests_running\{[^}]*\} ([0-9.]+)$", re.MULT
 
 
 def demo(arguments: Sequence[str]) -> NoReturn:
-    """Runs ``quire demo``. Exits with 0 if the answer is that of an undisturbed run, else with 1."""
+    """Runs ``quire demo``. Exits with 0 if the answer equals an undisturbed one, else with 1."""
     parser = FlagParser("quire demo", DESCRIPTION, {})
     parser.add_argument("model", nargs="?", metavar="MODEL", help="what is served (default: demo/model)")
     flags = parser.parse_args(list(arguments))
@@ -84,7 +84,7 @@ class _Demo:
         self._log.append(f"{speaker:8} | {text}")
 
     async def run(self) -> int:
-        """Returns 0 if the answer is that of an undisturbed run, else 1."""
+        """Returns 0 if the answer equals an undisturbed one, else 1."""
         async with asyncio.TaskGroup() as tasks:
             running, showing = tasks.create_task(self._tree.run()), tasks.create_task(self._show())
             try:

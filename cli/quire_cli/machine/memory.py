@@ -21,7 +21,7 @@ DTYPE_BYTES = {"float32": 4.0, "bfloat16": 2.0, "float16": 2.0}
 
 
 def available_memory(root: Path = ROOT) -> int:
-    """Bytes that new processes can take: of the machine, or of the cgroups' limits where that is less."""
+    """Bytes that new processes can take: of the machine, or of the cgroups' limits if these are lower."""
     return max(0, min([_meminfo(root, "MemAvailable"), *_cgroup_rooms(root)]))
 
 
@@ -48,12 +48,12 @@ def weight_bytes(model: Path, dtype: str = "auto", quantization: str | None = No
 
 
 def loaded_bytes(elements: Mapping[str, int], dtype: str = "auto", quantization: str | None = None) -> int:
-    """About how many bytes so many elements of each safetensors type will take when they are loaded."""
+    """Estimates the bytes that elements, counted by safetensors type, take once loaded."""
     return int(sum(count * _loaded_bytes(kind, dtype, quantization) for kind, count in elements.items()))
 
 
 def memory_shortage(name: str, weights: int, engines: int = 1, quantization: str | None = None) -> str | None:
-    """One sentence that says what to do if engines with so many bytes of ``weights`` do not fit into the memory that is
+    """One sentence that says what to do if engines with these bytes of ``weights`` do not fit into the memory that is
     available; else None.
     """
     needed, available = engines * (weights + PROCESS_BYTES), available_memory()
@@ -100,7 +100,7 @@ def _meminfo(root: Path, name: str) -> int:
 
 
 def _cgroup_rooms(root: Path) -> Iterator[int]:
-    """What is left of each cgroup's limit; what caches files there is given back when it is needed."""
+    """Returns the rest of each cgroup's limit; cached files count as free."""
     for limit, used, cached in _cgroups(root):
         yield limit - used + cached
 

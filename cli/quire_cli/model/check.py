@@ -30,7 +30,7 @@ _STORED_TYPES = {"bfloat16": "BF16", "float16": "F16", "float32": "F32"}
 
 @dataclass(frozen=True, slots=True)
 class MemoryNeed:
-    """How the model will be loaded into the host's memory: by so many engines, as their flags say."""
+    """How the model will be loaded into the host's memory: by how many engines, and with which flags."""
 
     engines: int = 1
     dtype: str = "auto"
@@ -63,8 +63,8 @@ def _ask_engine(folder: Path) -> None:
 
 
 def indexed_files(folder: Path) -> set[str]:
-    """The weight files that the index of ``folder`` names; none where there is no index. Raises ``ValueError`` for one
-    that cannot be read, or that names what is no file of the folder.
+    """Returns the weight files that the index of ``folder`` names; none without an index. Raises ``ValueError`` for one
+    that cannot be read, or that names a file outside of the folder.
     """
     path = folder / INDEX_FILE
     if not path.is_file():
@@ -79,7 +79,7 @@ def indexed_files(folder: Path) -> set[str]:
 
 
 def weight_files(folder: Path) -> set[str]:
-    """The weight files that an engine reads: the single one where it is there, those of the index, or shards without
+    """Returns the weight files that an engine reads: the single one, the files of the index, or shards without
     one. Raises ``ValueError`` for an index that cannot be read.
     """
     single = {SINGLE_FILE}
@@ -121,7 +121,7 @@ def disk_sentence(error: BaseException, folder: Path) -> str | None:
 
 
 def check_fits_memory(name: str, elements: Mapping[str, int], raw: dict[str, Any], need: MemoryNeed | None) -> None:
-    """Raises ``ModelNotFoundError`` if weights, of which ``elements`` counts those of each safetensors type, do not fit
+    """Raises ``ModelNotFoundError`` if weights, whose ``elements`` are counted by safetensors type, do not fit
     into memory together with keys and values of a few thousand tokens.
     """
     if need is None:

@@ -2,8 +2,8 @@
 (``HF_HOME/assets``, or ``HF_ASSETS_CACHE``).
 
 A copy is laid out as the Hub's cache is: ``blobs`` has each file once, by what identifies its content, and a folder of
-``snapshots`` has links to the files of one state of the model. What is being downloaded is ``blobs/ID.incomplete``,
-which gets its name when it is whole, and from where the next download goes on.
+``snapshots`` has links to the files of one state of the model. A download is ``blobs/ID.incomplete``,
+which gets its name when it is whole, and where the next download continues.
 """
 
 import hashlib
@@ -62,7 +62,7 @@ class Source(Protocol):
     """Where a model's files are kept."""
 
     def files(self) -> list[RemoteFile]:
-        """What is there now. Raises ``ModelNotFoundError``, and ``ConnectionCutError`` if nobody answers."""
+        """Returns what is there now. Raises ``ModelNotFoundError``, and ``ConnectionCutError`` without an answer."""
 
     def read(self, file: RemoteFile, start: int) -> Iterable[bytes]:
         """The bytes of ``file`` from ``start`` on. Raises as ``files`` does."""
@@ -120,7 +120,7 @@ class Copy:
         )
 
     def _listing(self) -> list[RemoteFile]:
-        """The files of the source; those of the last time if it cannot be reached."""
+        """Returns the files of the source; if it cannot be reached, the files of the last time."""
         path = self._root / LISTING
         try:
             files = self._source.files()
@@ -171,7 +171,7 @@ class Copy:
                 link.symlink_to(Path(*[".."] * (2 + file.name.count("/")), "blobs", file.blob))
 
     def _fill(self, file: RemoteFile, stop: Event, advance: Callable[[int], None]) -> None:
-        """Appends what is missing to the incomplete file. A connection that was cut goes on where it was."""
+        """Appends what is missing to the incomplete file. A connection that was cut continues where it was."""
         left = ATTEMPTS
         with self._partial(file).open("ab", buffering=0) as out:
             if out.tell() > file.size:  # left by a release that did not stop there

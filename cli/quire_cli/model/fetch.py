@@ -1,4 +1,4 @@
-"""``fetch_folder``: a model in safetensors from where it is kept, downloaded if it can be served."""
+"""``fetch_folder``: downloads a model in safetensors if it can be served."""
 
 from collections.abc import Mapping
 from pathlib import Path
@@ -127,11 +127,11 @@ def _without_config(name: str, files: Mapping[str, int]) -> str:
             f"{name} has GGUF files, which are read from the Hub or a disk only: take the original model, or copy "
             "one of them here, and name the file."
         )
-    return f"{name} has no {CONFIG_FILE}, so it is no model in Hugging Face's layout: take another one."
+    return f"{name} has no {CONFIG_FILE}, so it is not a model in Hugging Face's layout: take another one."
 
 
 def _weight_files(repository: Repository, name: str) -> list[str]:
-    """The files of the weights: the single one, or those of the index, which is downloaded."""
+    """Returns the files of the weights: the single one, or the files of the index, which is downloaded."""
     files = repository.files
     if SINGLE_FILE in files:
         return [SINGLE_FILE]

@@ -76,7 +76,7 @@ def _from_registry(name: OciName, need: MemoryNeed | None, say: Say) -> FoundMod
 
 
 def _local(path: Path, need: MemoryNeed | None) -> FoundModel:
-    """A folder or file that is here, whose weights are whole as far as their headers and sizes tell."""
+    """A folder or file that is here, whose weights are whole by their headers and sizes."""
     if path.is_file():
         if path.suffix != GGUF_SUFFIX:
             raise ModelNotFoundError(

@@ -35,7 +35,7 @@ class GgufRepository(Repository, Protocol):
 
 def fetch_gguf(repository: GgufRepository, wanted: str | None, need: MemoryNeed | None) -> Path:
     """The GGUF file of ``repository`` that ``wanted`` names (a file, or a quantisation such as ``Q4_K_M`` in any case);
-    without one, the only file. It is downloaded, with the tokenizer's files if they lie beside it, unless it cannot be
+    without one, the only file. It is downloaded, with the tokenizer's files if they are next to it, unless it cannot be
     served or does not fit. Raises ``ModelNotFoundError``.
     """
     name, files = str(repository.name), repository.files
@@ -87,7 +87,7 @@ def tag_of(file: str) -> str | None:
 
 
 def _named(models: Iterable[str], wanted: str) -> list[str]:
-    """Those of that file name; if there are none, of that quantisation."""
+    """Returns the files of that name; without one, the files of that quantisation."""
     files = [each for each in models if wanted in (each.casefold(), each.rpartition("/")[2].casefold())]
     return files or [each for each in models if (tag_of(each) or "").casefold() == wanted]
 

@@ -127,7 +127,7 @@ class HubRepository:
         return (self.snapshot() / file.rfilename).exists() or (self._storage / "blobs" / str(blob)).exists()
 
     def _remove_leftovers(self) -> None:
-        """Removes what a process that was killed in mid-download has left: nothing goes on with it, and it takes room.
+        """Removes what a process that was killed in mid-download has left: nothing continues it, and it takes space.
         A file whose lock is taken is being downloaded.
         """
         locks = self._storage.parent / ".locks" / self._storage.name

@@ -27,7 +27,7 @@ _HUB_PREFIXES = ("hf://", "https://huggingface.co/", "https://hf.co/")
 
 
 class ModelNotFoundError(Exception):
-    """There is no model to serve. The text is one sentence that says what to do instead; what servers say in it cannot
+    """No model can be served. The text is one sentence that says what to do instead; what servers say in it cannot
     change a terminal.
     """
 

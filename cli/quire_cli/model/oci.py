@@ -1,6 +1,6 @@
 """Models in a registry of containers: ``oci://REGISTRY/REPOSITORY:TAG``, or ``@sha256:DIGEST``.
 
-Requests and credentials are those of ``oras``: what ``docker login`` wrote into ``~/.docker/config.json`` (or into the
+``oras`` makes the requests and finds credentials: what ``docker login`` wrote into ``~/.docker/config.json`` (or the
 folder that ``DOCKER_CONFIG`` names), and its helpers. A manifest is read whose layers are files as they are: an
 artifact of ORAS, where ``org.opencontainers.image.title`` names each, or one of ModelPack with raw layers
 (github.com/modelpack/model-spec). Each file is compared with its digest.
@@ -185,7 +185,7 @@ def _client(name: OciName) -> Any:
             return answer
 
     class OneRequest(Registry):  # type: ignore[misc]
-        """Without the repetitions of ``oras``, whose pauses take minutes if nobody answers."""
+        """Without the repetitions of ``oras``, whose pauses take minutes without an answer."""
 
         do_request = Registry.do_request.__wrapped__
 

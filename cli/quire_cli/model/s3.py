@@ -35,7 +35,7 @@ _FROM_MACHINE = ("/latest/api/token", "/latest/meta-data", "/v2/credentials", "A
 
 
 def open_s3(name: S3Name, say: Say) -> Copy:
-    """What is at ``name`` now, and its copy here. Raises ``ModelNotFoundError``."""
+    """The objects at ``name`` now, and their copy here. Raises ``ModelNotFoundError``."""
     endpoint = _endpoint()
     return Copy(name, S3Source(name, endpoint), "s3", endpoint or "", say)
 

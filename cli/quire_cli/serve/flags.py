@@ -1,4 +1,4 @@
-"""The command line of ``quire serve``: its own flags, and those of the engine and of the router by their own names.
+"""The command line of ``quire serve``: its own flags, and the flags of engine and router by their own names.
 
 A flag that both services have goes to both; ``--engine-FLAG`` and ``--router-FLAG`` set it for one. What a flag means,
 and which values it takes, is checked by the services' own settings, of which each gets its part of the command line.

@@ -33,7 +33,7 @@ ROUTER_PORTS = (
 
 @dataclass(frozen=True)
 class Plan:
-    """What is started, and where. ``model`` is a folder or a GGUF file, and ``tokenizer`` the folder with its
+    """The programs to start, and where. ``model`` is a folder or a GGUF file, and ``tokenizer`` the folder with its
     tokenizer; ``settings`` and ``engine`` are what the services will read.
     """
 
@@ -57,7 +57,7 @@ class Plan:
 
 def make_plan(flags: ServeFlags, model: Path, ports: Ports, gpus: Sequence[str] = ()) -> Plan:
     """Chooses ports and writes the command lines for a model in a folder or GGUF file. Ends the process with one
-    sentence for each wrong setting. Raises ``PortError``, ``ValueError`` where there are fewer GPUs than needed, and
+    sentence for each wrong setting. Raises ``PortError``, ``ValueError`` for fewer GPUs than needed, and
     ``ModelError`` for a GGUF file without a tokenizer that can be used.
     """
     names = flags.names or [name_of(model)]
@@ -184,7 +184,7 @@ def _environment(index: int, engines: int, config: EngineConfig, gpus: Sequence[
 
 
 def _router_ports(settings: Settings, ports: Ports) -> dict[str, int]:
-    """The ports of the router: those of flags and variables, and free ones beside that of REST."""
+    """Returns the ports of the router: from flags and variables, else free ones next to the REST port."""
     given, host = settings.model_fields_set, settings.host
     chosen: dict[str, int] = {}
     for offset, (name, what, flag) in enumerate(ROUTER_PORTS):
@@ -220,7 +220,7 @@ def _engine_ports(flags: ServeFlags, config: EngineConfig, ports: Ports) -> list
 
 
 def _unless_given(service: str, arguments: Sequence[str], defaults: Mapping[str, str]) -> list[str]:
-    """Flags for those settings that neither the arguments nor the service's variables set."""
+    """Returns flags for settings that are set by no argument and no variable of the service."""
     flags = {name: f"--{name.replace('_', '-')}" for name in defaults}
     return [
         f"{flags[name]}={value}"

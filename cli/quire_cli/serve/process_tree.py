@@ -59,7 +59,7 @@ class Program:
 
 
 class End(NamedTuple):
-    """Why all end: the sentences that explain it, none where somebody asked for it, and the status to exit with."""
+    """Why all end: the sentences that explain it, none if a user asked for it, and the status to exit with."""
 
     status: int
     sentences: Sequence[str] = ()
@@ -128,7 +128,7 @@ class ProcessTree:
             self._end.set_result(end)
 
     async def _stop_all(self, keepers: dict[str, asyncio.Task[None]]) -> None:
-        """Stops the last first, and those of one kind together, so that a program outlives those that use it: a router
+        """Stops the last first, and programs of one kind together, so that a program outlives its users: a router
         drains while its engines still run.
         """
         for _, alike in groupby(reversed(self._programs), key=lambda program: program.kind):
@@ -242,7 +242,7 @@ class ProcessTree:
         return self._warnings.setdefault((program.kind, text[found.end() :]), program.name) != program.name
 
     async def _probe(self, program: Program, group: int) -> None:
-        """Waits until the program is ready, whose processes are those of ``group``. Another program may have taken the
+        """Waits until the program is ready, whose processes are in ``group``. Another program may have taken the
         port since it was chosen, and answers there until this one ends because of it.
         """
         began = asyncio.get_running_loop().time()
@@ -291,7 +291,7 @@ async def answers(port: int, path: str, host: str = LOCALHOST) -> None:
 
 
 async def _status(port: int, path: str, host: str) -> int:
-    """The HTTP status of a path on this machine; 0 if there is no answer. No proxy is asked."""
+    """The HTTP status of a path on this machine; 0 without an answer. No proxy is asked."""
     try:
         async with asyncio.timeout(_PROBE_TIMEOUT):
             reader, writer = await asyncio.open_connection(host, port)
@@ -326,5 +326,5 @@ def _signal_name(number: int) -> str:
 
 
 def _exit_status(status: int) -> int:
-    """As shells report it; never 0, since nobody asked for the end."""
+    """As shells report it; never 0, since the end was not asked for."""
     return 128 - status if status < 0 else status or 1

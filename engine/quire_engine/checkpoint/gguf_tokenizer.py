@@ -314,7 +314,7 @@ class _Vocabulary:
         if number is None:
             return None
         if not isinstance(number, int) or not 0 <= number < len(self._types):
-            raise _refusal(self._file, f"its {key}_token_id is {number}, which is no token")
+            raise _refusal(self._file, f"its {key}_token_id is {number}, which is not a token")
         return self._tokens[number]
 
     def _flag(self, name: str, *, default: bool) -> bool:

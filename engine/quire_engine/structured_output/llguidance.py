@@ -323,7 +323,7 @@ def _check_schema(structured: Structured) -> None:
     try:
         schema = json.loads(structured.text, parse_constant=_reject_constant)
     except ValueError as error:
-        raise rejection(structured, f"it is no JSON: {error}") from None
+        raise rejection(structured, f"it is not JSON: {error}") from None
     except RecursionError:
         raise rejection(structured, "it is nested too deeply") from None
     if schema is not True and not isinstance(schema, dict):

@@ -188,7 +188,7 @@ def _read(file: int, part: memoryview, place: int) -> None:
     done = 0
     while done < len(part):
         count = os.preadv(file, [part[done:]], place + done)
-        assert count > 0, "nobody else can have shortened the file"
+        assert count > 0, "no one else can have shortened the file"
         done += count
 
 

@@ -67,7 +67,7 @@ class OidcVerifier:
         claim = claims.get(self._settings.tenant_claim)
         if not isinstance(claim, str) or not 0 < len(claim) <= _MAX_CLAIM_CHARACTERS or not _is_unicode(claim):
             raise token_invalid(
-                f"its claim {self._settings.tenant_claim} is no text of 1 to {_MAX_CLAIM_CHARACTERS} characters"
+                f"its claim {self._settings.tenant_claim} is not a text of 1 to {_MAX_CLAIM_CHARACTERS} characters"
             )
         self._verified[digest] = claim, min(int(claims["exp"]), _MAX_TIME) + LEEWAY
         if len(self._verified) > _CACHED_TOKENS:

@@ -372,7 +372,7 @@ def newer_record() -> QuireError:
 
 def store_full() -> QuireError:
     """There is no room for more files and batches."""
-    message = "There is no room for more files and batches now. Delete files that are not needed any more."
+    message = "The store has no room for more files and batches now. Delete files that are not needed any more."
     return QuireError(ErrorCode.OVERLOADED, message, retry_after=60.0, reason=RefusalReason.FILES_FULL)
 
 
@@ -424,7 +424,7 @@ def batch_ended(status: str) -> QuireError:
 
 def lease_lost() -> QuireError:
     """The lease of the request's record expired, and another router has claimed it."""
-    code, message = ErrorCode.UNAVAILABLE, "Another router goes on with this request."
+    code, message = ErrorCode.UNAVAILABLE, "Another router continues this request."
     return QuireError(code, message, retry_after=_RETRY_AFTER[code])
 
 

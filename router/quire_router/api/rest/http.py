@@ -170,7 +170,7 @@ def too_many_headers(limit: int) -> HttpError:
 
 def no_tunnel() -> HttpError:
     """``CONNECT``, which asks a proxy for a tunnel."""
-    message = "This is no proxy: CONNECT is not served."
+    message = "This is not a proxy: CONNECT is not served."
     return HttpError(HTTPStatus.METHOD_NOT_ALLOWED, "method_not_allowed", message, [(b"allow", b"GET, POST, DELETE")])
 
 
