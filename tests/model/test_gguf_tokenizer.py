@@ -308,7 +308,7 @@ def test_one_that_cannot_be_made_is_not_guessed(folder: Path, tmp_path: Path, va
         tokenizer_folder(path)
     said = str(caught.value)
     assert said.startswith(f"The tokenizer in {path} cannot be used ({why}")
-    assert said.endswith("): put the original model's tokenizer.json beside it.")
+    assert said.endswith("): put the original model's tokenizer.json next to it.")
     assert tokenizer_folder_if_any(path) == tmp_path  # where tokens are served without it
     with pytest.raises(ModelError):
         LLM(path, dtype="float32", kv_cache_memory=1 << 20, swap_space=0)

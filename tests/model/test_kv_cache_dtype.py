@@ -42,7 +42,7 @@ def outputs_of(made: Run) -> list[tuple[list[int], list[object]]]:
 
 @cache
 def alone(folder: Path, prompts: tuple[tuple[int, ...], ...], dtype: str) -> list[tuple[list[int], list[object]]]:
-    """What each prompt leads to with nothing beside it."""
+    """What each prompt leads to with nothing next to it."""
     executor = executor_of(folder, "no pressure", dtype)
     return [outputs_of(run(executor, [list(prompt)], [SAMPLED], prefix_caching=False))[0] for prompt in prompts]
 

@@ -49,7 +49,7 @@ def outputs_of(made: Run) -> list[tuple[list[int], list[object]]]:
 def alone(
     folder: Path, prompts: tuple[tuple[int, ...], ...], dtype: str, quantization: Quantization
 ) -> list[tuple[list[int], list[object]]]:
-    """What each prompt leads to with nothing beside it."""
+    """What each prompt leads to with nothing next to it."""
     executor = executor_of(folder, "no pressure", dtype, quantization)
     return [outputs_of(run(executor, [list(prompt)], [PARAMS], prefix_caching=False))[0] for prompt in prompts]
 
