@@ -592,7 +592,7 @@ async def test_a_page_reads_no_more_of_a_list_than_it_shows(monkeypatch):
         assert read == [2, 2]
         page = await api.files.list(limit=3, after=files[3])
         assert ([each.id for each in page.data], page.has_more) == (files[4:], False)
-        with pytest.raises(openai.BadRequestError, match="in this list"):
+        with pytest.raises(openai.BadRequestError, match="This list has no"):
             await api.files.list(after="file-none")
         with pytest.raises(openai.BadRequestError, match="limit"):
             await api.files.list(limit=0)
