@@ -322,7 +322,7 @@ class TestMessages:
         ids=["headers", "response", "trailers", "metadata", "behind", "fields", "unknown", "cut", "bits"],
     )
     def test_what_is_large_beside_a_body_is_refused_before_it_is_parsed(self, data: bytes) -> None:
-        with pytest.raises(ProtocolError, match="beside a body"):
+        with pytest.raises(ProtocolError, match="besides a body"):
             read_message(data)
 
     @given(st.binary(max_size=100), st.integers(0, 3))
