@@ -595,5 +595,5 @@ def test_a_tokenizer_that_cannot_be_read_now_is_read_when_it_can(monkeypatch: py
 
 
 def test_a_model_without_an_end_token_refuses_structured_output() -> None:
-    with pytest.raises(QuireError, match="structured output is not available"):
+    with pytest.raises(QuireError, match="no structured output"):
         ModelGrammars(MODEL, VOCAB_SIZE, []).compile(JSON_OBJECT)
