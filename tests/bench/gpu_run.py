@@ -201,7 +201,10 @@ class Run:
             except subprocess.TimeoutExpired:
                 status = None
             finally:
-                # What it started, and left, must not compute beside the next row.
+                # What it started must not compute beside the next row. Engines and peers are in sessions of their own.
+                for each in [*descendants(process.pid), process.pid]:
+                    with suppress(ProcessLookupError):
+                        os.kill(each, signal.SIGKILL)
                 with suppress(ProcessLookupError):
                     os.killpg(process.pid, signal.SIGKILL)
                 process.wait()
@@ -232,6 +235,19 @@ def _writers(rows: Sequence[Row], make: Callable[[Model], Path]) -> "Iterator[di
         yield {model: pool.submit(make, model) for model in wanted}
     finally:
         pool.shutdown(wait=False, cancel_futures=True)
+
+
+def descendants(process: int) -> list[int]:
+    """The processes that a process started, and those that these started."""
+    children: dict[int, list[int]] = {}
+    for file in Path("/proc").glob("[0-9]*/stat"):
+        with suppress(OSError):  # it has ended
+            parent = int(file.read_text(errors="replace").rpartition(")")[2].split()[1])
+            children.setdefault(parent, []).append(int(file.parent.name))
+    found = list(children.get(process, ()))
+    for each in found:  # which grows meanwhile
+        found += children.get(each, ())
+    return found
 
 
 def make_checkpoint(model: Model) -> Path:

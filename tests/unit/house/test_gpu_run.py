@@ -39,7 +39,7 @@ def test_figures_are_printed_and_written_row_by_row(tmp_path: Path, capsys: pyte
 
 
 def test_a_row_that_takes_too_long_is_cut_with_all_its_processes_and_keeps_its_figures(tmp_path: Path) -> None:
-    child = "import subprocess; subprocess.run(['sleep', '77.25'])"
+    child = "import subprocess; subprocess.run(['sleep', '77.25'], start_new_session=True)"
     began = time.monotonic()
     Run(tmp_path).run([row("slow", writing({"name": "a", "value": 1, "unit": "s"}, then=child), 3.0), row("next", "")])
     assert time.monotonic() - began < 20
