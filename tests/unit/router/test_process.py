@@ -143,7 +143,7 @@ def test_a_port_that_is_taken_ends_the_start_with_one_line_that_names_its_flag(t
                 check=False,
             )
         assert answer.returncode == 1
-        assert f"quire-router: {flag}: 127.0.0.1:{ports[taken]} cannot be listened on: " in answer.stderr
+        assert f"error: {flag}: 127.0.0.1:{ports[taken]} cannot be listened on: " in answer.stderr
         assert answer.stderr.endswith("choose another port.\n")
         assert "Traceback" not in answer.stderr
         assert " ERROR " not in answer.stderr, "what was begun is not broken off"
