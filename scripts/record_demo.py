@@ -19,7 +19,7 @@ MAX_START = 1.0  # seconds until the answer begins
 CELL, LINE, MARGIN = 8.4, 19, 16  # pixels
 BACKGROUND, TEXT, DIM, PROMPT = "#16181d", "#e6e6e6", "#8b949e", "#7ee787"
 COMMAND = "quire demo"
-_PIECE = re.compile(r"\x1b\[(\d+)m|([^\x1b]+)")
+_PIECE = re.compile(r"\x1b\[(\d+)m|\x1b\[(K)|([^\x1b]+)")
 
 
 class Span(NamedTuple):
@@ -59,14 +59,15 @@ def shortened(events: list[tuple[float, str]]) -> list[tuple[float, str]]:
 
 
 def laid_out(events: list[tuple[float, str]]) -> list[Span]:
-    """Puts the text into rows, broken between words where one is full."""
+    """Puts the text into rows, broken between words where one is full. Lines that move are shown as they end."""
     spans = [Span(0, 0, 0.0, PROMPT, "$ "), Span(0, 2, 0.0, TEXT, COMMAND)]
     row, column, color = 1, 0, TEXT
     for at, text in events:
-        for code, run in _PIECE.findall(text.replace("\r", "")):
+        for code, erases, run in _PIECE.findall(text.replace("\r", "")):
             if code:
                 color = DIM if code == "2" else TEXT
-                continue
+            if erases:  # a line that moves: its end is shown
+                spans, column = [span for span in spans if span.row != row], 0
             for part in re.findall(r"\n| ?[^\n ]+| ", run):
                 fits = column + len(part) <= COLUMNS
                 if part == "\n" or not fits:

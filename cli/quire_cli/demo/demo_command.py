@@ -14,7 +14,7 @@ from typing import NoReturn
 from urllib.request import ProxyHandler, build_opener
 
 from quire_proto.cli import FlagParser
-from quire_proto.terminal import DIM, colored, fail, report_error
+from quire_proto.terminal import DIM, colored, fail, has_color, report_error
 
 from quire_cli.chat.api_client import ApiClient, ApiError
 from quire_cli.machine.gpus import visible_gpus
@@ -22,10 +22,12 @@ from quire_cli.machine.sockets import LOCALHOST
 from quire_cli.model.find import find_model
 from quire_cli.model.name import ModelNotFoundError
 from quire_cli.serve.flags import ServeFlags, read_flags
+from quire_cli.serve.log import show_status
 from quire_cli.serve.plan import Plan, make_plan
 from quire_cli.serve.ports import PortError, Ports
 from quire_cli.serve.process_tree import ProcessTree, answers
 from quire_cli.serve.serve_command import url_of
+from quire_cli.serve.start_progress import StartProgress
 
 DESCRIPTION = """Shows an answer that survives: starts a router and two engines on this machine, streams an answer, and
 kills the engine that writes it (kill -9). The answer pauses, continues on the other engine, and is compared with the
@@ -78,7 +80,8 @@ class _Demo:
             "model": plan.name, "prompt": PROMPT, "max_tokens": MAX_TOKENS, "seed": 7, "ignore_eos": True,
         }  # fmt: skip
         self._log: deque[str] = deque(maxlen=LAST_LINES)
-        self._tree = ProcessTree(plan.programs, self._keep, lambda: None)
+        self._progress = StartProgress([f"engine-{number}" for number in range(plan.engines)], show_status)
+        self._tree = ProcessTree(plan.programs, self._keep, on_progress=self._progress.report)
 
     def _keep(self, text: str, speaker: str) -> None:
         self._log.append(f"{speaker:8} | {text}")
@@ -100,10 +103,13 @@ class _Demo:
     async def _show(self) -> int:
         _note(f"starting a router and {ENGINES} engines with {self._plan.name} …")
         began = monotonic()
-        async with asyncio.timeout(LONGEST_START):
+        async with asyncio.timeout(LONGEST_START), asyncio.TaskGroup() as tasks:
+            watching = tasks.create_task(self._progress.run(self._tree.ready)) if has_color(sys.stdout) else None
             for _, port in self._plan.engine_ports:
                 await answers(port, "/started")
             await answers(self._plan.settings.metrics_port, "/health")
+            if watching is not None:
+                watching.cancel()
         _note(f"ready after {monotonic() - began:.1f} s\n")
         loop = asyncio.get_running_loop()
         try:
