@@ -148,6 +148,7 @@ class FlagParser(ArgumentParser):
     ) -> None:
         self._metavars = dict(metavars)
         self._foreign = dict(foreign or {})
+        self.lists_all_with = "--help"
         self._flags: list[str] = []
         self._pair_flags: set[str] = set()
         super().__init__(
@@ -196,7 +197,7 @@ class FlagParser(ArgumentParser):
 
     def error(self, message: str) -> NoReturn:
         """Ends the process with an error and a tip, without the usage, whose many flags would hide them."""
-        tip = f"{self.prog} --help lists all options"
+        tip = f"{self.prog} {self.lists_all_with} lists all options"
         if message.startswith(_UNKNOWN):
             flag = re.split(r"[ =]", message.removeprefix(_UNKNOWN))[0]  # without its value, which may be secret
             foreign = flag.partition(".")[0].replace("_", "-")  # vLLM's --flag.key and --a_flag

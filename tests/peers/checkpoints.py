@@ -37,7 +37,7 @@ def main(folder: Path) -> None:
     for name, make in (("embed", encoder_folder), ("rerank", cross_encoder_folder)):
         if not (folder / name).exists():
             make(folder / name)
-    command = [sys.executable, "-m", "quire_cli.main", "serve", "--help"]
+    command = [sys.executable, "-m", "quire_cli.main", "serve", "--help-all"]
     shown = subprocess.run(command, capture_output=True, text=True, check=True).stdout
     (folder / "flags.txt").write_text("\n".join(flags_in(shown)))
 

@@ -39,6 +39,31 @@ _SHOWN_DEFAULTS = {
     "engine_token_file": "a new token for each start",
     "journal_file": "one in ~/.local/state/quire for each model and port",
 }
+USEFUL = frozenset(
+    {
+        *("max_model_len", "max_num_seqs", "max_num_batched_tokens", "gpu_memory_utilization", "kv_cache_memory"),
+        *("swap_space", "dtype", "quantization", "kv_cache_dtype", "device", "tensor_parallel_size", "deterministic"),
+        *(
+            "enable_lora",
+            "lora_modules",
+            "api_key",
+            "tenants",
+            "allowed_origins",
+            "redis_url",
+            "journal_file",
+            "log_level",
+        ),
+    }
+)
+"""The settings of services that ``--help`` lists; ``--help-all`` lists all."""
+HELP_ALL = "--help-all"
+EXAMPLES = f"""examples:
+  quire serve Qwen/Qwen3-0.6B
+  quire serve demo/model --served-model-name quire-demo --engines 2
+  quire serve ORG/NAME --max-model-len 8192 --tensor-parallel-size 2
+  quire serve ORG/NAME --host 0.0.0.0 --api-key "$(openssl rand -hex 32)"
+
+quire serve {HELP_ALL} lists all options, and docs/configuration.md what they do."""
 MAX_ENGINES = 64
 DESCRIPTION = """Serves a model: a router and its engines on this machine, as one tree of processes with one log.
 
@@ -84,8 +109,12 @@ class ServeFlags:
 
 def read_flags(arguments: Sequence[str]) -> ServeFlags:
     """Reads the command line. Ends the process with one sentence if a flag is unknown or misses its value."""
+    lists_all = HELP_ALL in arguments
     parser = FlagParser("quire serve", DESCRIPTION, {}, {k: v for k, v in FOREIGN.items() if k not in _taken()})
     parser.usage = "quire serve MODEL [FLAGS]"
+    parser.epilog = None if lists_all else EXAMPLES
+    parser.lists_all_with = HELP_ALL
+    parser.add_argument(HELP_ALL, action="help", help="show all options")
     parser.add_argument("model", metavar="MODEL", help="what is served")
     _add_own(parser)
     groups = {
@@ -97,7 +126,8 @@ def read_flags(arguments: Sequence[str]) -> ServeFlags:
         group = parser.add_argument_group(f"flags of {title}")
         for name, service in flags:
             kind = SERVICES["engine" if service == "engine" else "router"]
-            parser.add_to(group, flag_of(name), **_options(kind, name))
+            hidden = {} if lists_all or name in USEFUL else {"help": SUPPRESS}
+            parser.add_to(group, flag_of(name), **{**_options(kind, name), **hidden})
     for service, kind in SERVICES.items():
         for name in SHARED:  # not listed: as many again, each said already
             parser.add_argument(f"--{service}-{_kebab(name)}", **{**_options(kind, name), "help": SUPPRESS})

@@ -1,9 +1,10 @@
 """``quire serve`` takes the flags of both services by their own names, and gives each its part."""
 
 import re
+import shlex
 
 import pytest
-from quire_cli.serve.flags import SERVICES, SHARED, ServeFlags, flag_of, read_flags
+from quire_cli.serve.flags import SERVICES, SHARED, USEFUL, ServeFlags, flag_of, read_flags
 from quire_engine.config import EngineConfig
 from quire_proto.cli import read_settings
 from quire_router.config import Settings
@@ -57,7 +58,10 @@ def test_the_port_of_rest_has_two_names() -> None:
         (["m", "--seed", "0"], "unknown option --seed\ntip: each request says that for itself, as a parameter"),
         (["m", "--speculative-config", "{}"], "\ntip: --speculative-method and --num-speculative-tokens set it"),
         (["m", "--speculative_config.model=x"], "\ntip: --speculative-method and --num-speculative-tokens set it"),
-        (["m", "--enable-something"], "unknown option --enable-something\ntip: quire serve --help lists all options"),
+        (
+            ["m", "--enable-something"],
+            "unknown option --enable-something\ntip: quire serve --help-all lists all options",
+        ),
         (["m", "--min-tokens", "9"], "unknown option --min-tokens\n"),
         (["m", "--max_model_len", "9"], "unknown option --max_model_len (did you mean --max-model-len?)"),
         (["m", "--engines", "0"], "invalid number of engines value: '0'"),
@@ -92,12 +96,25 @@ GROUP = ("data_parallel_rank", "data_parallel_address", "data_parallel_rpc_port"
 
 def test_the_help_lists_every_flag_that_is_passed_on(capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit, match="0"):
-        read_flags(["--help"])
+        read_flags(["--help-all"])
     told = capsys.readouterr().out
     given_by_the_command = {"model", "engine", *GROUP}
     for kind in SERVICES.values():
         for name in kind.model_fields.keys() - given_by_the_command:
             assert flag_of(name) in told, name
+
+
+def test_the_short_help_has_the_useful_flags_and_examples_that_can_be_read(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit, match="0"):
+        read_flags(["--help"])
+    told = capsys.readouterr().out
+    assert not USEFUL - (EngineConfig.model_fields.keys() | Settings.model_fields.keys())
+    assert all(flag_of(name) in told for name in USEFUL)
+    assert len(told.splitlines()) < 110
+    examples = [shlex.split(line) for line in told.splitlines() if line.startswith("  quire serve ")]
+    assert examples
+    for _, _, *arguments in examples:
+        assert read_flags(arguments)
 
 
 @pytest.mark.parametrize("service", SERVICES)
@@ -119,7 +136,7 @@ def test_every_flag_that_is_passed_on_is_one_of_the_service(service: str) -> Non
 
 def test_the_defaults_are_those_of_the_command(capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit):
-        read_flags(["--help"])
+        read_flags(["--help-all"])
     told = " ".join(capsys.readouterr().out.split())
     assert re.search(r"--log-level [^(]*[^-]*\(default: warning\)", told)
     assert re.search(r"--shutdown-timeout SECONDS [^(]*\(default: 2\)", told)
