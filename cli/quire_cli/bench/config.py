@@ -91,7 +91,7 @@ class ServeBenchConfig(CliSettings):
         "--tokenizer-mode": "a tokenizer is read from tokenizer.json",
         "--lora-modules": "--model is the name that the server knows an adapter by",
         "--profile": "the server's profiler is not started from here",
-        "--disable-tqdm": "there is no progress bar",
+        "--disable-tqdm": "NO_COLOR=1 turns the progress line off",
         "--random-batch-size": "only servers that generate are measured",
         "--plot-timeline": "--save-detailed writes the times of every request",
     }

@@ -9,7 +9,7 @@ then gets fewer requests, so that the slow times are measured less often than us
 import asyncio
 import gc
 import resource
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from math import inf, isinf
@@ -21,6 +21,7 @@ from quire_cli.bench.client import HttpClient
 from quire_cli.bench.dataset import SampleRequest
 from quire_cli.bench.stream import Recording, RequestOutput, read_output
 
+WATCH_PERIOD = 0.5  # seconds between two reports; one costs some microseconds
 SPARE_FILES = 64  # open files besides the connections
 MAX_UNREAD = 1 << 20  # pieces that may wait until the end of the run, some 300 MB; then answers are read at once
 
@@ -60,52 +61,87 @@ class Load:
 @dataclass(frozen=True, slots=True)
 class Run:
     """All answers in the order of their requests: ``outputs``. It took ``duration`` seconds until the last answer,
-    and the client ``cpu_seconds`` of processor time.
+    and the client ``cpu_seconds`` of processor time. A run that was ``interrupted`` has the answers until then.
     """
 
     outputs: list[RequestOutput]
     duration: float
     cpu_seconds: float
+    interrupted: bool = False
+
+
+Watch = Callable[[int, int, float], None]
+"""Is told how many requests have ended and were sent, and after how many seconds."""
 
 
 async def run_load(
-    client: HttpClient, path: str, requests: Sequence[SampleRequest], load: Load, rng: np.random.Generator
+    client: HttpClient,
+    path: str,
+    requests: Sequence[SampleRequest],
+    load: Load,
+    rng: np.random.Generator,
+    *,
+    watch: Watch | None = None,
 ) -> Run:
-    """Sends all requests and waits for their answers. Failures are outputs too."""
+    """Sends all requests and waits for their answers. Failures are outputs too. If the task is cancelled after an
+    answer, what has ended is returned.
+    """
     allow_connections(load.max_concurrency or len(requests))
-    return await _Sender(client, path, load).run(requests, load.arrival_times(requests, rng))
+    return await _Sender(client, path, load, watch).run(requests, load.arrival_times(requests, rng))
 
 
 class _Sender:
     """One run."""
 
-    def __init__(self, client: HttpClient, path: str, load: Load) -> None:
+    def __init__(self, client: HttpClient, path: str, load: Load, watch: Watch | None) -> None:
         self._client = client
         self._path = path
+        self._watch = watch
+        self._sent = self._ended = 0
         self._turns = asyncio.Semaphore(load.max_concurrency) if load.max_concurrency else nullcontext()
         self._outputs: dict[int, RequestOutput] = {}
         self._unread: dict[int, Recording] = {}
         self._pieces = 0
 
     async def run(self, requests: Sequence[SampleRequest], times: Sequence[float]) -> Run:
-        now = self._client.now
+        now, interrupted = self._client.now, False
         with _no_collections():
             cpu, begin = process_time(), now()
-            async with asyncio.TaskGroup() as tasks:
+            try:
+                await self._send_all(requests, times, begin)
+            except asyncio.CancelledError:
+                if not self._ended:
+                    raise
+                interrupted = True
+            duration, cpu = now() - begin, process_time() - cpu
+        for index, recording in self._unread.items():
+            self._outputs[index] = read_output(recording, requests[index].prompt_len)
+        return Run([self._outputs[index] for index in sorted(self._outputs)], duration, cpu, interrupted)
+
+    async def _send_all(self, requests: Sequence[SampleRequest], times: Sequence[float], begin: float) -> None:
+        now = self._client.now
+        async with asyncio.TaskGroup() as tasks:
+            watching = tasks.create_task(self._report(self._watch, begin)) if self._watch else None
+            async with asyncio.TaskGroup() as sending:
                 for index in sorted(range(len(requests)), key=lambda index: times[index]):
                     intended = begin + times[index]
                     if (wait := intended - now()) > 0:
                         await asyncio.sleep(wait)
-                    tasks.create_task(self._send(index, requests[index], intended))
-            duration, cpu = now() - begin, process_time() - cpu
-        for index, recording in self._unread.items():
-            self._outputs[index] = read_output(recording, requests[index].prompt_len)
-        return Run([self._outputs[index] for index in range(len(requests))], duration, cpu)
+                    sending.create_task(self._send(index, requests[index], intended))
+            if watching is not None:
+                watching.cancel()
+
+    async def _report(self, watch: Watch, begin: float) -> None:
+        while True:
+            watch(self._ended, self._sent, self._client.now() - begin)
+            await asyncio.sleep(WATCH_PERIOD)
 
     async def _send(self, index: int, request: SampleRequest, intended: float) -> None:
         recording = Recording(intended=intended, began=self._client.now())
         async with self._turns:
+            self._sent += 1
             await self._client.post(self._path, request.body, recording)
+        self._ended += 1
         self._pieces += len(recording.pieces)
         if self._pieces <= MAX_UNREAD:
             self._unread[index] = recording

@@ -5,13 +5,14 @@ import sys
 from collections import Counter
 from collections.abc import Sequence
 from datetime import datetime
+from functools import partial
 from typing import Any
 
 import numpy as np
 import uvloop
 from quire_proto.cli import read_settings, reject_unknown_env
 from quire_proto.extras import install_command
-from quire_proto.terminal import fail
+from quire_proto.terminal import DIM, PLAIN, fail, has_color
 
 from quire_cli.bench.client import HttpClient, ServerError
 from quire_cli.bench.config import ServeBenchConfig, join_values
@@ -20,6 +21,8 @@ from quire_cli.bench.load import Load, run_load
 from quire_cli.bench.metrics import compute_result, describe_run
 from quire_cli.bench.report import draw_plot, format_result, format_sweep, save_result
 
+INTERRUPTED = 130  # as shells report Ctrl-C
+_CLEAR_LINE = "\r\x1b[K"
 READY_PERIOD = 0.5  # seconds between two questions whether the server is there
 REFUSALS = ("HTTP 429", "HTTP 503")  # how a failure begins for which the server had no room
 MAX_KINDS = 3  # of failures that are named in one sentence
@@ -28,7 +31,7 @@ WARMUP_SEED = 1 << 40  # what is added to the seed for requests that are not mea
 
 def bench_serve(arguments: Sequence[str]) -> None:
     """Runs the subcommand. Exits with 2 for wrong settings; with 1 and one sentence if the server cannot be reached, a
-    file cannot be read or written, or a request failed.
+    file cannot be read or written, or a request failed; with 130 after Ctrl-C, and the figures until then.
     """
     reject_unknown_env(ServeBenchConfig)
     config = read_settings(ServeBenchConfig, join_values(map(_as_here, arguments)))
@@ -38,7 +41,7 @@ def bench_serve(arguments: Sequence[str]) -> None:
     except (ServerError, DatasetError) as error:
         fail(str(error))
     except KeyboardInterrupt:
-        fail("Interrupted.")
+        fail("interrupted before an answer was complete", status=INTERRUPTED)
     if sentence := describe_failures(results):
         fail(sentence)
 
@@ -73,7 +76,11 @@ async def _measure_rate(
     requests = factory.make(config.num_prompts, seed)
     sys.stderr.write(f"{_describe(load)}: {len(requests)} requests\n")
     date = datetime.now().strftime("%Y%m%d-%H%M%S")
-    found = await run_load(client, config.path, requests, load, np.random.default_rng([seed, 1]))
+    watch = partial(_show, len(requests)) if has_color(sys.stderr) else None
+    try:
+        found = await run_load(client, config.path, requests, load, np.random.default_rng([seed, 1]), watch=watch)
+    finally:
+        sys.stderr.write(_CLEAR_LINE if watch else "")
     result = describe_run(config, load, model, date) | compute_result(config, load, found, factory.count_tokens)
     sys.stdout.write(f"{format_result(config, load, result)}\n")
     if config.save_result or config.append_result:
@@ -83,7 +90,17 @@ async def _measure_rate(
         except OSError as error:
             fail(f"The figures cannot be written: {error}.")
         sys.stderr.write(f"The figures are in {path}.\n")
+    if found.interrupted:
+        done = f"{len(found.outputs)} of {len(requests)} requests"
+        fail(f"interrupted: these are the figures of {done}", status=INTERRUPTED)
     return result
+
+
+def _show(total: int, ended: int, sent: int, seconds: float) -> None:
+    """Writes the line that moves while a run is on."""
+    text = f"{ended} of {total} answered, {sent - ended} running ({seconds:.0f} s)"
+    sys.stderr.write(f"{_CLEAR_LINE}{DIM}{text}{PLAIN}")
+    sys.stderr.flush()
 
 
 def _describe(load: Load) -> str:

@@ -2,6 +2,7 @@
 
 import asyncio
 import json
+import signal
 import sys
 from asyncio.subprocess import DEVNULL, PIPE
 from collections.abc import Callable
@@ -19,6 +20,7 @@ from quire_cli.bench.metrics import compute_result
 from quire_proto.cli import read_settings
 
 from tests.support.sse_server import END, HEAD, Answer, Peer, chunk, response, serving, stream, token, usage
+from tests.support.waiting import until
 
 
 class Clock:
@@ -355,3 +357,73 @@ VLLM_KEYS = {
         for part in ("mean", "median", "std", "p50", "p90", "p99")
     ),
 }
+
+
+def two_then_silence() -> Answer:
+    """Answers two requests, and keeps the others waiting."""
+    asked = 0
+
+    async def answer(peer: Peer, body: dict[str, Any]) -> None:
+        nonlocal asked
+        asked += 1
+        if asked > 2:
+            await asyncio.Event().wait()
+        await stream(token(), usage(7, 1))(peer, body)
+
+    return answer
+
+
+async def test_a_run_that_is_interrupted_has_the_answers_until_then() -> None:
+    seen: list[tuple[int, int]] = []
+    async with serving(two_then_silence()) as server:
+        client = HttpClient(server.url, {})
+        asked, rng = requests(5), np.random.default_rng(0)
+        watched = lambda ended, sent, _seconds: seen.append((ended, sent))  # noqa: E731
+        running = asyncio.create_task(run_load(client, "/v1/completions", asked, Load(), rng, watch=watched))
+        await until(lambda: (2, 5) in seen)
+        running.cancel()
+        found = await running
+        client.close()
+    assert found.interrupted
+    assert [output.success for output in found.outputs] == [True, True]
+
+
+async def test_a_run_that_is_interrupted_before_any_answer_has_none() -> None:
+    async def answer(peer: Peer, body: dict[str, Any]) -> None:
+        await asyncio.Event().wait()
+
+    async with serving(answer) as server:
+        client = HttpClient(server.url, {})
+        running = asyncio.create_task(
+            run_load(client, "/v1/completions", requests(2), Load(), np.random.default_rng(0))
+        )
+        await asyncio.sleep(0.1)
+        running.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await running
+        client.close()
+
+
+async def test_ctrl_c_prints_the_figures_until_then() -> None:
+    async with serving(two_then_silence()) as server:
+        words = ["--base-url", server.url, "--model", "m", "--num-prompts", "5", "--backend", "vllm"]
+        words += ["--random-input-len", "1", "--random-output-len", "1", "--ready-check-timeout-sec", "0"]
+        process = await asyncio.create_subprocess_exec(
+            sys.executable,
+            "-m",
+            "quire_cli.main",
+            "bench",
+            "serve",
+            *words,
+            "--num-warmups",
+            "0",
+            stdout=PIPE,
+            stderr=PIPE,
+        )
+        await until(lambda: len(server.bodies) == 5)
+        await asyncio.sleep(0.3)  # for the two answers to be read
+        process.send_signal(signal.SIGINT)
+        shown, told = await asyncio.wait_for(process.communicate(), 60)
+    assert process.returncode == 130
+    assert "Successful requests" in shown.decode()
+    assert "error: interrupted: these are the figures of 2 of 5 requests\n" in told.decode()
