@@ -289,7 +289,7 @@ def beginners_of_tasks(nodes: Iterable[ast.AST], within: str = "") -> Iterator[s
             name = f"{within}.{node.name}".lstrip(".")
         elif isinstance(node, ast.Call):
             owner, _, called = ast.unparse(node.func).rpartition(".")
-            if called in {"create_task", "ensure_future"} and owner not in {"tasks", "serving"}:
+            if called in {"create_task", "ensure_future"} and owner not in {"tasks", "serving", "sending"}:
                 yield within
         yield from beginners_of_tasks(ast.iter_child_nodes(node), name)
 
