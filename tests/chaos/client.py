@@ -153,7 +153,7 @@ class Client(ABC):
         except (ValueError, LookupError, TypeError) as error:
             raise UntypedError(f"{response.status_code}: {response.text[:200]} ({error})") from None
         if failure.passes and not response.headers.get("retry-after", "").isdigit():
-            raise UntypedError(f"{response.status_code} does not say when to come back")
+            raise UntypedError(f"{response.status_code} does not say when to come back: {response.text[:200]}")
         return self._fail(failure)
 
     def _send(self, request: Request) -> dict[str, str]:

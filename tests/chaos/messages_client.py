@@ -86,7 +86,7 @@ class MessagesClient(Client):
         except UntypedError:
             return super()._refused(response)  # a request that is read on is refused in OpenAI's words
         if failure.passes and not response.headers.get("retry-after", "").isdigit():
-            raise UntypedError(f"{response.status_code} does not say when to come back")
+            raise UntypedError(f"{response.status_code} does not say when to come back: {response.text[:200]}")
         return self._fail(failure)
 
     def _broken_off(self, data: dict[str, Any]) -> bool:

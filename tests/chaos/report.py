@@ -11,6 +11,7 @@ from tests.chaos.stack import Absence
 from tests.chaos.workload import BATCH, CONVERSATION, UNWATCHED, Request
 
 _OF_ANSWERS = ("lost", "repeated", "changed", "errors", "untyped", "hung", "malformed", "unended", "disturbed", "cut")
+EXAMPLES_OF_A_KIND = 4
 FOUND = (*_OF_ANSWERS, "left", "unmet")
 COUNTS = ("streams", "resumed", "connections", "forgotten", "unwritten", *FOUND)
 WRITTEN = 5.0  # seconds, many times as long as routers take to write a record in the background
@@ -89,7 +90,16 @@ class Report:
         lists = {"ways": self.ways, "kinds": self.kinds, "excused": self.excused_ways, "faults": self.faults}
         lines += [f"{name:>12} {_listed(counter)}" for name, counter in lists.items() if counter]
         lines += [f"{'pauses':>12} {_quantiles(self.pauses)}"] if self.pauses else []
-        return "\n".join(lines + self.examples[:10])
+        return "\n".join([*lines, *self._shown_examples()])
+
+    def _shown_examples(self) -> Iterator[str]:
+        """Some of each kind: what is frequent must not hide what is rare."""
+        shown: Counter[str] = Counter()
+        for example in self.examples:
+            kind = example.partition(":")[0]
+            shown[kind] += 1
+            if shown[kind] <= EXAMPLES_OF_A_KIND:
+                yield example
 
 
 def _quantiles(seconds: Sequence[float]) -> str:
