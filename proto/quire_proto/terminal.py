@@ -7,6 +7,9 @@ import os
 import sys
 from typing import NoReturn, TextIO
 
+INTERRUPTED = 130
+"""The exit status after Ctrl-C, as shells report it."""
+CLEAR_LINE = "\r\x1b[K"
 RED, CYAN, DIM, PLAIN = "\x1b[1;31m", "\x1b[1;36m", "\x1b[2m", "\x1b[0m"
 
 

@@ -12,7 +12,7 @@ import numpy as np
 import uvloop
 from quire_proto.cli import read_settings, reject_unknown_env
 from quire_proto.extras import install_command
-from quire_proto.terminal import DIM, PLAIN, fail, has_color
+from quire_proto.terminal import CLEAR_LINE, DIM, INTERRUPTED, PLAIN, fail, has_color
 
 from quire_cli.bench.client import HttpClient, ServerError
 from quire_cli.bench.config import ServeBenchConfig, join_values
@@ -21,8 +21,6 @@ from quire_cli.bench.load import Load, run_load
 from quire_cli.bench.metrics import compute_result, describe_run
 from quire_cli.bench.report import draw_plot, format_result, format_sweep, save_result
 
-INTERRUPTED = 130  # as shells report Ctrl-C
-_CLEAR_LINE = "\r\x1b[K"
 READY_PERIOD = 0.5  # seconds between two questions whether the server is there
 REFUSALS = ("HTTP 429", "HTTP 503")  # how a failure begins for which the server had no room
 MAX_KINDS = 3  # of failures that are named in one sentence
@@ -80,7 +78,7 @@ async def _measure_rate(
     try:
         found = await run_load(client, config.path, requests, load, np.random.default_rng([seed, 1]), watch=watch)
     finally:
-        sys.stderr.write(_CLEAR_LINE if watch else "")
+        sys.stderr.write(CLEAR_LINE if watch else "")
     result = describe_run(config, load, model, date) | compute_result(config, load, found, factory.count_tokens)
     sys.stdout.write(f"{format_result(config, load, result)}\n")
     if config.save_result or config.append_result:
@@ -99,7 +97,7 @@ async def _measure_rate(
 def _show(total: int, ended: int, sent: int, seconds: float) -> None:
     """Writes the line that moves while a run is on."""
     text = f"{ended} of {total} answered, {sent - ended} running ({seconds:.0f} s)"
-    sys.stderr.write(f"{_CLEAR_LINE}{DIM}{text}{PLAIN}")
+    sys.stderr.write(f"{CLEAR_LINE}{DIM}{text}{PLAIN}")
     sys.stderr.flush()
 
 

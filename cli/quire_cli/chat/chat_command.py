@@ -11,12 +11,11 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import closing, suppress
 
 from quire_proto.cli import FlagParser
-from quire_proto.terminal import DIM, PLAIN, fail, has_color, report_error
+from quire_proto.terminal import DIM, INTERRUPTED, PLAIN, fail, has_color, report_error
 
 from quire_cli.chat.api_client import ApiClient, ApiError
 from quire_cli.machine.server import DEFAULT_URL, KEY_HELP, base_url, key_of_environment
 
-INTERRUPTED = 130
 PROMPT = "> "
 CHAT = """Talks to a running server, by default the one that quire serve starts.
 
@@ -129,15 +128,16 @@ def _complete(flags: Namespace) -> None:
 def _show_chat(client: ApiClient, body: Mapping[str, object], messages: Sequence[Message]) -> str:
     """Prints an answer as it comes, thoughts dimmed; returns it without its thoughts."""
     answer, thinking = "", False
+    dim, plain = (DIM, PLAIN) if has_color(sys.stdout) else ("", "")
     with closing(client.stream("/chat/completions", {**body, "messages": messages})) as chunks:
         for delta in (choice.get("delta", {}) for chunk in chunks for choice in chunk.get("choices", ())):
             thought, text = delta.get("reasoning_content") or "", delta.get("content") or ""
-            if has_color(sys.stdout) and thinking != bool(thought) and (thought or text):
-                _show(DIM if thought else f"{PLAIN}\n")
+            if sys.stdout.isatty() and thinking != bool(thought) and (thought or text):
+                _show(dim if thought else f"{plain}\n")
                 thinking = bool(thought)
             _show(thought + text if sys.stdout.isatty() else text)
             answer += text
-    _show(f"{PLAIN}\n" if thinking else "\n")
+    _show(f"{plain}\n" if thinking else "\n")
     return answer
 
 

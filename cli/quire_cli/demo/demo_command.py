@@ -8,25 +8,25 @@ import sys
 from collections import deque
 from collections.abc import Iterator, Sequence
 from contextlib import closing, suppress
+from dataclasses import replace
 from pathlib import Path
 from time import monotonic
 from typing import NoReturn
 from urllib.request import ProxyHandler, build_opener
 
+from quire_engine.errors import ModelError
 from quire_proto.cli import FlagParser
-from quire_proto.terminal import DIM, colored, fail, has_color, report_error
+from quire_proto.terminal import DIM, INTERRUPTED, colored, fail, has_color, report_error
 
 from quire_cli.chat.api_client import ApiClient, ApiError
 from quire_cli.machine.gpus import visible_gpus
 from quire_cli.machine.sockets import LOCALHOST
-from quire_cli.model.find import find_model
-from quire_cli.model.name import ModelNotFoundError
 from quire_cli.serve.flags import ServeFlags, read_flags
 from quire_cli.serve.log import show_status
 from quire_cli.serve.plan import Plan, make_plan
 from quire_cli.serve.ports import PortError, Ports
 from quire_cli.serve.process_tree import ProcessTree, answers
-from quire_cli.serve.serve_command import url_of
+from quire_cli.serve.serve_command import check_host_memory, find, url_of
 from quire_cli.serve.start_progress import StartProgress
 
 DESCRIPTION = """Shows an answer that survives: starts a router and two engines on this machine, streams an answer, and
@@ -52,20 +52,23 @@ def demo(arguments: Sequence[str]) -> NoReturn:
     flags = parser.parse_args(list(arguments))
     if flags.model is None and not DEMO_MODEL.is_dir():
         fail("demo/model is not here", "run this in a clone of the repository, or name a MODEL")
+    served = _serve_flags(flags.model or str(DEMO_MODEL))
+    found = find(served)
+    served = replace(served, names=[found.name if flags.model else DEMO_NAME])
+    ports = Ports(lambda _text, _speaker: None)
     try:
-        found = find_model(flags.model or str(DEMO_MODEL), None)
-        served = _serve_flags(found.name if flags.model else DEMO_NAME, str(found.path))
-        plan = make_plan(served, found.path, Ports(lambda *_: None), visible_gpus())
-    except (ModelNotFoundError, PortError, ValueError) as error:
+        plan = make_plan(served, found.path, ports, visible_gpus())
+    except (PortError, ModelError, ValueError) as error:
         fail(str(error))
+    check_host_memory(plan)
     try:
         raise SystemExit(asyncio.run(_Demo(plan).run()))
     except KeyboardInterrupt:
-        raise SystemExit(130) from None
+        raise SystemExit(INTERRUPTED) from None
 
 
-def _serve_flags(name: str, model: str) -> ServeFlags:
-    own = ["--engines", str(ENGINES), "--served-model-name", name, "--no-journal", "--log-level", "error"]
+def _serve_flags(model: str) -> ServeFlags:
+    own = ["--engines", str(ENGINES), "--no-journal", "--log-level", "error"]
     # Equal tokens on any engine, whatever else runs there, are promised in float32.
     return read_flags([model, *own, "--dtype", "float32"])
 
@@ -79,6 +82,7 @@ class _Demo:
         self._body = {
             "model": plan.name, "prompt": PROMPT, "max_tokens": MAX_TOKENS, "seed": 7, "ignore_eos": True,
         }  # fmt: skip
+        self._killed = False
         self._log: deque[str] = deque(maxlen=LAST_LINES)
         self._progress = StartProgress([f"engine-{number}" for number in range(plan.engines)], show_status)
         self._tree = ProcessTree(plan.programs, self._keep, on_progress=self._progress.report)
@@ -119,7 +123,9 @@ class _Demo:
             report_error(str(error))
             return 1
         _note(f"The same request without a kill: {'the same' if text == expected else 'another'} text.")
-        return int(text != expected)
+        if not self._killed:
+            report_error("the answer was over before its engine could be killed")
+        return int(text != expected or not self._killed)
 
     def _pieces(self) -> Iterator[str]:
         with closing(self._client.stream("/completions", self._body)) as chunks:
@@ -128,30 +134,30 @@ class _Demo:
 
     def _disturbed(self, loop: asyncio.AbstractEventLoop) -> str:
         """Prints the answer as it comes, and kills its engine on the way. Returns the answer."""
-        text, killed, longest = "", False, 0.0
+        text, longest = "", 0.0
         began = last = monotonic()
         sys.stdout.write(PROMPT)
         for number, piece in enumerate(self._pieces()):
             pause, last = monotonic() - last, monotonic()
-            if killed and pause > max(longest, SHORTEST_PAUSE):
+            if self._killed and pause > max(longest, SHORTEST_PAUSE):
                 longest = pause
                 _note(f"\n── the other engine continues, {pause:.2f} s after the last token ──")
             text += piece
             sys.stdout.write(piece)
             sys.stdout.flush()
             if number == KILL_AT:
-                killed = self._kill(loop)
+                self._kill(loop)
         _note(f"\n\n{MAX_TOKENS} tokens in {last - began:.1f} s, the longest pause {longest:.2f} s.")
         return text
 
-    def _kill(self, loop: asyncio.AbstractEventLoop) -> bool:
-        """Kills the engine that runs the request; returns whether one does."""
+    def _kill(self, loop: asyncio.AbstractEventLoop) -> None:
+        """Kills the engine that runs the request, if one still does."""
         for number, (_, port) in enumerate(self._plan.engine_ports):
             if _running_requests(port):
                 loop.call_soon_threadsafe(self._tree.kill_one, f"engine-{number}")
                 _note(f"\n── kill -9 engine-{number}, which writes this ──")
-                return True
-        return False
+                self._killed = True
+                return
 
 
 def _running_requests(port: int) -> float:

@@ -4,11 +4,12 @@ import os
 from collections.abc import Callable
 from contextlib import suppress
 
+from quire_proto.terminal import CLEAR_LINE
+
 WriteLine = Callable[[str, str], None]
 """Prints one line of a speaker: the text, and who says it."""
 SELF = "quire"
 _STANDARD_OUTPUT = 1
-_CLEAR_LINE = "\r\x1b[K"
 _status = ""
 
 
@@ -16,7 +17,7 @@ def say(text: str, speaker: str = SELF) -> None:
     """Prints a line, if there still is someone to read it: a reader that went away (``| head``, a closed terminal) must
     not prevent the processes from being stopped. Nothing is buffered, so that nothing is left to fail at the exit.
     """
-    before, after = (_CLEAR_LINE, _status) if _status else ("", "")
+    before, after = (CLEAR_LINE, _status) if _status else ("", "")
     _write(f"{before}{speaker:8} | {text}\n{after}")
 
 
@@ -24,7 +25,7 @@ def show_status(text: str) -> None:
     """Writes the line below the log anew; an empty one takes it away. Only for a terminal."""
     global _status  # noqa: PLW0603 - standard output is one, too
     if text or _status:
-        _write(f"{_CLEAR_LINE}{text}")
+        _write(f"{CLEAR_LINE}{text}")
     _status = text
 
 
