@@ -15,7 +15,7 @@ import sys
 import time
 from collections.abc import Sequence
 from contextlib import closing
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 from pathlib import Path
 
 import torch
@@ -30,22 +30,11 @@ from quire_engine.device.accelerator import configure_threads, resolve_device
 from quire_engine.models.loader import read_model_config
 from quire_proto.cli import read_settings
 
+from tests.bench.gpu_run import Figure
 from tests.bench.random_checkpoint import BYTES_A_WEIGHT, FORMS
 
 PROMPT, WARM_UP = 128, 16
 TRIES, DTYPE = 2, torch.bfloat16
-
-
-@dataclass(frozen=True, slots=True)
-class Figure:
-    """A value, its share of the roofline, and when it was measured, in seconds since the epoch."""
-
-    name: str
-    value: float
-    unit: str
-    share: float
-    began: float
-    ended: float
 
 
 class Bench:
