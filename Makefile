@@ -40,7 +40,7 @@ help:
 	@echo "make dist                                     wheels, the chart, a bill of materials and sums, in dist/ (docs/contributing.md)"
 	@echo "make gpu-kit [ARGS='--gpu sm_90a']             kernels and wheels for scripts/gpu_run.sh on a bare machine with a GPU (docs/gpu.md)"
 	@echo "make docs                                     the documentation as a site, in .run/docs/site (REPOSITORY_URL links the code)"
-	@echo "make first-hour [ARGS=--sources]              the README's first commands in an empty root; pip fetches torch (some minutes)"
+	@echo "make first-hour [ARGS=--sources]              the first commands of the pages in an empty root; pip fetches torch (some minutes)"
 	@echo "make proto                                    the stubs of proto/quire"
 	@echo "make clean                                    takes away the environments and what was built or measured"
 

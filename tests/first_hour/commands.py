@@ -1,16 +1,51 @@
-"""The commands of the README's section «Start», as they stand there."""
+"""The commands of the pages that a reader starts with, as they stand there: which are run, and why others are not."""
 
 import re
+from collections.abc import Iterator, Mapping
 from pathlib import Path
+from typing import NamedTuple
 
 ROOT = Path(__file__).parents[2]
+README, ONE_GPU = Path("README.md"), Path("docs/one-gpu.md")
+
+NOT_RUN: Mapping[Path, Mapping[str, str]] = {
+    README: {"from openai import OpenAI": "tests/service/test_examples.py runs it"},
+    ONE_GPU: {
+        "scripts/install.sh --cuda && . .venv/bin/activate": "takes 6 GB and a GPU; the README's line runs the script",
+        "quire    | 1 of 1 engines ready after … s": "what is printed: tests/first_hour compares it",
+        "quire-engine bench --shape qwen3-0.6b --num-prompts 256 --input-len 100..1024 --output-len 100..1024 "
+        "--measure throughput --against none": "takes half an hour without a GPU; tests/bench/gpu_rows.py runs it",
+    },
+}
+"""Blocks that ``make first-hour`` does not run, by their first line."""
+
+ELSEWHERE: Mapping[Path, str] = {
+    Path("docs/recipes.md"): "tests/clients runs its programs and settings, each in an environment of its own",
+    Path("docs/cloud.md"): "needs an account; tests/kube/test_chart_pages.py renders its values and manifests",
+}
+"""Pages of which it runs nothing."""
+
+
+class Block(NamedTuple):
+    """A block of code. ``language`` is empty for commands."""
+
+    language: str
+    text: str
+
+    @property
+    def first_line(self) -> str:
+        """Its first command or line."""
+        return code_lines(self.text)[0]
+
+
+def blocks(text: str) -> list[Block]:
+    """The blocks of code of a page."""
+    return [Block(*found) for found in re.findall(r"^```(\w*).*?\n(.*?)^```$", text, re.DOTALL | re.MULTILINE)]
 
 
 def code_lines(text: str) -> list[str]:
-    """The lines of all blocks of code that name no language, without comments."""
-    blocks = re.findall(r"^```(.*?)\n(.*?)^```$", text, re.DOTALL | re.MULTILINE)
-    plain = (block for language, block in blocks if not language)
-    lines = (re.sub(r"(^|\s)#.*", "", line).strip() for block in plain for line in block.splitlines())
+    """The lines of a block, without comments, continued ones joined."""
+    lines = (re.sub(r"(^|\s)#.*", "", line).strip() for line in re.sub(r"\\\n\s*", "", text).splitlines())
     return [line for line in lines if line]
 
 
@@ -22,12 +57,34 @@ def section(text: str, title: str) -> str:
     return found[1]
 
 
-def readme_commands() -> list[str]:
-    """All of them, in their order."""
-    return code_lines(section((ROOT / "README.md").read_text(), "Start"))
+def start_pages() -> list[Path]:
+    """The pages that the documentation's index has under «Start»."""
+    table = section((ROOT / "docs" / "README.md").read_text(), "Start")
+    return [
+        (ROOT / "docs" / link).resolve().relative_to(ROOT) for link in re.findall(r"^\| \[.*?\]\((.*?)\)", table, re.M)
+    ]
+
+
+def commands_of(page: Path) -> Iterator[str]:
+    """Those of a page that are run, in their order."""
+    for block in blocks((ROOT / page).read_text()):
+        if page not in ELSEWHERE and block.first_line not in NOT_RUN.get(page, {}):
+            yield from code_lines(block.text)
+
+
+def shown_by(page: Path) -> list[str]:
+    """The lines that a page says ``quire serve`` prints; … stands for what varies."""
+    return [
+        line.strip()
+        for block in blocks((ROOT / page).read_text())
+        if block.language == "text"
+        for line in block.text.splitlines()
+        if line.strip() not in ("", "…")
+    ]
 
 
 def wheels_commands() -> list[str]:
     """The lines of docs/contributing.md that install torch's build for CPUs and then the wheels of ``dist/``."""
-    lines = code_lines((ROOT / "docs" / "contributing.md").read_text())
+    found = blocks((ROOT / "docs" / "contributing.md").read_text())
+    lines = [line for block in found if not block.language for line in code_lines(block.text)]
     return [line for line in lines if line.startswith("pip install")]

@@ -1,8 +1,9 @@
-"""The README's first commands, run as they stand there in an empty root: ``make first-hour``.
+"""The first commands of the README and of the page of one GPU, run as they stand there in an empty root: ``make
+first-hour``. ``NOT_RUN`` of commands.py names the others that a reader starts with, each with a reason.
 
-A fresh user with an empty home and a fresh virtual environment, no compiler, no Redis and no git. What the README calls
+A fresh user with an empty home and a fresh virtual environment, no compiler, no Redis and no git. What the pages call
 a clone is there as the files of the last commit. The Hub is a mirror with its API, on the loopback, which has the demo
-model under every name that the README serves. Installed are the wheels of ``make dist``, by the line of
+model under every name that the pages serve. Installed are the wheels of ``make dist``, by the line of
 docs/contributing.md, or with ``--sources`` the folders, by the README's own line.
 
 By default pip fetches nothing: what the wheels say that they need comes from the environment that runs this, each
@@ -13,7 +14,9 @@ pip finds torch's build with CUDA alone, 5 GB.
 import argparse
 import importlib.metadata
 import io
+import json
 import os
+import re
 import shlex
 import shutil
 import signal
@@ -25,7 +28,7 @@ import time
 from collections.abc import Iterable
 from pathlib import Path
 
-from tests.first_hour.commands import ROOT, readme_commands, wheels_commands
+from tests.first_hour.commands import ONE_GPU, README, ROOT, commands_of, shown_by, wheels_commands
 from tests.first_hour.needs import packages_of, requirements_of
 from tests.first_hour.place import HOME, PYTHON, VENV, Place, enter, is_possible
 from tests.support.hub_server import hub_server
@@ -64,10 +67,21 @@ class FirstHour:
             shown = self._finish(line)
             if "the same text" not in shown:
                 sys.exit(f"the answer did not survive: {shown}")
+        elif words[0] == "curl":
+            answer = json.loads(self._finish(line, quiet=True))
+            if not answer["choices"][0]["message"]["content"]:
+                sys.exit(f"that is no answer: {answer}")
         elif words[0] in ("quire", ".", "scripts/install.sh") or words[:2] == ["pip", "install"]:
             self._finish(line)
         else:
-            sys.exit(f"the README begins with what tests/first_hour does not know to run: {line}")
+            sys.exit(f"a page begins with what tests/first_hour does not know to run: {line}")
+
+    def compare(self, lines: Iterable[str]) -> None:
+        """Raises SystemExit if what serves has not printed one of the lines, in which … is anything."""
+        log = self._log.read_text()
+        for line in lines:
+            if not re.search(".*".join(map(re.escape, line.split("…"))), log):
+                sys.exit(f"a page says that it prints {line!r}:\n{log}")
 
     def stop(self) -> None:
         """Ctrl-C in the terminal of what serves; all of it has to end."""
@@ -94,10 +108,12 @@ class FirstHour:
             sys.exit(f"the kernels of the wheel are not used:\n{self._log.read_text()}")
         _say(f"{self._log.read_text().rstrip()}\n  (after {time.monotonic() - began:.1f} s)")
 
-    def _finish(self, line: str, stdin: str = "") -> str:
+    def _finish(self, line: str, stdin: str = "", *, quiet: bool = False) -> str:
+        """Runs it to its end. ``quiet``: its progress, which is on standard error, is not wanted."""
         _say(f"$ {line}" + (f"  < {stdin!r}" if stdin else ""))
         began = time.monotonic()
-        status, output = self._place.run(line, cwd=CLONE, stdin=stdin, timeout=1800)
+        run = f"{line} 2>/dev/null" if quiet else line
+        status, output = self._place.run(run, cwd=CLONE, stdin=stdin, timeout=1800)
         _say(f"{output.rstrip()}\n  (status {status}, {time.monotonic() - began:.1f} s)")
         if status != 0:
             sys.exit(f"it failed: {line}")
@@ -115,6 +131,8 @@ def main() -> None:
     if given.inside is not None:
         run_all(given.inside, given.wheels, fetch=given.fetch, sources=given.sources)
         return
+    if shutil.which("curl") is None:
+        sys.exit("This machine has no curl.")
     if not is_possible():
         sys.exit("This machine does not let its user have namespaces (unshare of util-linux).")
     with tempfile.TemporaryDirectory(prefix="quire-first-hour-") as folder:
@@ -138,9 +156,10 @@ def run_all(root: Path, wheels: Path, *, fetch: bool, sources: bool) -> None:
         sys.exit(f"the root is not empty: it has {found}")
     lay_out_clone(place, wheels)
     make_environment(place, needed)
-    install, *rest = readme_commands()
+    install, *rest = commands_of(README)
+    gpu = list(commands_of(ONE_GPU))
     torch, wheels_line = wheels_commands()
-    names = [words[2] for words in map(shlex.split, rest) if words[:2] == ["quire", "serve"]]
+    names = [words[2] for words in map(shlex.split, [*rest, *gpu]) if words[:2] == ["quire", "serve"]]
     with hub_server() as hub:
         for name in names:
             if not (ROOT / name).exists():
@@ -151,6 +170,10 @@ def run_all(root: Path, wheels: Path, *, fetch: bool, sources: bool) -> None:
             hour.run(line)
         for line in rest:
             hour.run(line)
+        place.show(Path(str(shutil.which("curl"))), Path("/usr/bin/curl"))
+        for line in gpu:
+            hour.run(line)
+        hour.compare(shown_by(ONE_GPU))
         hour.stop()
         if not hub.sent:
             sys.exit("no model came from the Hub's mirror")

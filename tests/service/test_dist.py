@@ -1,6 +1,7 @@
 """What ``make dist`` makes: wheels that serve where there is no compiler, the chart in two forms, sums that hold."""
 
 import hashlib
+import io
 import json
 import re
 import shutil
@@ -8,13 +9,14 @@ import subprocess
 import sys
 import sysconfig
 import tarfile
+import zipfile
 from pathlib import Path
 
 import pytest
 import yaml
 from quire_engine.kernels import build
 
-from tests.first_hour.commands import readme_commands, wheels_commands
+from tests.first_hour.commands import ONE_GPU, README, commands_of, wheels_commands
 from tests.first_hour.place import is_possible
 from tests.service.conftest import DEMO, ROOT, SMALL_POOLS
 from tests.support.processes import Process, eventually
@@ -63,6 +65,41 @@ def test_the_sums_hold_and_name_every_file(dist):
     named = {line.split()[1] for line in (dist / "SHA256SUMS").read_text().splitlines()}
     assert named == {path.name for path in dist.iterdir()} - {"SHA256SUMS"}
     assert len([name for name in named if name.endswith(".whl")]) == 4
+
+
+def test_wheels_are_as_large_as_the_pages_say_and_have_no_tests_and_no_pictures(dist):
+    page = (ROOT / "docs" / "contributing.md").read_text()
+    stated = {name: float(size) for name, size in re.findall(r"^\| wheel of `([\w-]+)`.*?\| ([\d.]+) MB", page, re.M)}
+    assert f"Quire is {sum(stated.values()):.0f} MB" in (ROOT / "README.md").read_text()
+    for path in dist.glob("*.whl"):
+        size = stated.pop(path.name.split("-")[0].replace("_", "-"))
+        least = 0.3 if "engine" in path.name else 0.9  # of the engine's kernels, those of one level are here
+        assert least * size <= path.stat().st_size / 1e6 <= 1.1 * size, path.name
+        with zipfile.ZipFile(path) as wheel:
+            check_files({file.filename: file.file_size for file in wheel.infolist()})
+    assert not stated
+
+
+@pytest.mark.parametrize("folder", ["proto", "engine", "router", "cli"])
+def test_what_is_built_of_sources_has_no_tests_and_no_large_files(folder, tmp_path):
+    archive = subprocess.run(["git", "archive", "HEAD", folder], cwd=ROOT, check=True, capture_output=True).stdout
+    with tarfile.open(fileobj=io.BytesIO(archive)) as tar:
+        tar.extractall(tmp_path, filter="data")
+    build_sdist = "import setuptools.build_meta as build; build.build_sdist('.')"
+    subprocess.run([sys.executable, "-c", build_sdist], cwd=tmp_path / folder, check=True, capture_output=True)
+    (sdist,) = (tmp_path / folder).glob("*.tar.gz")
+    assert sdist.stat().st_size < 1e6
+    with tarfile.open(sdist) as tar:
+        check_files({file.name.partition("/")[2]: file.size for file in tar.getmembers() if file.isfile()})
+
+
+def check_files(sizes: dict[str, int]) -> None:
+    """``sizes`` has the bytes of each file of a distribution."""
+    for name, size in sizes.items():
+        path = Path(name)
+        assert not {"tests", "images", "docs"} & set(path.parts), name
+        assert path.suffix not in (".png", ".svg", ".safetensors") or path.name == "icon.svg", name
+        assert size < (1e6 if path.suffix == ".so" else 1e5), name
 
 
 @pytest.mark.soak
@@ -121,14 +158,14 @@ def test_the_bill_of_materials_has_what_is_imported_with_its_version(dist):
 
 @pytest.mark.skipif(not is_possible(), reason="this machine does not let its user have namespaces")
 @pytest.mark.parametrize("flags", [[], pytest.param(["--sources"], marks=pytest.mark.soak)], ids=["wheels", "sources"])
-def test_the_first_commands_of_the_readme_run_as_they_stand_there_in_an_empty_root(dist, flags):
+def test_the_first_commands_of_the_pages_run_as_they_stand_there_in_an_empty_root(dist, flags):
     command = [sys.executable, "-m", "tests.first_hour.run", "--wheels", str(dist), *flags]
-    run = subprocess.run(command, cwd=ROOT, check=False, capture_output=True, text=True, timeout=300)
+    run = subprocess.run(command, cwd=ROOT, check=False, capture_output=True, text=True, timeout=600)
     assert run.returncode == 0, run.stdout + run.stderr
     ran = re.findall(r"^\$ (.*)$", run.stdout, re.MULTILINE)
-    install, *rest = readme_commands()
+    install, *rest = commands_of(README)
     installs = [install] if flags else wheels_commands()[1:]  # torch is linked
-    assert [line.partition("  <")[0] for line in ran] == [*installs, *rest]
+    assert [line.partition("  <")[0] for line in ran] == [*installs, *rest, *commands_of(ONE_GPU)]
     assert re.search(r"Successful requests:\s+\d+\nFailed requests:\s+0\n", run.stdout)
 
 

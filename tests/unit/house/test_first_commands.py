@@ -1,14 +1,27 @@
-"""The README's first commands are of the kinds that ``tests/first_hour`` runs, and cover the command."""
+"""The commands of the pages that a reader starts with are run by ``tests/first_hour``, or there is a reason why not."""
 
 import shlex
 import zipfile
 
-from tests.first_hour.commands import ROOT, code_lines, readme_commands, section, wheels_commands
+from tests.first_hour.commands import (
+    ELSEWHERE,
+    NOT_RUN,
+    ONE_GPU,
+    README,
+    ROOT,
+    blocks,
+    code_lines,
+    commands_of,
+    section,
+    shown_by,
+    start_pages,
+    wheels_commands,
+)
 from tests.first_hour.needs import requirements_of
 
 
 def test_the_readme_installs_and_then_serves_talks_and_measures():
-    install, activate, *rest = map(shlex.split, readme_commands())
+    install, activate, *rest = map(shlex.split, commands_of(README))
     assert (ROOT / install[0]).stat().st_mode & 0o111
     assert activate == [".", ".venv/bin/activate"]
     assert {words[0] for words in rest} == {"quire"}
@@ -25,10 +38,30 @@ def test_the_page_of_releases_installs_torch_from_the_same_index_and_then_wheels
     assert wheels == "pip install dist/*.whl"
 
 
-def test_commands_are_the_lines_of_plain_blocks_without_comments():
-    before, after = "## A\n```\nno\n```\n## Start\n```sh\nnot\n```\n\n", "```sh\nnot\n```\n## End\n"
-    text = f"{before}```\nquire serve m    # a comment\n\n# another\n```\n{after}"
-    assert code_lines(section(text, "Start")) == ["quire serve m"]
+def test_every_block_of_the_first_pages_is_run_or_has_a_reason_why_not():
+    assert {README, ONE_GPU, *ELSEWHERE} <= set(start_pages())
+    for page in start_pages():
+        found = blocks((ROOT / page).read_text())
+        assert NOT_RUN.get(page, {}).keys() <= {block.first_line for block in found}, "a block has changed"
+        if page not in (README, ONE_GPU):
+            assert page in ELSEWHERE or not found, f"{page}: nobody runs its commands"
+        elif page not in ELSEWHERE:
+            run = [block for block in found if block.first_line not in NOT_RUN[page]]
+            assert [block.language for block in run] == [""] * len(run), f"{page}: what is no command has no reason"
+
+
+def test_the_page_of_one_gpu_serves_asks_measures_and_says_what_is_printed():
+    first, *others = (shlex.split(line) for line in commands_of(ONE_GPU))
+    assert first[:2] == ["quire", "serve"]
+    assert [words[0] for words in others] == ["curl", "quire"]
+    assert [line.partition("|")[0].strip() for line in shown_by(ONE_GPU)] == ["quire", "quire", "quire chat"]
+
+
+def test_commands_are_the_lines_of_blocks_without_comments():
+    before, after = "## A\n```\nno\n```\n## Start\n```sh\nnot\n```\n\n", "```python\nnot\n```\n## End\n"
+    text = f"{before}```\nquire serve m    # a comment\n\n# another\ncurl a \\\n  -d b\n```\n{after}"
+    plain = [block for block in blocks(section(text, "Start")) if not block.language]
+    assert [code_lines(block.text) for block in plain] == [["quire serve m", "curl a -d b"]]
 
 
 def test_what_a_wheel_needs_is_followed_through_markers_and_extras(tmp_path):
