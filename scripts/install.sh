@@ -56,5 +56,7 @@ else
   fi
   install ./proto ./engine ./router ./cli
 fi
+# What building leaves in the checkout would be found by every search, and a stale build/ in the next wheel.
+for folder in proto engine router cli; do rm -rf "$folder/build" "$folder"/*.egg-info; done
 [ -n "$active" ] && next="" || next=". $environment/bin/activate && "
 echo "installed; next: ${next}quire serve demo/model --served-model-name quire-demo"

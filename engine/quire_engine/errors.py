@@ -2,7 +2,17 @@
 
 
 class ModelError(Exception):
-    """A model cannot be served. The text is one sentence that names the file or setting at fault, and the problem."""
+    """A model cannot be served. The text is one sentence that names the file or setting at fault, and the problem.
+    ``instead`` is what its user can do, without a stop.
+    """
+
+    instead = "take another model"
+
+
+class DamagedFileError(ModelError):
+    """A file of a model has no content that the model's own can have, as after a copy that was cut."""
+
+    instead = "copy or download it again"
 
 
 class LoRAError(ModelError):

@@ -6,7 +6,8 @@ from pathlib import Path
 from typing import NamedTuple
 
 ROOT = Path(__file__).parents[2]
-README, ONE_GPU = Path("README.md"), Path("docs/one-gpu.md")
+README, ONE_GPU, RECIPES = Path("README.md"), Path("docs/one-gpu.md"), Path("docs/recipes.md")
+BY_CLIENTS = "tests/clients runs it with the client that it is for"
 
 NOT_RUN: Mapping[Path, Mapping[str, str]] = {
     README: {"from openai import OpenAI": "tests/service/test_examples.py runs it"},
@@ -16,11 +17,18 @@ NOT_RUN: Mapping[Path, Mapping[str, str]] = {
         "quire-engine bench --shape qwen3-0.6b --num-prompts 256 --input-len 100..1024 --output-len 100..1024 "
         "--measure throughput --against none": "takes half an hour without a GPU; tests/bench/gpu_rows.py runs it",
     },
+    RECIPES: {
+        "from langchain.agents import create_agent": BY_CLIENTS,
+        "import asyncio": BY_CLIENTS,
+        'import { createOpenAICompatible } from "@ai-sdk/openai-compatible";': BY_CLIENTS,
+        "{": BY_CLIENTS,
+        'model = "qwen3"': BY_CLIENTS,
+        "export OPENAI_API_BASE_URL=http://127.0.0.1:8000/v1 OPENAI_API_KEY=none ENABLE_OLLAMA_API=False": BY_CLIENTS,
+    },
 }
 """Blocks that ``make first-hour`` does not run, by their first line."""
 
 ELSEWHERE: Mapping[Path, str] = {
-    Path("docs/recipes.md"): "tests/clients runs its programs and settings, each in an environment of its own",
     Path("docs/cloud.md"): "needs an account; tests/kube/test_chart_pages.py renders its values and manifests",
 }
 """Pages of which it runs nothing."""

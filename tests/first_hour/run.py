@@ -1,5 +1,5 @@
-"""The first commands of the README and of the page of one GPU, run as they stand there in an empty root: ``make
-first-hour``. ``NOT_RUN`` of commands.py names the others that a reader starts with, each with a reason.
+"""The first commands of the README, of the page of one GPU and of the recipes, run as they stand in an empty root:
+``make first-hour``. ``NOT_RUN`` of commands.py names the others that a reader starts with, each with a reason.
 
 A fresh user with an empty home and a fresh virtual environment, no compiler, no Redis and no git. What the pages call
 a clone is there as the files of the last commit. The Hub is a mirror with its API, on the loopback, which has the demo
@@ -28,7 +28,7 @@ import time
 from collections.abc import Iterable
 from pathlib import Path
 
-from tests.first_hour.commands import ONE_GPU, README, ROOT, commands_of, shown_by, wheels_commands
+from tests.first_hour.commands import ONE_GPU, README, RECIPES, ROOT, commands_of, shown_by, wheels_commands
 from tests.first_hour.needs import packages_of, requirements_of
 from tests.first_hour.place import HOME, PYTHON, VENV, Place, enter, is_possible
 from tests.support.hub_server import hub_server
@@ -157,9 +157,9 @@ def run_all(root: Path, wheels: Path, *, fetch: bool, sources: bool) -> None:
     lay_out_clone(place, wheels)
     make_environment(place, needed)
     install, *rest = commands_of(README)
-    gpu = list(commands_of(ONE_GPU))
+    gpu, recipes = list(commands_of(ONE_GPU)), list(commands_of(RECIPES))
     torch, wheels_line = wheels_commands()
-    names = [words[2] for words in map(shlex.split, [*rest, *gpu]) if words[:2] == ["quire", "serve"]]
+    names = [words[2] for words in map(shlex.split, [*rest, *gpu, *recipes]) if words[:2] == ["quire", "serve"]]
     with hub_server() as hub:
         for name in names:
             if not (ROOT / name).exists():
@@ -168,12 +168,17 @@ def run_all(root: Path, wheels: Path, *, fetch: bool, sources: bool) -> None:
         hour = FirstHour(place, compiled=not sources)
         for line in [install] if sources else [torch, wheels_line] if fetch else [wheels_line]:
             hour.run(line)
+        clone = place.at(CLONE)
+        if left := [*clone.glob("*/build"), *clone.glob("*/*.egg-info")]:
+            sys.exit(f"the installation leaves {left}")
         for line in rest:
             hour.run(line)
         place.show(Path(str(shutil.which("curl"))), Path("/usr/bin/curl"))
         for line in gpu:
             hour.run(line)
         hour.compare(shown_by(ONE_GPU))
+        for line in recipes:
+            hour.run(line)
         hour.stop()
         if not hub.sent:
             sys.exit("no model came from the Hub's mirror")

@@ -16,7 +16,7 @@ import pytest
 import yaml
 from quire_engine.kernels import build
 
-from tests.first_hour.commands import ONE_GPU, README, commands_of, wheels_commands
+from tests.first_hour.commands import ONE_GPU, README, RECIPES, commands_of, wheels_commands
 from tests.first_hour.place import is_possible
 from tests.service.conftest import DEMO, ROOT, SMALL_POOLS
 from tests.support.processes import Process, eventually
@@ -165,7 +165,12 @@ def test_the_first_commands_of_the_pages_run_as_they_stand_there_in_an_empty_roo
     ran = re.findall(r"^\$ (.*)$", run.stdout, re.MULTILINE)
     install, *rest = commands_of(README)
     installs = [install] if flags else wheels_commands()[1:]  # torch is linked
-    assert [line.partition("  <")[0] for line in ran] == [*installs, *rest, *commands_of(ONE_GPU)]
+    assert [line.partition("  <")[0] for line in ran] == [
+        *installs,
+        *rest,
+        *commands_of(ONE_GPU),
+        *commands_of(RECIPES),
+    ]
     assert re.search(r"Successful requests:\s+\d+\nFailed requests:\s+0\n", run.stdout)
 
 

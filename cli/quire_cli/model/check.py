@@ -14,7 +14,7 @@ from typing import Any
 from quire_engine.checkpoint.architecture import architecture_of
 from quire_engine.checkpoint.config import read_config_json
 from quire_engine.checkpoint.stored_schemes import NUMBERS_A_BYTE, is_dequantized
-from quire_engine.checkpoint.support import UnsupportedModelError, check_support, checked_by_transformers
+from quire_engine.checkpoint.support import check_support, checked_by_transformers
 from quire_engine.checkpoint.weight_files import INDEX_FILE, SINGLE_FILE, numbered_shards
 from quire_engine.errors import ModelError
 from quire_proto.names import is_name
@@ -49,9 +49,8 @@ def check_config(folder: Path, name: str, need: MemoryNeed | None, *, ask_engine
         if ask_engine and checked_by_transformers(path, raw):
             _ask_engine(folder)
     except ModelError as error:
-        instead = error.instead if isinstance(error, UnsupportedModelError) else "take another model"
         sentence = str(error).replace(str(folder), name).rstrip(".")
-        raise ModelNotFoundError(f"{sentence}: {instead}.") from None
+        raise ModelNotFoundError(f"{sentence}: {error.instead}.") from None
     return raw
 
 

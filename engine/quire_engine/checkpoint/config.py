@@ -28,7 +28,7 @@ from quire_engine.checkpoint.gguf import GGUF_SUFFIX, GgufFile, find_gguf, gguf_
 from quire_engine.checkpoint.plain_config import plain_config
 from quire_engine.checkpoint.text_part import text_config
 from quire_engine.core.pooling import PoolerConfig
-from quire_engine.errors import ModelError
+from quire_engine.errors import DamagedFileError, ModelError
 
 if TYPE_CHECKING:
     import torch
@@ -376,7 +376,7 @@ def read_json(path: Path) -> dict[str, Any]:
     """The object in a JSON file. Raises ``ModelError`` as ``read_json_value``, and when it holds something else."""
     value = read_json_value(path)
     if not isinstance(value, dict):
-        raise ModelError(f"{path} holds no JSON object.")
+        raise DamagedFileError(f"{path} holds no JSON object.")
     return value
 
 
@@ -395,7 +395,7 @@ def read_json_value(path: Path) -> Any:
     except OSError as error:
         raise ModelError(f"{path} cannot be read: {error.strerror}.") from None
     except (ValueError, RecursionError):
-        raise ModelError(f"{path} is not valid JSON.") from None
+        raise DamagedFileError(f"{path} is not valid JSON.") from None
 
 
 def _check_finite(path: Path, name: str, value: Any) -> None:

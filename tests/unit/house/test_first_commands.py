@@ -8,6 +8,7 @@ from tests.first_hour.commands import (
     NOT_RUN,
     ONE_GPU,
     README,
+    RECIPES,
     ROOT,
     blocks,
     code_lines,
@@ -39,13 +40,13 @@ def test_the_page_of_releases_installs_torch_from_the_same_index_and_then_wheels
 
 
 def test_every_block_of_the_first_pages_is_run_or_has_a_reason_why_not():
-    assert {README, ONE_GPU, *ELSEWHERE} <= set(start_pages())
+    assert {*NOT_RUN, *ELSEWHERE} <= set(start_pages())
     for page in start_pages():
         found = blocks((ROOT / page).read_text())
         assert NOT_RUN.get(page, {}).keys() <= {block.first_line for block in found}, "a block has changed"
-        if page not in (README, ONE_GPU):
+        if page not in NOT_RUN:
             assert page in ELSEWHERE or not found, f"{page}: nobody runs its commands"
-        elif page not in ELSEWHERE:
+        else:
             run = [block for block in found if block.first_line not in NOT_RUN[page]]
             assert [block.language for block in run] == [""] * len(run), f"{page}: what is no command has no reason"
 
@@ -55,6 +56,12 @@ def test_the_page_of_one_gpu_serves_asks_measures_and_says_what_is_printed():
     assert first[:2] == ["quire", "serve"]
     assert [words[0] for words in others] == ["curl", "quire"]
     assert [line.partition("|")[0].strip() for line in shown_by(ONE_GPU)] == ["quire", "quire", "quire chat"]
+
+
+def test_the_recipes_serve_the_model_that_they_ask_for():
+    (serve,) = map(shlex.split, commands_of(RECIPES))
+    assert serve[:2] == ["quire", "serve"]
+    assert serve[-1] == "qwen3"
 
 
 def test_commands_are_the_lines_of_blocks_without_comments():

@@ -110,6 +110,15 @@ def test_no_page_names_a_metric_that_there_is_not() -> None:
         assert not named - known, page.name
 
 
+def test_the_readme_sums_up_the_runs_with_faults() -> None:
+    _, _, results = (pages.ROOT / "docs/evidence/failures.md").read_text().partition("\n### Results\n")
+    rows = list(pages.rows(results.partition("\n### ")[0].splitlines()))
+    answers, forgotten = (sum(int(row[column].replace(",", "")) for row in rows) for column in (1, 3))
+    words = " ".join((pages.ROOT / "README.md").read_text().split())
+    assert f"{answers:,} answers" in words
+    assert f"{forgotten} could not be resumed" in words
+
+
 def test_the_page_of_admission_lists_the_reasons_of_errors() -> None:
     calls = (node for node in ast.walk(ast.parse(inspect.getsource(errors))) if isinstance(node, ast.Call))
     values = (keyword.value for call in calls for keyword in call.keywords if keyword.arg == "reason")

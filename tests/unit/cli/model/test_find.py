@@ -123,6 +123,12 @@ def test_truncated_safetensors_and_git_lfs_pointers_are_refused(weights: bytes, 
         find_model(str(write(tmp_path, model_files(weights))))
 
 
+@pytest.mark.parametrize("config", [b'{"architectures": [', b"", b"[]"])
+def test_a_broken_copy_of_a_config_is_to_be_copied_again(config: bytes, tmp_path: Path) -> None:
+    with pytest.raises(ModelNotFoundError, match=r"config\.json .*: copy or download it again\."):
+        find_model(str(write(tmp_path, model_files() | {"config.json": config})))
+
+
 @pytest.mark.parametrize("index", [b"{", b'{"weight_map": {"a": "gone.safetensors"}}'])
 def test_an_index_beside_a_single_file_is_not_read(index: bytes, tmp_path: Path) -> None:
     folder = write(tmp_path, {**model_files(), "model.safetensors.index.json": index})
