@@ -1,6 +1,7 @@
 """The values that pages show are values that the chart takes."""
 
 import re
+import subprocess
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -46,6 +47,19 @@ def test_kubernetes_takes_the_manifests_for_clouds(helm: Helm) -> None:
     assert shown
     for manifests in shown:
         assert problems(helm, manifests, "1.37") == {}
+
+
+def test_the_job_of_the_page_for_clouds_fills_the_claim_of_its_values() -> None:
+    edit = re.findall(r"^sed .*?(?=\s*\\?\n? *\| kubectl)", CLOUDS.read_text(), re.MULTILINE | re.DOTALL)
+    done = subprocess.run(["bash", "-c", *edit], cwd=ROOT, check=True, capture_output=True, text=True)
+    claim, _, job = yaml.safe_load_all(done.stdout)
+    assert claim["spec"]["storageClassName"] == "CLASS"
+    model = example_values("eight-gpu")["models"]["chat"]
+    (container,) = job["spec"]["template"]["spec"]["containers"]
+    assert container["image"] == "REGISTRY/quire-engine:0.1.0-cuda"
+    assert model["servedName"] in container["command"]
+    assert f"/models/{model['source']['pvc']['folder']}" in container["command"]
+    assert claim["metadata"]["name"] == model["source"]["pvc"]["claimName"]
 
 
 def values_of(page: Path) -> Iterator[dict[str, Any]]:
