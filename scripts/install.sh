@@ -57,6 +57,11 @@ else
   install ./proto ./engine ./router ./cli
 fi
 # What building leaves in the checkout would be found by every search, and a stale build/ in the next wheel.
-for folder in proto engine router cli; do rm -rf "$folder/build" "$folder"/*.egg-info; done
+"$environment/bin/python" - <<'CLEAN'
+import pathlib, shutil
+for folder in map(pathlib.Path, ("proto", "engine", "router", "cli")):
+    for path in (folder / "build", *folder.glob("*.egg-info")):
+        shutil.rmtree(path, ignore_errors=True)
+CLEAN
 [ -n "$active" ] && next="" || next=". $environment/bin/activate && "
 echo "installed; next: ${next}quire serve demo/model --served-model-name quire-demo"
