@@ -27,7 +27,14 @@ from quire_proto.tracing import setup_tracing, shutdown_tracing
 from quire_engine.checkpoint.gguf_tokenizer import tokenizer_folder_if_any
 from quire_engine.checkpoint.prefetch import prefetch_weights
 from quire_engine.config import OTHER_VARIABLES, EngineConfig
-from quire_engine.core.startup import PROGRESS_MARK, PROGRESS_VARIABLE, StartupPhase, StartupTimer, progress
+from quire_engine.core.startup import (
+    PROGRESS_MARK,
+    PROGRESS_VARIABLE,
+    StartupPhase,
+    StartupTimer,
+    progress,
+    report_facts,
+)
 from quire_engine.errors import LoRAError, ModelError
 from quire_engine.factory import (
     block_revision,
@@ -149,6 +156,8 @@ def _make_server(
     dropped_spans: Counter[DropReason] | None,
     startup: StartupTimer,
 ) -> EngineServer:
+    from quire_engine.device.accelerator import product_name, resolve_device
+
     disable_created_metrics()  # type: ignore[no-untyped-call]  # drops the unused _created sample of each counter
     scheduler = make_scheduler(config, executor)
     if config.lora_root is not None and not config.lora_root.is_dir():
@@ -159,12 +168,19 @@ def _make_server(
             loras.load_now(name, folder)
     except (LoRAError, QuireError) as error:
         fail(str(error))
+    description = _describe(config, executor, scheduler.config.max_model_len)
+    report_facts(
+        dtype=description.dtype,
+        device=product_name(resolve_device(config.device)),
+        max_model_len=description.max_model_len,
+        kv_tokens=description.blocks_total // max(1, description.kv_cache_groups) * description.block_size,
+    )
     try:
         return EngineServer(
             config,
             executor,
             scheduler,
-            _describe(config, executor, scheduler.config.max_model_len),
+            description,
             model_grammars(config, executor),
             loras=loras,
             dropped_spans=dropped_spans,

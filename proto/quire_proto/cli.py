@@ -16,6 +16,7 @@ from inspect import cleandoc
 from typing import TYPE_CHECKING, Annotated, Any, ClassVar, NoReturn, TypeVar
 
 from pydantic import AfterValidator, ValidationError
+from pydantic_core import ErrorDetails
 from pydantic_settings import (
     BaseSettings,
     CliApp,
@@ -36,6 +37,8 @@ if TYPE_CHECKING:
 Settings = TypeVar("Settings", bound="CliSettings")
 EXIT_USAGE = 2
 """The exit status for wrong settings, as command line tools have it."""
+PROGRAM_VARIABLE = "QUIRE_PROGRAM"
+"""What the user typed, where another program passed its arguments on."""
 
 
 # What Kubernetes gives a container for each Service of its namespace, as NAME_SERVICE_HOST or NAME_PORT_8000_TCP_ADDR.
@@ -47,6 +50,24 @@ _Value = TypeVar("_Value", bound=str | None)
 _UNKNOWN = "unrecognized arguments: "  # the beginning of argparse's message
 _PAIR = re.compile(r"[^-=/][^=/]*=")  # the beginning of NAME=VALUE, and of no path
 _DEFAULT = re.compile(r" \(default: (.*)\)$")
+_OF_FLAG = re.compile(r"argument (\S+): (?:invalid (.+) value: (.*)|(.*))")  # argparse's message on a flag's value
+_TYPES = {"int": "whole number", "float": "number"}
+_PLAINER = {"expected": "needs a value", "ignored": "takes no value"}  # by the first word of argparse's
+# What a setting must be, by pydantic's type of the error; those of numbers and words, which are never secret.
+_RULES = {
+    "int_parsing": "a whole number",
+    "int_from_float": "a whole number",
+    "float_parsing": "a number",
+    "bool_parsing": "true or false",
+    "finite_number": "finite",
+    "literal_error": "{expected}",
+    "less_than": "below {lt}",
+    "less_than_equal": "at most {le}",
+    "greater_than": "above {gt}",
+    "greater_than_equal": "at least {ge}",
+}
+# Other words for values, as in vLLM and torch.
+_SYNONYMS = {"half": "float16", "fp16": "float16", "bf16": "bfloat16", "float": "float32", "fp32": "float32"}
 
 
 _LISTEN_ADVICE = {
@@ -68,6 +89,10 @@ class CliSettings(BaseSettings):
     )
     metavars: ClassVar[Mapping[str, str]] = {}
     foreign_flags: ClassVar[Mapping[str, str]] = {}
+    flag_aliases: ClassVar[Mapping[str, Sequence[str]]] = {}
+    """Further names of flags, by flag."""
+    examples: ClassVar[str | None] = None
+    """What stands at the end of the help."""
 
     @classmethod
     def all_metavars(cls) -> dict[str, str]:
@@ -96,16 +121,30 @@ def read_settings(kind: type[Settings], arguments: Sequence[str]) -> Settings:
     line for each.
     """
     try:
-        source: CliSettingsSource[FlagParser] = CliSettingsSource(
-            kind,
-            add_argument_method=FlagParser.add_argument,
-            root_parser=FlagParser(_command(kind), kind.__doc__ or "", kind.all_metavars(), kind.foreign_flags),
-        )
-        return CliApp.run(kind, cli_args=list(arguments), cli_settings_source=source)
+        return CliApp.run(kind, cli_args=list(arguments), cli_settings_source=_source(kind, settings_parser(kind)))
     except ValidationError as error:
-        _stop(_explain(problem["loc"], problem["msg"]) for problem in error.errors(include_url=False))
+        _stop(_explain(problem) for problem in error.errors(include_url=False))
     except SettingsError as error:
         _stop([str(error)])
+
+
+def settings_parser(kind: type[CliSettings]) -> "FlagParser":
+    """Returns the parser of a command's flags, still without them: ``read_settings`` adds them."""
+    program = os.environ.get(PROGRAM_VARIABLE) or kind.model_config.get("cli_prog_name") or kind.__name__
+    parser = FlagParser(program, kind.__doc__ or "", kind.all_metavars(), kind.foreign_flags)
+    parser.aliases, parser.epilog = kind.flag_aliases, kind.examples
+    return parser
+
+
+def flags_parser(kind: type[CliSettings]) -> "FlagParser":
+    """Returns the parser of a command's flags, with all of them."""
+    parser = settings_parser(kind)
+    _source(kind, parser)
+    return parser
+
+
+def _source(kind: type[CliSettings], parser: "FlagParser") -> "CliSettingsSource[FlagParser]":
+    return CliSettingsSource(kind, add_argument_method=FlagParser.add_argument, root_parser=parser)
 
 
 def reject_unknown_env(kind: type[CliSettings], others: Iterable[str] = ()) -> None:
@@ -117,9 +156,20 @@ def reject_unknown_env(kind: type[CliSettings], others: Iterable[str] = ()) -> N
         _stop(unknown)
 
 
-def _explain(location: tuple[int | str, ...], message: str) -> str:
-    text = message.removeprefix("Value error, ").replace(" after validation", "")
-    text = "needed, and not given" if text == "Field required" else text
+def _explain(problem: ErrorDetails) -> str:
+    """Returns what is wrong with a setting, without pydantic's words for it where others are plainer."""
+    location, kind = problem["loc"], problem["type"]
+    limits = {
+        name: int(value) if isinstance(value, float) and value.is_integer() else value
+        for name, value in problem.get("ctx", {}).items()
+    }
+    text = problem["msg"].removeprefix("Value error, ").replace(" after validation", "")
+    if kind == "missing":
+        text = "needed, and not given"
+    elif kind in _RULES:
+        text = f"must be {_RULES[kind].format(**limits).replace(chr(39), '')}, not {problem['input']}"
+    if kind == "literal_error" and (meant := _SYNONYMS.get(str(problem["input"]).lower())):
+        text += did_you_mean(meant if f"'{meant}'" in str(limits["expected"]) else "")
     return f"--{str(location[0]).replace('_', '-')}: {text}" if location else text
 
 
@@ -127,10 +177,6 @@ def _stop(problems: Iterable[str]) -> NoReturn:
     for problem in problems:
         report_error(problem)
     raise SystemExit(EXIT_USAGE)
-
-
-def _command(kind: type[CliSettings]) -> str:
-    return kind.model_config.get("cli_prog_name") or kind.__name__
 
 
 class FlagParser(ArgumentParser):
@@ -149,6 +195,7 @@ class FlagParser(ArgumentParser):
         self._metavars = dict(metavars)
         self._foreign = dict(foreign or {})
         self.lists_all_with = "--help"
+        self.aliases: Mapping[str, Sequence[str]] = {}
         self._flags: list[str] = []
         self._pair_flags: set[str] = set()
         super().__init__(
@@ -162,7 +209,8 @@ class FlagParser(ArgumentParser):
         )
 
     def add_argument(self, *names: str, **options: Any) -> Action:
-        """As ``ArgumentParser.add_argument``."""
+        """As ``ArgumentParser.add_argument``, with the flag's aliases."""
+        names += tuple(self.aliases.get(names[0], ()))
         return super().add_argument(*names, **self._prepare(names, options))
 
     def add_to(self, group: "ArgumentGroup", *names: str, **options: Any) -> Action:
@@ -177,6 +225,12 @@ class FlagParser(ArgumentParser):
         self._flags += names
         options["help"] = _DEFAULT.sub(_format_default, options.get("help") or "")
         return options
+
+    def format_help(self) -> str:
+        """As ``ArgumentParser.format_help``, with a usage of one line: the flags are listed below it."""
+        operands = (_operand(each) for each in self._actions if not each.option_strings)
+        self.usage = self.usage or " ".join((self.prog, "[FLAGS]", *operands))
+        return super().format_help()
 
     def parse_known_args(self, args: Any = None, namespace: Any = None) -> Any:
         """As ``ArgumentParser.parse_known_args``, which ``parse_args`` calls."""
@@ -205,6 +259,10 @@ class FlagParser(ArgumentParser):
             near = "" if foreign in self._foreign else self._nearest(flag)
             kind = "unknown option" if flag.startswith("-") else "unexpected argument"
             message = f"{kind} {flag}{did_you_mean(near)}"
+        elif found := _OF_FLAG.fullmatch(message):
+            flag, kind, value, rest = found.groups()
+            wrong = f"must be a {_TYPES.get(kind, kind)}, not {value.strip(chr(39))}" if kind else ""
+            message = f"{flag}: {wrong or _PLAINER.get(rest.partition(' ')[0], rest)}"
         fail(message, tip, EXIT_USAGE)
 
     def _nearest(self, flag: str) -> str:
@@ -214,6 +272,11 @@ class FlagParser(ArgumentParser):
         close = get_close_matches(flag.lstrip("-"), names, 1, cutoff=_CLOSE)
         close = close or [name for name in names if sorted(name) == sorted(flag.lstrip("-"))]  # short, letters swapped
         return names[close[0]] if close else ""
+
+
+def _operand(action: Action) -> str:
+    name = str(action.metavar or action.dest)
+    return {"*": f"[{name} ...]", "?": f"[{name}]"}.get(str(action.nargs), name)
 
 
 def _format_default(match: re.Match[str]) -> str:

@@ -10,7 +10,8 @@ from typing import NoReturn, TextIO
 INTERRUPTED = 130
 """The exit status after Ctrl-C, as shells report it."""
 CLEAR_LINE = "\r\x1b[K"
-RED, CYAN, DIM, PLAIN = "\x1b[1;31m", "\x1b[1;36m", "\x1b[2m", "\x1b[0m"
+RED, GREEN, YELLOW, CYAN = "\x1b[1;31m", "\x1b[32m", "\x1b[33m", "\x1b[1;36m"
+BOLD, DIM, PLAIN = "\x1b[1m", "\x1b[2m", "\x1b[0m"
 
 
 def has_color(stream: TextIO | None) -> bool:

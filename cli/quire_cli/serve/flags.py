@@ -109,7 +109,30 @@ class ServeFlags:
 
 def read_flags(arguments: Sequence[str]) -> ServeFlags:
     """Reads the command line. Ends the process with one sentence if a flag is unknown or misses its value."""
-    lists_all = HELP_ALL in arguments
+    parser = serve_parser(lists_all=HELP_ALL in arguments)
+    given = vars(parser.parse_args(list(arguments)))
+    size = given["data_parallel_size"] or 1
+    if size > 1 and given["engines"] not in (None, size):
+        parser.error(
+            f"--engines is {given['engines']}, and --data-parallel-size {size}: either says how many there are"
+        )
+    return ServeFlags(
+        model=given["model"],
+        engines=max(size, given["engines"] or 1),
+        data_parallel_size=size,
+        host=given["host"],
+        port=given["port"],
+        names=_names(given["served_model_name"]),
+        no_journal=given["no_journal"],
+        engine_port=given["engine_port"],
+        engine_metrics_port=given["engine_metrics_port"],
+        engine=[*_arguments("engine", given), *([f"--data-parallel-size={size}"] if size > 1 else [])],
+        router=[*_arguments("router", given)],
+    )
+
+
+def serve_parser(*, lists_all: bool = True) -> FlagParser:
+    """Returns the parser of all flags. Its help has those that are looked for, or with ``lists_all`` all."""
     parser = FlagParser("quire serve", DESCRIPTION, {}, {k: v for k, v in FOREIGN.items() if k not in _taken()})
     parser.usage = "quire serve MODEL [FLAGS]"
     parser.epilog = None if lists_all else EXAMPLES
@@ -131,25 +154,7 @@ def read_flags(arguments: Sequence[str]) -> ServeFlags:
     for service, kind in SERVICES.items():
         for name in SHARED:  # not listed: as many again, each said already
             parser.add_argument(f"--{service}-{_kebab(name)}", **{**_options(kind, name), "help": SUPPRESS})
-    given = vars(parser.parse_args(list(arguments)))
-    size = given["data_parallel_size"] or 1
-    if size > 1 and given["engines"] not in (None, size):
-        parser.error(
-            f"--engines is {given['engines']}, and --data-parallel-size {size}: either says how many there are"
-        )
-    return ServeFlags(
-        model=given["model"],
-        engines=max(size, given["engines"] or 1),
-        data_parallel_size=size,
-        host=given["host"],
-        port=given["port"],
-        names=_names(given["served_model_name"]),
-        no_journal=given["no_journal"],
-        engine_port=given["engine_port"],
-        engine_metrics_port=given["engine_metrics_port"],
-        engine=[*_arguments("engine", given), *([f"--data-parallel-size={size}"] if size > 1 else [])],
-        router=[*_arguments("router", given)],
-    )
+    return parser
 
 
 def _names(entries: Sequence[str]) -> list[str]:
@@ -217,7 +222,8 @@ def _port(text: str) -> int:
     return int(text)
 
 
-_count.__name__, _port.__name__ = "number of engines", "port"  # what argparse calls a wrong value
+# What argparse calls a value.
+_count.__name__, _port.__name__ = f"number from 1 to {MAX_ENGINES}", "port from 1 to 65535"
 
 
 def _options(kind: type[CliSettings], name: str) -> dict[str, Any]:

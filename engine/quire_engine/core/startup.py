@@ -2,6 +2,7 @@
 far the start is, for who watches it.
 """
 
+import json
 import logging
 import os
 from collections.abc import Callable
@@ -14,6 +15,8 @@ PROGRESS_VARIABLE = "QUIRE_PROGRESS"
 """Set by who reads the progress of a start from an engine's standard output."""
 PROGRESS_MARK = "\x1e"
 """What such a line begins with (ASCII's record separator), as no line of a log does."""
+FACTS = "facts"
+"""The first word of the line that says what the engine is, as a JSON object; others begin with a phase."""
 progress = logging.getLogger("quire_engine.progress")
 """Records have the phase, and which part of it is done, 0 to 1, as their arguments."""
 
@@ -21,6 +24,11 @@ progress = logging.getLogger("quire_engine.progress")
 def report_progress(phase: "StartupPhase", part: float = 0.0) -> None:
     """Says how far the start is. Costs next to nothing where nobody watches."""
     progress.info("%s %.3f", phase, part)
+
+
+def report_facts(**facts: str | int) -> None:
+    """Says what the engine is that starts: ``dtype``, ``device``, ``max_model_len`` and ``kv_tokens``."""
+    progress.info("%s %s", FACTS, json.dumps(facts))
 
 
 class StartupPhase(StrEnum):

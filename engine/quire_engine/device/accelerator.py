@@ -31,8 +31,14 @@ def resolve_device(name: str) -> torch.device:
     if torch.cuda.is_available():
         return torch.device("cuda", _current_gpu())
     if name == "cuda":
-        raise ModelError("The device is set to cuda, and no GPU can be used here.")
+        raise ModelError("The device is set to cuda, and no GPU can be used here: quire doctor says why.")
     return torch.device("cpu")
+
+
+def product_name(device: torch.device) -> str:
+    """What people call a device: cpu, or the GPU's name."""
+    name: str = torch.cuda.get_device_name(device) if device.type == "cuda" else device.type
+    return name
 
 
 def _current_gpu() -> int:

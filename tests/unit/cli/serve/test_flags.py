@@ -64,7 +64,7 @@ def test_the_port_of_rest_has_two_names() -> None:
         ),
         (["m", "--min-tokens", "9"], "unknown option --min-tokens\n"),
         (["m", "--max_model_len", "9"], "unknown option --max_model_len (did you mean --max-model-len?)"),
-        (["m", "--engines", "0"], "invalid number of engines value: '0'"),
+        (["m", "--engines", "0"], "--engines: must be a number from 1 to 64, not 0"),
         (["m", "--engines", "3", "--data-parallel-size", "2"], "--engines is 3, and --data-parallel-size 2: either"),
         (
             ["m", "--data-parallel-rank", "1"],
@@ -77,7 +77,7 @@ def test_the_port_of_rest_has_two_names() -> None:
         (["m", "-dpp", "1"], "unknown option -dpp\ntip: quire serve sets it itself, for each engine of a group\n"),
         (["m", "-tp", "2"], "unknown option -tp\ntip: use --tensor-parallel-size\n"),
         (["-dp", "2", "m"], "unknown option -dp\ntip: use --data-parallel-size\n"),
-        (["m", "--port", "70000"], "invalid port value: '70000'"),
+        (["m", "--port", "70000"], "--port/--http-port: must be a port from 1 to 65535, not 70000"),
         ([], "the following arguments are required: MODEL"),
     ],
 )
