@@ -18,7 +18,9 @@ from urllib.parse import SplitResult, urlsplit
 import httptools
 
 from quire_cli.bench.stream import Recording
+from quire_cli.machine.server import WRONG_KEY, no_server, not_http, other_server
 
+NOT_HTTP = "The answer is not HTTP"  # how a failure begins
 MAX_IDLE = 2.0  # seconds; servers close idle connections after 5 or more
 MAX_BODY = 1 << 30  # bytes of one response
 
@@ -69,14 +71,18 @@ class HttpClient:
             async with asyncio.timeout(min(self._timeout, 30.0) or None):
                 await self._exchange(self._head("GET", path, 0), recording)
         except ConnectionRefusedError:
-            raise ServerError(f"no server answers at {self._url.geturl()}; quire serve MODEL starts one.") from None
+            raise ServerError(no_server(self._url.geturl())) from None
         except OSError as error:  # TimeoutError is one
             recording.failure = _describe(error)
         where = f"{self._url.geturl()}{path}"
         if recording.status == 401:
-            raise ServerError(f"{where} refuses the key: give --api-key, or set QUIRE_API_KEY.")
-        if recording.failure or recording.status != 200:
-            raise ServerError(f"{where}: {recording.failure or f'HTTP {recording.status}'}.")
+            raise ServerError(f"{where} refuses the key: {WRONG_KEY}.")
+        if recording.failure.startswith(NOT_HTTP):
+            raise ServerError(not_http(self._url.geturl()))
+        if recording.failure:
+            raise ServerError(f"{where}: {recording.failure.rstrip('.')}.")
+        if recording.status != 200:
+            raise ServerError(other_server(self._url.geturl(), recording.status))
         try:
             body = json.loads(b"".join(recording.pieces))
         except ValueError:
@@ -174,7 +180,7 @@ class Connection(asyncio.Protocol):
         try:
             self._parser.feed_data(data)
         except httptools.HttpParserError as error:
-            self._end(f"The answer is not HTTP: {error}.")
+            self._end(f"{NOT_HTTP}: {str(error).rstrip('.')}.")
 
     def connection_lost(self, exc: Exception | None) -> None:
         """See ``asyncio.Protocol``. Without a length or chunks, the body ends with the connection."""

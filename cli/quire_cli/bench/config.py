@@ -3,7 +3,7 @@ environment variable ``QUIRE_BENCH_…``.
 """
 
 import json
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from math import inf, isfinite
 from pathlib import Path
 from typing import Annotated, Any, ClassVar, Literal
@@ -13,13 +13,17 @@ from pydantic_settings import NoDecode, SettingsConfigDict
 from quire_proto.cli import CliSettings, join_host_port
 from quire_proto.units import Seconds
 
-from quire_cli.machine.server import KEY_HELP, base_url, key_of_environment
+from quire_cli.machine.server import KEY_HELP, URL_HELP, base_url, key_of_environment
 
 QUEUE_METRICS = ("client_queue_time", "ttft_including_client_queue", "e2el_including_client_queue")
 METRICS = ("ttft", "tpot", "itl", "e2el", *QUEUE_METRICS)
 OBJECTIVES = ("ttft", "tpot", "e2el")
 ENDPOINTS = {"openai": "/v1/completions", "vllm": "/v1/completions", "openai-chat": "/v1/chat/completions"}
 DEFAULT_CONCURRENCY = 64  # where neither a rate nor a concurrency is given
+EXAMPLES = """examples:
+  quire bench serve
+  quire bench serve --num-prompts 200 --random-input-len 512 --random-output-len 128 --max-concurrency 32
+  quire bench serve --url http://HOST:8000 --request-rate 1,2,4,8 --goodput ttft:500 tpot:50"""
 SEVERAL_VALUES = ("--goodput", "--header", "--metadata")
 """Flags that take several values, separated by spaces."""
 
@@ -83,6 +87,8 @@ class ServeBenchConfig(CliSettings):
         "--api-key": "KEY",
         "--base-url": "URL",
     }
+    flag_aliases: ClassVar[Mapping[str, Sequence[str]]] = {"--base-url": ("--url",)}
+    examples: ClassVar[str | None] = EXAMPLES
     foreign_flags: ClassVar[Mapping[str, str]] = {
         "--served-model-name": "--model is the name that the server knows",
         "--skip-tokenizer-init": "there is no tokenizer unless --tokenizer names one",
@@ -100,9 +106,9 @@ class ServeBenchConfig(CliSettings):
     backend: Literal["openai", "vllm", "openai-chat"] = Field(
         default="openai", description="Which API: completions (openai, or vllm), or chat completions."
     )
-    base_url: str | None = Field(default=None, description="The server's URL without the endpoint, over host and port.")
-    host: str = Field(default="127.0.0.1", description="The server's host.")
-    port: int = Field(default=8000, ge=1, le=65535, description="The server's port.")
+    base_url: str | None = Field(default=None, description=f"{URL_HELP[0].upper()}{URL_HELP[1:]}.")
+    host: str = Field(default="127.0.0.1", description="The server's host, instead of a URL.")
+    port: int = Field(default=8000, ge=1, le=65535, description="The server's port, instead of a URL.")
     endpoint: str | None = Field(
         default=None, description="The path; by default /v1/completions or /v1/chat/completions, as the backend has it."
     )

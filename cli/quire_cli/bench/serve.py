@@ -20,6 +20,7 @@ from quire_cli.bench.dataset import DatasetError, RequestFactory
 from quire_cli.bench.load import Load, run_load
 from quire_cli.bench.metrics import compute_result, describe_run
 from quire_cli.bench.report import draw_plot, format_result, format_sweep, save_result
+from quire_cli.machine.server import find_server
 
 READY_PERIOD = 0.5  # seconds between two questions whether the server is there
 REFUSALS = ("HTTP 429", "HTTP 503")  # how a failure begins for which the server had no room
@@ -32,7 +33,9 @@ def bench_serve(arguments: Sequence[str]) -> None:
     file cannot be read or written, or a request failed; with 130 after Ctrl-C, and the figures until then.
     """
     reject_unknown_env(ServeBenchConfig)
-    config = read_settings(ServeBenchConfig, join_values(map(_as_here, arguments)))
+    config = read_settings(ServeBenchConfig, join_values(arguments))
+    if not config.model_fields_set & {"base_url", "host", "port"}:
+        config = config.model_copy(update={"base_url": find_server(None)})
     try:
         results = uvloop.run(measure(config))
         _report_all(config, results)
@@ -42,12 +45,6 @@ def bench_serve(arguments: Sequence[str]) -> None:
         fail("interrupted before an answer was complete", status=INTERRUPTED)
     if sentence := describe_failures(results):
         fail(sentence)
-
-
-def _as_here(argument: str) -> str:
-    """Returns ``--url``, the flag of ``quire chat``, by its name in ``vllm bench serve``; others as they are."""
-    flag, equals, value = argument.partition("=")
-    return f"--base-url{equals}{value}" if flag == "--url" else argument
 
 
 async def measure(config: ServeBenchConfig) -> list[dict[str, Any]]:
@@ -80,7 +77,8 @@ async def _measure_rate(
     finally:
         sys.stderr.write(CLEAR_LINE if watch else "")
     result = describe_run(config, load, model, date) | compute_result(config, load, found, factory.count_tokens)
-    sys.stdout.write(f"{format_result(config, load, result)}\n")
+    if result["completed"]:
+        sys.stdout.write(f"{format_result(config, load, result)}\n")
     if config.save_result or config.append_result:
         shared = config.append_result or (run > 0 and config.result_filename is not None)
         try:

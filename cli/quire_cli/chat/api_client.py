@@ -7,7 +7,7 @@ with an error.
 
 import json
 import ssl
-from collections.abc import Generator, Iterator, Mapping
+from collections.abc import Callable, Generator, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from http.client import HTTPConnection, HTTPException, HTTPResponse, HTTPSConnection
 from random import uniform
@@ -16,7 +16,9 @@ from typing import Any, NamedTuple
 from urllib.parse import SplitResult, urlsplit
 from uuid import uuid4
 
-from quire_cli.machine.server import base_url
+from quire_proto.logs import one_line
+
+from quire_cli.machine.server import WRONG_KEY, base_url, no_server, not_http, other_server
 
 READ_TIMEOUT = 60.0  # seconds of silence; Quire's streams have a comment each 5 s
 PATIENCE = 60.0  # seconds in which a stream that was cut is tried again
@@ -68,18 +70,21 @@ class ApiClient:
                 entries = json.loads(response.read())["data"]
                 return [str(entry["id"]) for entry in entries if not entry.get("parent")]
         except HTTPException:
-            raise ApiError(
-                f"{self.url} does not speak HTTP/1, as the port for gRPC does not: --url names the port of the REST "
-                "API, by default 8000."
-            ) from None
+            raise ApiError(not_http(self.url)) from None
         except (ValueError, KeyError, TypeError, AttributeError):
             raise ApiError(f"{self.url}/v1/models is not a list of models.") from None
         except _CutError as error:
             raise ApiError(str(error)) from None
 
-    def stream(self, path: str, body: Mapping[str, object]) -> Generator[dict[str, Any], None, None]:
-        """The chunks of a streamed answer, each once, across cut connections. If the caller stops reading, the request
-        is cancelled. Raises ``ApiError``.
+    def fleet(self) -> Iterator[dict[str, Any]]:
+        """Samples of Quire's fleet: all of it, then what changes. Raises ``ApiError``, ``OSError`` and others."""
+        return (sample for _, sample in self._events(Ask("GET", "/fleet/events")))
+
+    def stream(
+        self, path: str, body: Mapping[str, object], on_cut: Callable[[], None] = lambda: None
+    ) -> Generator[dict[str, Any], None, None]:
+        """The chunks of a streamed answer, each once, across cut connections; before each new one ``on_cut`` is called.
+        If the caller stops reading, the request is cancelled. Raises ``ApiError``.
         """
         body = {**body, "stream": True}
         ask = Ask("POST", path, body, {"Idempotency-Key": uuid4().hex})
@@ -102,10 +107,11 @@ class ApiClient:
                     if began and ask.method == "POST":
                         raise ApiError("the connection was cut, and this server cannot continue an answer.") from None
                     if not began and isinstance(error, ConnectionRefusedError):
-                        raise ApiError(f"no server answers at {self.url}; quire serve MODEL starts one.") from None
+                        raise ApiError(no_server(self.url)) from None
                     if monotonic() - last > self._patience:
                         said = str(error) if isinstance(error, _CutError) else f"the connection is lost: {error}."
                         raise ApiError(said) from None
+                    on_cut()
                     sleep(uniform(1.0, 1.5) * PAUSE)  # noqa: S311 - so that those who lost one router come back apart
         finally:
             if request_id and not ended:
@@ -146,15 +152,15 @@ class ApiClient:
                 ask.method, f"{self._prefix}{ask.path}", data, {**self._headers, **headers, **(ask.headers or {})}
             )
             response = connection.getresponse()
-            if response.status == _UNAVAILABLE:
-                raise _CutError(_message_of(response))
+            if response.status == _OK:
+                yield response
+                return
             if response.status == _NOT_FOUND and ask.headers and "Last-Event-ID" in ask.headers:
                 raise ApiError("the connection was cut, and the server has forgotten the request since.")
-            if response.status == _UNAUTHORIZED:
-                raise ApiError(f"{_message_of(response).rstrip('.')}: give --api-key, or set QUIRE_API_KEY.")
-            if response.status != _OK:
-                raise ApiError(_message_of(response))
-            yield response
+            message = _message_of(response) or other_server(self.url, response.status)
+            if response.status == _UNAVAILABLE:
+                raise _CutError(message)
+            raise ApiError(f"{message.rstrip('.')}: {WRONG_KEY}." if response.status == _UNAUTHORIZED else message)
         finally:
             connection.close()
 
@@ -176,9 +182,8 @@ def _error_of(error: Mapping[str, Any]) -> Exception:
 
 
 def _message_of(response: HTTPResponse) -> str:
-    """What an error response says."""
-    text = response.read(1 << 16).decode(errors="replace")
+    """What the error object of a response says; nothing without one."""
     try:
-        return str(json.loads(text)["error"]["message"])
+        return one_line(str(json.loads(response.read(1 << 16))["error"]["message"]))
     except (ValueError, KeyError, TypeError):
-        return f"the server answers HTTP {response.status}: {text.strip()[:200] or response.reason}"
+        return ""

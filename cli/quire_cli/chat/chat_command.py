@@ -1,66 +1,79 @@
 """The commands ``quire chat`` and ``quire complete``: what is typed goes to a running server, its answer to the
 terminal as it is generated.
 
-Ctrl-C ends an answer, and cancels its request; at the prompt it ends the command, as Ctrl-D does.
+Ctrl-C ends an answer, and cancels its request; at the prompt it clears the line, and Ctrl-D ends the command.
 """
 
-import re
 import sys
 from argparse import Namespace
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import closing, suppress
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import closing
+from time import monotonic, sleep
 
 from quire_proto.cli import FlagParser
-from quire_proto.terminal import DIM, INTERRUPTED, PLAIN, fail, has_color, report_error
+from quire_proto.terminal import INTERRUPTED, fail
 
+from quire_cli.chat.answer_view import AnswerView
 from quire_cli.chat.api_client import ApiClient, ApiError
-from quire_cli.machine.server import DEFAULT_URL, KEY_HELP, base_url, key_of_environment
+from quire_cli.chat.conversation import Conversation, Message
+from quire_cli.chat.fleet_watch import FleetWatch
+from quire_cli.machine.server import KEY_HELP, URL_HELP, find_server, is_starting, key_of_environment, no_server
 
-PROMPT = "> "
-CHAT = """Talks to a running server, by default the one that quire serve starts.
+CHAT = """Talks to a running server, by default the newest that quire serve runs here.
 
 Without MESSAGE it asks for one after the other, and the model sees the whole conversation; /clear begins
 another one, and /help tells the other commands. MESSAGE alone is answered once. Text that is piped
 in is part of the message."""
-COMPLETE = """Continues a text at a running server, by default the one that quire serve starts.
+COMPLETE = """Continues a text at a running server, by default the newest that quire serve runs here.
 
 PROMPT, or the text that is piped in, is printed together with its continuation."""
-HELP = """/clear  begin another conversation (also /new)
-/help   this list (also /?)
-/exit   end (also /bye, /quit, Ctrl-D)
-A message that begins with / is sent with a space before it. Ctrl-C ends an answer.
-"""
-CLEAR, ENDS, HELPS = ("/clear", "/new"), ("/exit", "/bye", "/quit"), ("/help", "/?")
-SLASH_WORD = re.compile(r"/[a-z?]*(\s|$)")  # and no path, such as /etc/hosts
-Message = Mapping[str, str]
+CHAT_EXAMPLES = """examples:
+  quire chat
+  quire chat "Summarise this:" < notes.txt
+  quire chat --url http://127.0.0.1:8010 --system "Answer in one sentence." --temperature 0"""
+COMPLETE_EXAMPLES = """examples:
+  quire complete "Once upon a time" --max-tokens 64"""
+LONGEST_START = 600.0  # seconds in which a server that is starting begins to answer
+_ANSWER_PERIOD = 0.5  # seconds between two tries
 
 
 def chat(arguments: Sequence[str]) -> None:
     """Runs ``quire chat``. Exits with 1 and one sentence if the server cannot answer."""
-    parser = _parser("quire chat", CHAT)
-    parser.add_argument("message", nargs="*", metavar="MESSAGE", help="what is asked")
-    parser.add_argument("--system", metavar="TEXT", help="instructions before the conversation")
-    flags = parser.parse_args(list(arguments))
+    flags = chat_parser().parse_args(list(arguments))
     _guarded(lambda: _chat(flags))
 
 
 def complete(arguments: Sequence[str]) -> None:
     """Runs ``quire complete``. Exits with 1 and one sentence if the server cannot answer."""
-    parser = _parser("quire complete", COMPLETE)
-    parser.add_argument("prompt", nargs="*", metavar="PROMPT", help="the text to continue")
-    flags = parser.parse_args(list(arguments))
+    flags = complete_parser().parse_args(list(arguments))
     _guarded(lambda: _complete(flags))
 
 
-def _parser(name: str, description: str) -> FlagParser:
+def chat_parser() -> FlagParser:
+    """Returns the parser of the flags of ``quire chat``."""
+    parser = _parser("quire chat", CHAT, CHAT_EXAMPLES)
+    parser.add_argument("message", nargs="*", metavar="MESSAGE", help="what is asked")
+    parser.add_argument("--system", metavar="TEXT", help="instructions before the conversation")
+    return parser
+
+
+def complete_parser() -> FlagParser:
+    """Returns the parser of the flags of ``quire complete``."""
+    parser = _parser("quire complete", COMPLETE, COMPLETE_EXAMPLES)
+    parser.add_argument("prompt", nargs="*", metavar="PROMPT", help="the text to continue")
+    return parser
+
+
+def _parser(name: str, description: str, examples: str) -> FlagParser:
     parser = FlagParser(name, description, {}, dict.fromkeys(("--host", "--port", "--base-url"), "use --url"))
-    parser.add_argument("--url", default=DEFAULT_URL, metavar="URL", help=f"the server (default: {DEFAULT_URL})")
+    parser.epilog = examples
+    parser.add_argument("--url", metavar="URL", help=URL_HELP)
     parser.add_argument("--api-key", metavar="KEY", help=KEY_HELP)
     parser.add_argument("--model", metavar="NAME", help="by default the only one that is served")
     parser.add_argument("--max-tokens", type=int, metavar="N", help="most tokens of an answer")
-    parser.add_argument("--temperature", type=float, metavar="NUMBER", help="how freely is chosen; 0: never")
-    parser.add_argument("--top-p", type=float, metavar="NUMBER", help="part of the probability that is chosen from")
-    parser.add_argument("--seed", type=int, metavar="N", help="the same choices each time")
+    parser.add_argument("--temperature", type=float, metavar="NUMBER", help="sampling temperature; 0 is greedy")
+    parser.add_argument("--top-p", type=float, metavar="NUMBER", help="nucleus sampling: part of the probability")
+    parser.add_argument("--seed", type=int, metavar="N", help="seed of sampling: the same one draws the same tokens")
     return parser
 
 
@@ -82,34 +95,12 @@ def _guarded(work: Callable[[], None]) -> None:
 def _chat(flags: Namespace) -> None:
     client = _client(flags)
     body = _body(flags, client)
-    beginning: list[Message] = [{"role": "system", "content": flags.system}] if flags.system else []
     message = _given(flags.message)
-    if message is not None:
-        _show_chat(client, body, [*beginning, {"role": "user", "content": message}])
-        return
-    sys.stderr.write(f"{body['model']} at {client.url}; /help tells the commands, Ctrl-D ends\n")
-    messages = list(beginning)
-    for line in _lines():
-        if SLASH_WORD.match(line):
-            word = line.split()[0]
-            if word in ENDS:
-                return
-            if word in CLEAR:
-                messages = list(beginning)
-            elif word in HELPS:
-                sys.stderr.write(HELP)
-            else:
-                report_error(f"unknown command {word}", "/help lists the commands")
-            continue
-        messages.append({"role": "user", "content": line.strip()})
-        try:
-            messages.append({"role": "assistant", "content": _show_chat(client, body, messages)})
-        except KeyboardInterrupt:
-            sys.stdout.write("\n")
-            messages.pop()  # an answer that nobody wanted, and its question
-        except ApiError as error:
-            report_error(str(error))
-            messages.pop()
+    talk = Conversation(client, body, flags.system)
+    if message is None:
+        talk.run(lambda messages: _show_chat(client, body, messages))
+    else:
+        _show_chat(client, body, [*talk.messages, {"role": "user", "content": message}])
 
 
 def _complete(flags: Namespace) -> None:
@@ -126,23 +117,34 @@ def _complete(flags: Namespace) -> None:
 
 
 def _show_chat(client: ApiClient, body: Mapping[str, object], messages: Sequence[Message]) -> str:
-    """Prints an answer as it comes, thoughts dimmed; returns it without its thoughts."""
-    answer, thinking = "", False
-    dim, plain = (DIM, PLAIN) if has_color(sys.stdout) else ("", "")
-    with closing(client.stream("/chat/completions", {**body, "messages": messages})) as chunks:
-        for delta in (choice.get("delta", {}) for chunk in chunks for choice in chunk.get("choices", ())):
-            thought, text = delta.get("reasoning_content") or "", delta.get("content") or ""
-            if sys.stdout.isatty() and thinking != bool(thought) and (thought or text):
-                _show(dim if thought else f"{plain}\n")
-                thinking = bool(thought)
-            _show(thought + text if sys.stdout.isatty() else text)
-            answer += text
-    _show(f"{plain}\n" if thinking else "\n")
-    return answer
+    """Shows an answer as it comes; returns it without its thoughts. In a terminal, also how fast it came, and what
+    happened to its engine or its connection.
+    """
+    view, tokens = AnswerView(), 0
+    asked = {**body, "messages": messages}
+    if view.is_terminal:
+        asked["stream_options"] = {"include_usage": True}
+    try:
+        with (
+            closing(client.stream("/chat/completions", asked, view.cut)) as chunks,
+            FleetWatch(client, str(body["model"]), view) as watch,
+        ):
+            for chunk in chunks:
+                watch.request_id = str(chunk.get("id", ""))
+                tokens = (chunk.get("usage") or {}).get("completion_tokens", tokens)
+                for delta in (choice.get("delta", {}) for choice in chunk.get("choices", ())):
+                    view.add(delta.get("content") or "", delta.get("reasoning_content") or "")
+    except BaseException:
+        view.clear()
+        raise
+    view.end()
+    view.tell_speed(tokens)
+    return view.text
 
 
 def _client(flags: Namespace) -> ApiClient:
-    return ApiClient(flags.url, flags.api_key or key_of_environment(base_url(flags.url)))
+    url = find_server(flags.url)
+    return ApiClient(url, flags.api_key or key_of_environment(url))
 
 
 def _body(flags: Namespace, client: ApiClient) -> dict[str, object]:
@@ -153,13 +155,26 @@ def _body(flags: Namespace, client: ApiClient) -> dict[str, object]:
 
 
 def _only_model(client: ApiClient) -> str:
-    try:
-        models = client.models()
-    except ConnectionRefusedError:
-        raise ApiError(f"no server answers at {client.url}; quire serve MODEL starts one.") from None
+    models = _models(client)
     if len(models) != 1:
         raise ApiError(f"{client.url} serves {', '.join(models) or 'no model'}: choose with --model.")
     return models[0]
+
+
+def _models(client: ApiClient) -> list[str]:
+    """What is served. Waits for a server that is starting here."""
+    view, began = AnswerView(), monotonic()
+    try:
+        while True:
+            try:
+                return client.models()
+            except ConnectionRefusedError:
+                if not is_starting(client.url) or monotonic() - began > LONGEST_START:
+                    raise ApiError(no_server(client.url)) from None
+            view.wait(f"waiting for {client.url}: its server is starting ({monotonic() - began:.0f} s)")
+            sleep(_ANSWER_PERIOD)
+    finally:
+        view.clear()
 
 
 def _given(words: Sequence[str]) -> str | None:
@@ -167,22 +182,6 @@ def _given(words: Sequence[str]) -> str | None:
     piped = "" if sys.stdin is None or sys.stdin.isatty() else sys.stdin.read()
     parts = [part for part in (" ".join(words), piped.rstrip("\n")) if part]
     return "\n\n".join(parts) or None
-
-
-def _lines() -> Iterator[str]:
-    """Yields typed lines until Ctrl-D or Ctrl-C."""
-    if sys.stdin is None or not sys.stdin.isatty():
-        return
-    with suppress(ImportError):
-        import readline  # noqa: F401 - gives input() its history and its editing
-    while True:
-        try:
-            line = input(PROMPT).rstrip()
-        except (EOFError, KeyboardInterrupt):
-            sys.stdout.write("\n")
-            return
-        if line.strip():
-            yield line
 
 
 def _show(text: str) -> None:

@@ -1,16 +1,64 @@
-"""The server that commands talk to: its address and its key, as flags, variables and ``quire serve`` name them."""
+"""The server that commands talk to: its address and its key, as flags, variables and ``quire serve`` name them; and
+what is said where none answers.
+"""
 
 import os
+import sys
 from ipaddress import ip_address
 from urllib.parse import urlsplit
 
+from quire_proto.terminal import DIM, colored
+
+from quire_cli.machine.running import running_servers
+
 DEFAULT_URL = "http://127.0.0.1:8000"
 """Where ``quire serve`` listens unless that port is in use."""
+URL_HELP = f"the server; by default the newest that quire serve runs here, or {DEFAULT_URL}"
 KEY_VARIABLES = ("QUIRE_API_KEY", "OPENAI_API_KEY")
 """The keys of clients, in the order in which they count."""
 SERVER_KEYS = "QUIRE_ROUTER_API_KEY"
 """The keys that a server on this machine takes, with commas between them."""
 KEY_HELP = f"by default {' or '.join(KEY_VARIABLES)}, or the first of {SERVER_KEYS} for a server on this machine"
+WRONG_KEY = "give --api-key, or set QUIRE_API_KEY"
+
+
+def find_server(given: str | None) -> str:
+    """Returns the URL of the server that a command talks to: the given one, else the newest that ``quire serve`` runs
+    here, else the default. Says which one it is where several run.
+    """
+    if given is not None:
+        return base_url(given)
+    running = running_servers()
+    if len(running) > 1:
+        newest = running[0]
+        told = f"{len(running)} servers run here; this is {newest.model} at {newest.url}, the newest: --url chooses"
+        sys.stderr.write(f"{colored(told, DIM, sys.stderr)}\n")
+    return running[0].url if running else DEFAULT_URL
+
+
+def is_starting(url: str) -> bool:
+    """Whether ``quire serve`` runs here to serve this URL: what it refuses, it will take soon."""
+    return any(server.url == url for server in running_servers())
+
+
+def no_server(url: str) -> str:
+    """What is said where nobody listens."""
+    listed = " or ".join(server.url for server in running_servers()[:3])
+    advice = f"one runs at {listed}" if listed else "quire serve MODEL starts one"
+    return f"no server answers at {url}; {advice}."
+
+
+def not_http(url: str) -> str:
+    """What is said of a port that speaks something else."""
+    return (
+        f"{url} does not speak HTTP/1, as the port for gRPC does not: --url names the port of the REST API, by "
+        "default 8000."
+    )
+
+
+def other_server(url: str, status: int) -> str:
+    """What is said of an answer that is no API's."""
+    return f"{url} is not an OpenAI-compatible server (it answers HTTP {status} without an error object): check --url."
 
 
 def key_of_environment(url: str) -> str | None:
@@ -21,6 +69,8 @@ def key_of_environment(url: str) -> str | None:
 
 
 def _is_here(url: str) -> bool:
+    if is_starting(url):
+        return True
     try:
         host = urlsplit(url).hostname or ""
         return host == "localhost" or ip_address(host).is_loopback

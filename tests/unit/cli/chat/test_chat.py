@@ -3,6 +3,7 @@
 import json
 import os
 import pty
+import re
 import signal
 import socket
 import subprocess
@@ -11,6 +12,7 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
 from threading import Event, Thread
 from time import sleep
 from typing import Any
@@ -20,9 +22,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from quire_cli.chat.api_client import ApiClient, ApiError
+from quire_cli.machine.running import registered
 
 from tests.support.ports import free_port
 from tests.support.processes import eventually
+from tests.support.running_servers import a_server
 
 WORDS = ["Once", " upon", " a", " time", ",", " there", " was", " a", " fox", "."]
 
@@ -66,7 +70,9 @@ class Handler(BaseHTTPRequestHandler):
 
     def do_GET(self) -> None:
         self.note({})
-        if self.path == "/v1/models":
+        if self.path == "/v1/fleet/events":
+            self.whole(404, {"error": {"message": "There is nothing here."}})
+        elif self.path == "/v1/models":
             adapters = [{"id": name, "parent": parent} for name, parent in self.script.adapters.items()]
             self.whole(200, {"data": [{"id": name, "parent": None} for name in self.script.models] + adapters})
         elif self.script.forgets:
@@ -124,7 +130,7 @@ class Handler(BaseHTTPRequestHandler):
 
 @contextmanager
 def serving(**behaviour: Any) -> Iterator[Server]:
-    server = Server(free_port(), **behaviour)
+    server = Server(**{"port": free_port(), **behaviour})
     with ThreadingHTTPServer(("127.0.0.1", server.port), type("Scripted", (Handler,), {"script": server})) as listening:
         thread = Thread(target=listening.serve_forever, kwargs={"poll_interval": 0.02}, daemon=True)
         thread.start()
@@ -272,6 +278,35 @@ def test_a_server_of_another_protocol_is_one_sentence() -> None:
         thread.join()
 
 
+class Stranger(BaseHTTPRequestHandler):
+    def do_GET(self) -> None:
+        self.send_error(404)
+
+    def log_message(self, *_: object) -> None:
+        pass
+
+
+@pytest.mark.parametrize("asked", [("chat", "x"), ("complete", "x"), ("bench", "serve", "--num-prompts", "1")])
+def test_a_strangers_page_is_not_shown(asked: tuple[str, ...]) -> None:
+    with ThreadingHTTPServer(("127.0.0.1", free_port()), Stranger) as listening:
+        Thread(target=listening.serve_forever, kwargs={"poll_interval": 0.02}, daemon=True).start()
+        url = f"http://127.0.0.1:{listening.server_port}"
+        command = [sys.executable, "-m", "quire_cli.main", *asked, "--url", url]
+        done = subprocess.run(command, input="", capture_output=True, text=True, timeout=60, check=False)
+        listening.shutdown()
+    assert (done.returncode, done.stdout) == (1, "")
+    assert done.stderr == (
+        f"error: {url} is not an OpenAI-compatible server (it answers HTTP 404 without an error object): check --url.\n"
+    )
+
+
+def test_without_a_url_the_server_that_runs_here_answers() -> None:
+    with serving() as server, registered(a_server(server.url)):
+        command = [sys.executable, "-m", "quire_cli.main", "complete", "It was so:"]
+        done = subprocess.run(command, input="", capture_output=True, text=True, timeout=60, check=False)
+    assert (done.stdout, done.stderr) == (f"It was so:{''.join(WORDS)}\n", "")
+
+
 def test_ctrl_c_cancels_the_request() -> None:
     with serving(hangs=True) as server:
         asking = subprocess.Popen(command(server, "chat", "x"), stdin=subprocess.DEVNULL, stdout=subprocess.PIPE)
@@ -288,20 +323,88 @@ def test_ctrl_c_cancels_the_request() -> None:
 def test_the_model_sees_the_conversation_until_another_one_begins() -> None:
     with serving() as server, terminal(command(server, "chat", "--system", "Be brief.")) as (type_in, shown):
         answer = "".join(WORDS)
-        lines = ("first", "second", "/help", "/model", "/clear", " /etc is a folder")
-        for number, line in enumerate(lines, 1):
+        lines = ("first", "second", "/help", "/modle", "/clear", " /etc is a folder", "/etc/hosts", "/system Be kind.")
+        for number, line in enumerate([*lines, '"""one', 'two"""'], 1):
             type_in(f"{line}\n")
-            eventually(lambda number=number: shown().count("> ") > number)
+            eventually(lambda number=number: len(re.findall("> |… ", shown())) > number)
         type_in("\x04")
-        histories = [[message["content"] for message in asked.body["messages"]] for asked in server.of("/chat")]
-        assert histories == [
+        assert [
+            [message["content"] for message in asked.body["messages"]] for asked in server.of("/chat/completions")
+        ] == [
             ["Be brief.", "first"],
             ["Be brief.", "first", answer, "second"],
             ["Be brief.", "/etc is a folder"],
+            ["Be brief.", "/etc is a folder", answer, "/etc/hosts"],
+            ["Be kind.", "one\ntwo"],
         ]
-        assert "/exit   end" in shown()
-        assert "unknown command /model" in shown()
-        assert "/help lists the commands" in shown()
+        assert "/bye            end" in shown()
+        assert "unknown command /modle (did you mean /model?)" in shown()
+
+
+def test_a_conversation_continues_with_another_model_and_is_saved(tmp_path: Path) -> None:
+    file = tmp_path / "saved.json"
+    with serving(models=("a", "b")) as server, terminal(command(server, "chat", "--model", "a")) as (type_in, shown):
+        for number, line in enumerate(("/model", "/model b", "hello", f"/save {file}", f"/save {file}"), 1):
+            type_in(f"{line}\n")
+            eventually(lambda number=number: shown().count("> ") > number)
+        type_in("\x04")
+        assert re.search(r"^\* a\s+  b\s", shown(), re.MULTILINE)
+        assert server.of("/chat/completions")[0].body["model"] == "b"
+        assert "saved.json cannot be written: File exists" in shown()
+    saved = json.loads(file.read_text())
+    assert (saved["model"], [message["content"] for message in saved["messages"]]) == ("b", ["hello", "".join(WORDS)])
+    assert file.stat().st_mode & 0o777 == 0o600
+
+
+def test_ctrl_c_at_the_prompt_clears_the_line_and_says_how_to_leave() -> None:
+    with serving() as server, terminal(command(server, "chat")) as (type_in, shown):
+        type_in("half a sentence\x03")
+        eventually(lambda: shown().count("/bye or Ctrl-D ends") == 2)
+        type_in("whole\n")
+        eventually(lambda: server.of("/chat/completions"))
+        type_in("/bye\n")
+        assert server.of("/chat/completions")[0].body["messages"][-1]["content"] == "whole"
+
+
+def test_ctrl_c_ends_an_answer_and_not_the_conversation() -> None:
+    with serving(hangs=True) as server, terminal(command(server, "chat")) as (type_in, shown):
+        type_in("first\n")
+        eventually(lambda: "Once" in shown())
+        sleep(0.2)
+        type_in("\x03")
+        eventually(lambda: server.of("/cancel"))
+        server.hangs = False
+        type_in("second\n")
+        eventually(lambda: "fox." in shown())
+        type_in("/bye\n")
+        assert [message["content"] for message in server.of("/chat/completions")[1].body["messages"]] == ["second"]
+
+
+def test_lines_are_remembered_for_the_next_conversation_and_private(state_folder: Path) -> None:
+    with serving() as server:
+        with terminal(command(server, "chat")) as (type_in, shown):
+            type_in("a secret\n")
+            eventually(lambda: "fox." in shown())
+            type_in("/bye\n")
+        file = state_folder / "quire/chat_history"
+        assert file.stat().st_mode & 0o777 == 0o600
+        with terminal(command(server, "chat")) as (type_in, shown):
+            type_in("\x1b[A\x1b[A\n")
+            eventually(lambda: "fox." in shown())
+            type_in("/bye\n")
+        assert server.of("/chat/completions")[1].body["messages"][-1]["content"] == "a secret"
+
+
+def test_a_server_that_is_starting_is_waited_for() -> None:
+    url = f"http://127.0.0.1:{free_port()}"
+    with registered(a_server(url)):
+        asking = subprocess.Popen(
+            [sys.executable, "-m", "quire_cli.main", "complete", "It was so:"],
+            stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, text=True,
+        )  # fmt: skip
+        eventually(lambda: psutil.Process(asking.pid).status() == psutil.STATUS_SLEEPING)
+        with serving(port=int(url.rpartition(":")[2])):
+            assert asking.communicate(timeout=60)[0] == f"It was so:{''.join(WORDS)}\n"
 
 
 @pytest.mark.parametrize("word", ["/exit", "/bye"])
@@ -315,7 +418,8 @@ def test_a_conversation_ends_by_a_word(word: str) -> None:
 def terminal(arguments: list[str]) -> Iterator[tuple[Callable[[str], None], Callable[[], str]]]:
     """Runs a command in a terminal; it has to end by itself, with 0."""
     ours, theirs = pty.openpty()
-    process = subprocess.Popen(arguments, stdin=theirs, stdout=theirs, stderr=theirs, start_new_session=True)
+    # It is the controlling terminal, so that its Ctrl-C is a signal.
+    process = subprocess.Popen(["setsid", "--ctty", *arguments], stdin=theirs, stdout=theirs, stderr=theirs)
     os.close(theirs)
     seen: list[bytes] = []
 

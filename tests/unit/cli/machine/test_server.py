@@ -1,7 +1,12 @@
 """The server that commands talk to: its address as users write it, and the key that is sent there."""
 
+import subprocess
+
 import pytest
-from quire_cli.machine.server import DEFAULT_URL, base_url, key_of_environment
+from quire_cli.machine.running import registered
+from quire_cli.machine.server import DEFAULT_URL, base_url, find_server, key_of_environment, no_server
+
+from tests.support.running_servers import a_server
 
 
 @pytest.fixture(autouse=True)
@@ -39,3 +44,31 @@ def test_the_servers_keys_go_to_this_machine(url: str, monkeypatch: pytest.Monke
 def test_the_servers_keys_go_to_no_other_machine(url: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("QUIRE_ROUTER_API_KEY", "k")
     assert key_of_environment(url) is None
+
+
+def test_the_servers_keys_go_to_its_own_address_of_this_machine(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("QUIRE_ROUTER_API_KEY", "k")
+    with registered(a_server("http://192.0.2.7:8000")):
+        assert key_of_environment("http://192.0.2.7:8000") == "k"
+        assert key_of_environment("http://192.0.2.8:8000") is None
+
+
+def test_the_server_that_runs_here_is_found(capsys: pytest.CaptureFixture[str]) -> None:
+    assert find_server(None) == DEFAULT_URL
+    assert "quire serve MODEL starts one" in no_server(DEFAULT_URL)
+    with registered(a_server("http://127.0.0.1:1")):
+        assert find_server(None) == "http://127.0.0.1:1"
+        assert find_server("h:2/v1") == "http://h:2"
+        assert no_server("http://h:2") == "no server answers at http://h:2; one runs at http://127.0.0.1:1."
+    assert capsys.readouterr() == ("", "")
+
+
+def test_of_several_servers_the_newest_is_taken_and_named(capsys: pytest.CaptureFixture[str]) -> None:
+    with subprocess.Popen(["sleep", "60"]) as other:
+        old, new = a_server("http://127.0.0.1:1"), a_server("http://127.0.0.1:2", other.pid, since=2.0, model="new")
+        with registered(new), registered(old):
+            assert find_server(None) == "http://127.0.0.1:2"
+        other.kill()
+    assert capsys.readouterr().err == (
+        "2 servers run here; this is new at http://127.0.0.1:2, the newest: --url chooses\n"
+    )
