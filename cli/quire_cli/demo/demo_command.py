@@ -26,7 +26,8 @@ from quire_cli.serve.log import show_status
 from quire_cli.serve.plan import Plan, make_plan
 from quire_cli.serve.ports import PortError, Ports
 from quire_cli.serve.process_tree import ProcessTree, answers
-from quire_cli.serve.serve_command import check_host_memory, find, url_of
+from quire_cli.serve.ready_message import url_of
+from quire_cli.serve.serve_command import check_host_memory, find
 from quire_cli.serve.start_progress import StartProgress
 
 DESCRIPTION = """Shows an answer that survives: starts a router and two engines on this machine, streams an answer, and
@@ -47,9 +48,7 @@ _RUNNING = re.compile(r"^vllm:num_requests_running\{[^}]*\} ([0-9.]+)$", re.MULT
 
 def demo(arguments: Sequence[str]) -> NoReturn:
     """Runs ``quire demo``. Exits with 0 if the answer equals an undisturbed one, else with 1."""
-    parser = FlagParser("quire demo", DESCRIPTION, {})
-    parser.add_argument("model", nargs="?", metavar="MODEL", help="what is served (default: demo/model)")
-    flags = parser.parse_args(list(arguments))
+    flags = demo_parser().parse_args(list(arguments))
     if flags.model is None and not DEMO_MODEL.is_dir():
         fail("demo/model is not here", "run this in a clone of the repository, or name a MODEL")
     served = _serve_flags(flags.model or str(DEMO_MODEL))
@@ -65,6 +64,13 @@ def demo(arguments: Sequence[str]) -> NoReturn:
         raise SystemExit(asyncio.run(_Demo(plan).run()))
     except KeyboardInterrupt:
         raise SystemExit(INTERRUPTED) from None
+
+
+def demo_parser() -> FlagParser:
+    """Returns the parser of the command's flags."""
+    parser = FlagParser("quire demo", DESCRIPTION, {})
+    parser.add_argument("model", nargs="?", metavar="MODEL", help="what is served (default: demo/model)")
+    return parser
 
 
 def _serve_flags(model: str) -> ServeFlags:

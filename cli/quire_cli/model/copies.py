@@ -19,7 +19,7 @@ from threading import Event, Lock
 from typing import Protocol
 
 from filelock import FileLock, Timeout
-from huggingface_hub import cached_assets_path
+from huggingface_hub import cached_assets_path, constants
 from huggingface_hub.utils.tqdm import tqdm
 from quire_proto.names import NAME_RULE, is_name, shown
 
@@ -30,6 +30,7 @@ WORKERS = 4
 ATTEMPTS = 4  # connections in a row that may end without a byte
 MAX_FILES = 10_000  # of one model
 LISTING = "listing.json"
+NAME = "name.txt"  # of the model, as it was typed
 PARTIAL = ".incomplete"
 _BLOB = re.compile(r"[0-9a-f]{64}")
 
@@ -131,6 +132,7 @@ class Copy:
                 raise ModelNotFoundError(str(error)) from None
             self._say(f"{str(error).partition(':')[0]}, so the copy of the last time is taken")
             return files
+        (self._root / NAME).write_text(str(self.name))
         new = path.with_suffix(f".{os.getpid()}")
         new.write_text(json.dumps([asdict(file) for file in files]))
         new.replace(path)
@@ -229,6 +231,13 @@ class Copy:
 
     def _partial(self, file: RemoteFile) -> Path:
         return self._root / "blobs" / f"{file.blob}{PARTIAL}"
+
+
+def copies_of(kind: str) -> Iterator[tuple[str, Path]]:
+    """Yields the name and the folder of each copy of a kind; without its name, a copy is called by its folder."""
+    for folder in (Path(constants.HF_ASSETS_CACHE) / "quire" / kind).glob("*/"):
+        name = folder / NAME
+        yield name.read_text() if name.is_file() else folder.name, folder.resolve()
 
 
 def _folder(kind: str, name: str, place: str) -> Path:

@@ -1,33 +1,27 @@
 """The command ``quire serve``: finds the model, starts the tree of processes, and says how to use it."""
 
 import asyncio
-import json
 import os
-import shlex
 import signal
 import sys
-from collections.abc import Sequence
-from contextlib import suppress
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
-from time import monotonic
+from time import monotonic, time
 from typing import NoReturn
 
 from quire_engine.checkpoint.config import config_path, read_config_json
-from quire_engine.checkpoint.pooler_config import read_pooler_config
 from quire_engine.checkpoint.support import check_max_model_len, plain_max_length
 from quire_engine.config import OTHER_VARIABLES, EngineConfig
 from quire_engine.errors import ModelError
 from quire_engine.kernels.build import needs_build
-from quire_proto.cli import join_host_port, read_settings, reject_unknown_env
-from quire_proto.pooling import Task
+from quire_proto.cli import read_settings, reject_unknown_env
 from quire_proto.terminal import fail, has_color
-from quire_proto.text.file_names import CONFIG, PROCESSOR_TEMPLATE, TEMPLATE, TEMPLATE_FOLDER
 from quire_router.config import Settings
 
 from quire_cli.machine.gpus import visible_gpus
 from quire_cli.machine.memory import memory_shortage, weight_bytes
-from quire_cli.machine.server import DEFAULT_URL
+from quire_cli.machine.running import RunningServer, registered, start_ticks
 from quire_cli.model.check import MemoryNeed
 from quire_cli.model.find import FoundModel, find_model
 from quire_cli.model.name import ModelNotFoundError
@@ -36,6 +30,7 @@ from quire_cli.serve.log import say, show_status
 from quire_cli.serve.plan import Plan, make_plan, reachable
 from quire_cli.serve.ports import PortError, Ports
 from quire_cli.serve.process_tree import ProcessTree, answers
+from quire_cli.serve.ready_message import how_to_try, summary, url_of
 from quire_cli.serve.start_progress import StartProgress
 
 
@@ -55,7 +50,8 @@ def serve(arguments: Sequence[str]) -> NoReturn:
         advice = "name a --journal-file, or --no-journal."
         fail(f"{error.filename} cannot hold the journal: {error.strerror}; {advice}")
     check_host_memory(plan)
-    raise SystemExit(asyncio.run(_run(plan)))
+    with registered(describe_server(plan, flags.model)):
+        raise SystemExit(asyncio.run(_run(plan)))
 
 
 def find(flags: ServeFlags) -> FoundModel:
@@ -80,6 +76,23 @@ def find(flags: ServeFlags) -> FoundModel:
 def is_on_host(config: EngineConfig) -> bool:
     """Whether engines of ``config`` will hold the model in this machine's own memory."""
     return config.device == "cpu" or not visible_gpus()
+
+
+def describe_server(plan: Plan, source: str) -> RunningServer:
+    """What other commands learn of this process, which serves what was typed as ``source``."""
+    pid, settings = os.getpid(), plan.settings
+    return RunningServer(
+        pid=pid,
+        ticks=start_ticks(pid) or 0,
+        since=round(time(), 3),
+        url=url_of(plan),
+        model=plan.name,
+        source=source,
+        engines=plan.engines,
+        device="cpu" if is_on_host(plan.engine) else "cuda",
+        host=reachable(settings.host),
+        metrics_port=settings.metrics_port,
+    )
 
 
 def check_length(model: Path, asked: int) -> None:
@@ -122,7 +135,7 @@ async def _run(plan: Plan) -> int:
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT):
         loop.add_signal_handler(number, stop, number)
     async with asyncio.TaskGroup() as tasks:
-        announcing = tasks.create_task(_announce(plan, tree, changed))
+        announcing = tasks.create_task(_announce(plan, tree, changed, progress.facts))
         watching = tasks.create_task(progress.run(tree.ready)) if has_color(sys.stdout) else None
         announcing.add_done_callback(lambda _: watching and watching.cancel())
         try:
@@ -133,8 +146,10 @@ async def _run(plan: Plan) -> int:
     return status
 
 
-async def _announce(plan: Plan, tree: ProcessTree, changed: asyncio.Event) -> None:
-    """Prints how far the start is, then how to try it."""
+async def _announce(
+    plan: Plan, tree: ProcessTree, changed: asyncio.Event, facts: Mapping[str, Mapping[str, object]]
+) -> None:
+    """Prints how far the start is, then what is served, and how to try it. ``facts`` are what engines say of them."""
     began, last = monotonic(), -1
     if is_on_host(plan.engine) and needs_build():
         say("this first time, the engine compiles its kernels, which takes 15 seconds to a minute; requests wait")
@@ -149,64 +164,6 @@ async def _announce(plan: Plan, tree: ProcessTree, changed: asyncio.Event) -> No
         await changed.wait()
     host = reachable(plan.settings.host)
     await answers(plan.settings.metrics_port, "/health", host)  # the router has found its engines
+    for line in summary(plan, next(iter(facts.values()), {})):
+        say(line)
     say(how_to_try(plan))
-
-
-def how_to_try(plan: Plan) -> str:
-    """Commands that ask for an answer, of the kind that the model gives."""
-    url = url_of(plan)
-    body: dict[str, object] = {"model": plan.name}
-    where = "" if url == DEFAULT_URL else f" --url {shlex.quote(url)}"
-    task, command = task_of(plan), ""
-    if task is Task.EMBED:
-        route = "v1/embeddings"
-        body["input"] = ["What is 7 plus 5?", "Once upon a time"]
-    elif task is Task.CLASSIFY:
-        route = "score"
-        body |= {"text_1": "What is 7 plus 5?", "text_2": ["7 plus 5 is 12.", "Once upon a time"]}
-    elif has_template(plan.tokenizer):
-        route, command = "v1/chat/completions", f"  quire chat{where}\n\n"
-        body |= {"stream": True, "messages": [{"role": "user", "content": "What is 7 plus 5?"}]}
-    else:
-        route, command = "v1/completions", f"  quire complete{where} 'Once upon a time'\n\n"
-        body |= {"stream": True, "prompt": "Once upon a time", "max_tokens": 64}
-    key = f'    -H "Authorization: Bearer {_variable_of_key()}" \\\n' if os.environ.get("QUIRE_ROUTER_API_KEY") else ""
-    return (
-        f"ready: {plan.name} on {url} (gRPC on {plan.settings.grpc_port}); Ctrl-C stops it. Try\n\n"
-        f"{command}"
-        f"  curl -N {shlex.quote(f'{url}/{route}')} \\\n"
-        f"    -H 'Content-Type: application/json' \\\n{key}"
-        f"    -d '{json.dumps(body)}'\n"
-    )
-
-
-def task_of(plan: Plan) -> Task:
-    """What the engines do with prompts, by their settings and the model's folder."""
-    try:
-        pooler = read_pooler_config(plan.model, read_config_json(plan.model), plan.engine)
-    except (ModelError, OSError):  # it was there when the engines read it: what is printed is no reason to end them
-        return Task.GENERATE
-    return Task.GENERATE if pooler is None else pooler.task
-
-
-def url_of(plan: Plan) -> str:
-    """Where clients on this machine find the REST API."""
-    return f"http://{join_host_port(reachable(plan.settings.host), plan.settings.http_port)}"
-
-
-def has_template(folder: Path) -> bool:
-    """Whether the model whose tokenizer is in ``folder`` can chat."""
-    files = (folder / TEMPLATE, *(folder / TEMPLATE_FOLDER).glob("*.jinja"))
-    if any(file.is_file() for file in files):
-        return True
-    for name in (CONFIG, PROCESSOR_TEMPLATE):
-        with suppress(OSError, ValueError):
-            if "chat_template" in json.loads((folder / name).read_text()):
-                return True
-    return False
-
-
-def _variable_of_key() -> str:
-    """A shell expression for the first of the keys, so that the key itself is not printed."""
-    several = "," in os.environ["QUIRE_ROUTER_API_KEY"]
-    return "${QUIRE_ROUTER_API_KEY%%,*}" if several else "$QUIRE_ROUTER_API_KEY"

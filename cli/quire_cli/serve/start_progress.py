@@ -1,10 +1,12 @@
 """How far a start is, as one line that moves: which engine does what, how much of it is done, and for how long."""
 
 import asyncio
+import json
 from collections.abc import Callable, Sequence
 from time import monotonic
+from typing import Any
 
-from quire_engine.core.startup import StartupPhase
+from quire_engine.core.startup import FACTS, StartupPhase
 from quire_proto.terminal import DIM, PLAIN
 
 PERIOD = 0.2  # seconds between two lines
@@ -27,13 +29,18 @@ class StartProgress:
         self._show = show
         self._began = monotonic()
         self._reports = dict.fromkeys(engines, (StartupPhase.IMPORTS, 0.0))
+        self.facts: dict[str, dict[str, Any]] = {}
+        """What each engine is, as it says itself (``report_facts``)."""
 
     def report(self, engine: str, record: str) -> None:
-        """Takes a line of an engine, without its mark: a phase and the part of it that is done."""
+        """Takes a line of an engine, without its mark: a phase and the part of it that is done, or its facts."""
+        phase, _, part = record.partition(" ")
         try:
-            phase, _, part = record.partition(" ")
+            if phase == FACTS:
+                self.facts[engine] = dict(json.loads(part))
+                return
             self._reports[engine] = StartupPhase(phase), float(part)
-        except ValueError:  # of another version
+        except (ValueError, TypeError):  # of another version
             return
 
     def line(self, ready: set[str]) -> str:

@@ -11,7 +11,8 @@ import pytest
 from quire_cli.serve.flags import read_flags
 from quire_cli.serve.plan import Plan, make_plan
 from quire_cli.serve.ports import PortError, Ports
-from quire_cli.serve.serve_command import check_length, how_to_try, serve
+from quire_cli.serve.ready_message import how_to_try, summary
+from quire_cli.serve.serve_command import check_length, serve
 from quire_engine.errors import ModelError
 
 from tests.support.ports import free_port
@@ -33,6 +34,31 @@ def test_the_command_to_try_sends_one_of_the_keys(monkeypatch: pytest.MonkeyPatc
     assert header is not None
     said = subprocess.run(["sh", "-c", f'printf %s "{header[1]}"'], capture_output=True, text=True, check=True)
     assert said.stdout == shown
+
+
+def test_a_key_of_a_flag_is_a_placeholder() -> None:
+    told = how_to_try(plan("--api-key", "s" * 16))
+    assert "s" * 16 not in told
+    assert "  quire complete" in told
+    assert " --api-key KEY 'Once upon a time'" in told
+    assert '-H "Authorization: Bearer KEY"' in told
+
+
+def test_the_summary_has_a_fact_on_each_line() -> None:
+    port = str(free_port())
+    facts = {"dtype": "bfloat16", "device": "NVIDIA H200", "max_model_len": 40960, "kv_tokens": 700_000}
+    made = plan("--port", port, "--engines", "2", "--metrics-port", "18002", "--served-model-name", "org/name")
+    assert summary(made, facts) == [
+        "model    org/name (model)",
+        "dtype    bfloat16 on NVIDIA H200",
+        "context  40,960 tokens",
+        "KV       700,000 tokens for each of 2 engines",
+        f"API      http://127.0.0.1:{port}/v1",
+        f"page     http://127.0.0.1:{port} in a browser",
+        "metrics  http://127.0.0.1:18002/metrics",
+    ]
+    assert summary(plan("--no-page"), {})[0] == "model    model"
+    assert not [line for line in summary(plan("--no-page"), {}) if line.startswith("page")]
 
 
 def test_the_address_to_try_is_one_that_can_be_reached() -> None:

@@ -1,12 +1,13 @@
 """One line says how far a start is, and makes room for lines of the log."""
 
+import logging
 import os
 from collections.abc import Iterator
 
 import pytest
 from quire_cli.serve import log
 from quire_cli.serve.start_progress import StartProgress
-from quire_engine.core.startup import StartupPhase
+from quire_engine.core.startup import StartupPhase, report_facts
 
 
 @pytest.fixture
@@ -29,7 +30,15 @@ def test_the_line_is_of_the_engine_that_is_least_far_until_all_are_ready() -> No
     assert progress.line({"engine-0", "engine-1"}) == ""
 
 
-@pytest.mark.parametrize("record", ["", "weights", "weights much", "another 0.5"])
+def test_an_engine_says_what_it_is(caplog: pytest.LogCaptureFixture) -> None:
+    with caplog.at_level(logging.INFO, "quire_engine.progress"):
+        report_facts(dtype="float32", kv_tokens=16)
+    progress = StartProgress(["engine-0"], lambda _: None)
+    progress.report("engine-0", caplog.messages[0])
+    assert progress.facts == {"engine-0": {"dtype": "float32", "kv_tokens": 16}}
+
+
+@pytest.mark.parametrize("record", ["", "weights", "weights much", "another 0.5", "facts", "facts 1"])
 def test_a_record_of_another_version_changes_nothing(record: str) -> None:
     progress = StartProgress(["engine-0"], lambda _: None)
     progress.report("engine-0", record)

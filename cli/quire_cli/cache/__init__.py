@@ -1,0 +1,1 @@
+"""``quire list``, ``quire pull`` and ``quire rm``: the models on this machine that were downloaded."""
