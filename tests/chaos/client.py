@@ -207,13 +207,14 @@ class StreamClient(Client):
             if "error" in data:
                 await self._expect_end(events, "its error")
                 return self._broken_off(data["error"])
-            self._take(request, event, data)
+            self._take(request, event, data, is_pending=is_pending)
         return self._give_up("the stream ended without [DONE] and without an error")
 
-    def _take(self, request: Request, event: Event, data: dict[str, Any]) -> None:
+    def _take(self, request: Request, event: Event, data: dict[str, Any], *, is_pending: bool) -> None:
         self._named(request, data)
         self.answer.take(data)
-        self.answer.reach(event.id, counts_tokens=not request.crosses)
+        if not (is_pending and event.id == self._last):  # a chunk that says so alone adds nothing to the one before
+            self.answer.reach(event.id, counts_tokens=not request.crosses)
         self._id, self._last = self.answer.names["id"], event.id
         if self._hangs_up():
             raise Pause

@@ -139,7 +139,8 @@ def objects(draw: st.DrawFn, inner: st.SearchStrategy[Any]) -> dict[str, Any]:
     if draw(st.booleans()):
         schema["additionalProperties"] = draw(st.just(False) | inner)
     if draw(st.integers(0, 2)) == 0:
-        schema["patternProperties"] = draw(st.dictionaries(st.sampled_from(PATTERNS), inner, max_size=2))
+        patterns = [each for each in PATTERNS if each]  # jsonschema takes an empty one for none: it fits every name
+        schema["patternProperties"] = draw(st.dictionaries(st.sampled_from(patterns), inner, max_size=2))
     for keyword, most in (("minProperties", 3), ("maxProperties", 4)):
         if draw(st.integers(0, 4)) == 0:
             schema[keyword] = draw(st.integers(0, most))
