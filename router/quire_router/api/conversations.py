@@ -27,7 +27,7 @@ from quire_router.core.errors import (
 from quire_router.core.generation import MAX_CONVERSATION_CHARACTERS
 from quire_router.core.tenant_ids import owns
 from quire_router.journal import records
-from quire_router.journal.objects import ANY, CONVERSATIONS, Excess, ObjectStore, Quota, account_of
+from quire_router.journal.objects import ANY, BEGUN, CONVERSATIONS, Excess, ObjectStore, Quota, account_of
 
 _ID = re.compile("conv_[0-9a-f]{48}")
 MAX_TURNS = 4096  # of one conversation
@@ -97,10 +97,11 @@ class Conversations:
         if data:
             made = _with_turn(made, 0, size=len(data))
         try:
-            await self._charge(made, self._quota)
+            await self._charge(made, self._quota, BEGUN)
             if data:
                 await self._write(made.id, 0, data)
             await self._put(made, 0)
+            await self._charge(made, ANY)
         except BaseException:
             await self.delete(made)
             raise
@@ -208,11 +209,13 @@ class Conversations:
     async def _discharge(self, conversation: Conversation) -> None:
         await self._store.discharge(account_of(CONVERSATIONS, conversation.tenant), conversation.id)
 
-    async def _charge(self, conversation: Conversation, quota: Quota) -> None:
-        """Counts a conversation as it is about to be. Raises ``QuireError`` OVERLOADED where that is too much."""
+    async def _charge(self, conversation: Conversation, quota: Quota, ttl: float | None = None) -> None:
+        """Counts a conversation as it is about to be, for ``ttl`` seconds or as long as it is kept. Raises
+        ``QuireError`` OVERLOADED where that is too much.
+        """
         size = _stored(conversation) + len(records.encode(conversation))
         account = account_of(CONVERSATIONS, conversation.tenant)
-        excess = await self._store.charge(account, conversation.id, size, self._retention, quota)
+        excess = await self._store.charge(account, conversation.id, size, ttl or self._retention, quota)
         if excess is None:
             return
         if excess is Excess.SHARE:

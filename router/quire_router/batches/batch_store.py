@@ -6,10 +6,10 @@ from time import time
 
 from quire_router.batches.batch import Batch
 from quire_router.batches.files import FileInfo, Files, owned_objects
-from quire_router.core.errors import batch_ended, batch_not_found, share_full, too_much_stored
+from quire_router.core.errors import batch_ended, batch_not_found, share_full, too_many_batches, too_much_stored
 from quire_router.core.tenant_ids import ids_of, owns
 from quire_router.journal import records
-from quire_router.journal.objects import BATCHES, Excess, ObjectStore, Quota, account_of, read_objects
+from quire_router.journal.objects import BATCHES, BEGUN, Excess, ObjectStore, Quota, account_of, read_objects
 
 ACTIVE = "batches"
 """The collection of batches that have not ended."""
@@ -28,24 +28,31 @@ class Batches:
     async def create(self, batch: Batch) -> None:
         """Stores a new batch, which some router takes up. Raises ``QuireError`` when its tenant has too many."""
         data, ttl, tenant = batch.to_json(), self.ttl(batch), batch.tenant
-        account = account_of(BATCHES, tenant)
         try:
-            excess = await self.store.charge(account, batch.id, len(data), ttl, Quota(MAX_BATCHES))
-            if excess is Excess.SHARE:
-                raise share_full()
-            if excess is not None:
-                raise too_much_stored(f"There are {MAX_BATCHES} batches, as many as there may be.")
-            if await self.store.charge(_active_account(tenant), batch.id, 0, ttl, Quota(MAX_ACTIVE)) is Excess.NAMES:
-                raise too_much_stored(f"There are {MAX_ACTIVE} batches that have not ended, as many as there may be.")
+            await self._charge(batch, len(data), BEGUN)
             # Listed when it is there: routers that look for batches take names without a record out of the lists.
             await self.store.put(batch.id, data, 0, ttl)
             for collection in (collection_of(tenant), _readers_of(batch.input_file_id), ACTIVE):
                 await self.store.enter(collection, batch.id, ttl)
+            await self._charge(batch, len(data), ttl)
         except BaseException:
             await self.store.delete(batch.id)
-            await self.store.discharge(account, batch.id)
+            await self.store.discharge(account_of(BATCHES, tenant), batch.id)
             await self.store.discharge(_active_account(tenant), batch.id)
             raise
+
+    async def _charge(self, batch: Batch, size: int, ttl: float) -> None:
+        """Counts a batch for ``ttl`` seconds among all of its tenant, and among those that have not ended. Raises
+        ``QuireError`` when it has too many.
+        """
+        account, active = account_of(BATCHES, batch.tenant), _active_account(batch.tenant)
+        excess = await self.store.charge(account, batch.id, size, ttl, Quota(MAX_BATCHES))
+        if excess is Excess.SHARE:
+            raise share_full()
+        if excess is not None:
+            raise too_much_stored(f"There are {MAX_BATCHES} batches, as many as there may be.")
+        if await self.store.charge(active, batch.id, 0, ttl, Quota(MAX_ACTIVE)) is Excess.NAMES:
+            raise too_many_batches(MAX_ACTIVE)
 
     async def forget(self, batch: Batch) -> None:
         """A batch has ended: it counts no more among those that have not, and its results are files."""

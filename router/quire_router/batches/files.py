@@ -178,11 +178,11 @@ class Upload:
         """
         size, now = await self._writer.end(), int(time())
         kept = min(self._settings.retention, self._settings.retention if ttl is None else ttl)
-        await self._files.charge(self._tenant, self.id, size, kept)
         info = FileInfo(self.id, self._tenant, filename, purpose, size, now, int(now + kept))
         await _create(self._store, info, kept)
         if not await self._files.is_whole(info.id):
             raise journal_unavailable()
+        await self._files.charge(self._tenant, self.id, size, kept)  # until now it counted as an upload
         return info
 
     async def abandon(self) -> None:

@@ -390,6 +390,12 @@ def too_much_stored(message: str, reason: RefusalReason = RefusalReason.MAX_FILE
     return QuireError(ErrorCode.OVERLOADED, message, reason=reason)
 
 
+def too_many_batches(most: int) -> QuireError:
+    """The tenant has as many batches that have not ended as it may have: that passes by itself."""
+    message = f"There are {most} batches that have not ended, as many as there may be."
+    return QuireError(ErrorCode.OVERLOADED, message, retry_after=_RETRY_BACKGROUND, reason=RefusalReason.MAX_FILES)
+
+
 def files_forbidden() -> QuireError:
     """Nothing of this tenant's requests is stored, so there can be no files."""
     message = "Nothing of this key's requests is stored, so it can have no files and batches."

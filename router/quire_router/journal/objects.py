@@ -21,6 +21,7 @@ from quire_router.core.errors import store_full
 MAX_MEMORY_BYTES = 256 * 2**20  # of all objects in memory
 MAX_NAMES = 10_000  # of one collection
 _FEW = 64  # accounts or collections in memory, among which none is looked for that has expired
+BEGUN = 60.0  # seconds that a charge lasts until its object is written, as who writes it may die, or the database
 OBJECTS_AT_ONCE = 256  # that are read in a round trip: a text is a kilobyte or so
 
 

@@ -13,9 +13,9 @@ from quire_proto.errors import QuireError
 from quire_router.api.conversations import Conversation, Conversations, Turn
 from quire_router.batches.batch import WINDOW, Batch
 from quire_router.batches.batch_store import Batches
-from quire_router.batches.files import Files, FileSettings
+from quire_router.batches.files import UPLOAD_TTL, Files, FileSettings
 from quire_router.core.errors import journal_unavailable
-from quire_router.journal.objects import MemoryObjectStore, ObjectStore
+from quire_router.journal.objects import BEGUN, MemoryObjectStore, ObjectStore
 
 from tests.support.batch_stage import Life, MortalStore
 
@@ -34,6 +34,15 @@ class OneFailure(Life):
         if self.steps == 0:
             raise journal_unavailable()
         return result
+
+
+class Away(OneFailure):
+    """A database that is away from call number ``steps`` on, of which the first may be done all the same."""
+
+    async def step(self, act):
+        if self.steps <= 0:
+            raise journal_unavailable()
+        return await super().step(act)
 
 
 @dataclass
@@ -95,7 +104,7 @@ Step = Callable[[ObjectStore], Awaitable[None]]
 @pytest.mark.parametrize("make", [make_conversation, make_batch])
 async def test_what_could_not_be_made_counts_no_more(make: Step, after: bool) -> None:
     failures = 0
-    for steps in range(1, 9):
+    for steps in range(1, 12):
         store = MemoryObjectStore()
         try:
             await make(MortalStore(store, OneFailure(steps, after)))
@@ -104,6 +113,25 @@ async def test_what_could_not_be_made_counts_no_more(make: Step, after: bool) ->
             assert not store._accounts, f"call {steps}"
             assert not store._objects, f"call {steps}"
     assert failures >= 3
+
+
+@pytest.mark.parametrize("after", [False, True])
+@pytest.mark.parametrize(("make", "kept"), [(make_file, UPLOAD_TTL), (make_conversation, BEGUN), (make_batch, BEGUN)])
+async def test_what_was_not_made_before_the_database_went_counts_no_more_soon(
+    make: Step, kept: float, after: bool
+) -> None:
+    failures = 0
+    for steps in range(1, 9):
+        now = 0.0
+        store = MemoryObjectStore(clock=lambda: now)  # noqa: B023
+        try:
+            await make(MortalStore(store, Away(steps, after)))
+        except QuireError:
+            failures += not any(each.data for each in store._objects.values())
+        now = kept + 1.0
+        counted = {name for account in store._accounts for name in store._accounts.current(account).sizes}
+        assert counted <= {name for name, each in store._objects.items() if each.data}, f"call {steps}"
+    assert failures >= 2
 
 
 @pytest.mark.parametrize("after", [False, True])
