@@ -32,14 +32,20 @@ from quire_router.api.schemas.openai import ChatRequest, CompletionRequest
 from quire_router.api.schemas.pooling import EmbeddingRequest
 from quire_router.api.service import ApiService
 from quire_router.api.stored_quota import ResponseQuota
+from quire_router.api.stored_requests import StoredRequest
 from quire_router.batches.batch import EMBEDDINGS, Batch, Line, LineAnswer
 from quire_router.core.errors import batch_waits
 
 _INPUTS_AT_ONCE = 8  # of one line that is embedded
+MAX_RUNS = 4
+"""Requests that a line is run as, one after the other, where each ends with an error that passes. That of the last is
+the answer: each was tried on several engines, and what brings engines down must not be tried for the whole window.
+"""
 _SPARE_RETENTION: Final = 3_600.0  # seconds after the window for which the records of lines are kept
 _SPARE_SECONDS: Final = 60.0  # after the window until a line ends by itself, where its batch has not ended it
 _NOT_THE_LINES = (ErrorCode.UNAVAILABLE, ErrorCode.OVERLOADED, ErrorCode.DEADLINE)
 """Errors that are no answer to a line: they pass, or the window of its batch has ended."""
+_PASSING = (ErrorCode.UNAVAILABLE, ErrorCode.OVERLOADED)
 PrepareLine = Callable[[Line, str, Identity, RequestOptions], Awaitable[PreparedRequest]]
 """Returns the request in a line, with this id. Raises ``QuireError``."""
 T = TypeVar("T")
@@ -64,22 +70,22 @@ class BatchLines:
         self._under_way: Counter[str] = Counter()
 
     async def run(self, batch: Batch, line: Line) -> LineAnswer:
-        """See ``LineRunner``. The id of the request follows from the batch and the line's number, as from an
-        idempotency key that no client can send.
+        """See ``LineRunner``. The ids of a line's requests follow from the batch and the line's number, as from
+        idempotency keys that no client can send.
         """
-        caller, options = self._caller(batch), _options(batch, line.number)
+        caller = self._caller(batch)
         if batch.listed and not caller.policy.listed:
             raise batch_waits()  # its tenant was removed from the file, and with it its limits
-        request_id = options.request_id(caller)
         most = caller.policy.max_concurrent
         if most is not None and self._under_way[caller.tenant] >= max(1, most // 2):
             raise batch_waits()
         self._under_way[caller.tenant] += 1
         try:
+            request_id = _options(batch, line.number).request_id(caller)
             with _line_span(batch, request_id):
                 if batch.endpoint == EMBEDDINGS:
                     return await self._embed(batch, line, request_id, caller)
-                return await self._generate(batch, line, request_id, caller)
+                return await self._generate(batch, line, caller)
         finally:
             self._under_way[caller.tenant] -= 1
             if not self._under_way[caller.tenant]:
@@ -88,40 +94,54 @@ class BatchLines:
     async def cancel(self, batch: Batch, number: int) -> None:
         """See ``LineRunner``. What is embedded ends with the task that waits for it."""
         if batch.endpoint != EMBEDDINGS:
-            await self._service.end(_options(batch, number).request_id(self._caller(batch)))
+            for run in range(MAX_RUNS):
+                await self._service.end(_options(batch, number, run).request_id(self._caller(batch)))
 
     async def offload(self, batch: Batch, size: int, work: Callable[[], T]) -> T:
         """See ``LineRunner``."""
         return await self._service.offload(self._caller(batch), size, work)
 
-    async def _generate(self, batch: Batch, line: Line, request_id: str, caller: Identity) -> LineAnswer:
-        prepare, answer_format = self._routes[batch.endpoint]
+    async def _generate(self, batch: Batch, line: Line, caller: Identity) -> LineAnswer:
+        answer_format, request_id = self._routes[batch.endpoint][1], ""
         try:
-            options = _options(batch, line.number)
-            prepared = _as_line(await prepare(line, request_id, caller, options), batch)
-            if self._quota is not None and answer_format is RESPONSES:
-                await self._quota.charge(prepared)
-            try:
-                await self._service.responses.start_background(prepared)
-            except QuireError as error:
-                # No client has this key: the line was begun with another prompt, as templates may name the date.
-                if error.code is not ErrorCode.CONFLICT:
-                    if self._quota is not None:
-                        await self._quota.discharge(request_id, caller.tenant)
-                    raise
-            try:
-                stored = await self._service.recorded(request_id, caller)
-                answer = await self._service.responses.resume(stored, "", caller)
-                body, _ = await collect(answer, answer_format)
-            except QuireError as error:
-                # Its record is not there: the journal has lost it, and it is begun again.
-                raise batch_waits() if error.code is ErrorCode.NOT_FOUND else error from None
-        except QuireError as error:
-            if error.code in _NOT_THE_LINES:
+            for run in range(MAX_RUNS):
+                options = _options(batch, line.number, run)
+                request_id = options.request_id(caller)
+                stored = await self._begin(batch, line, request_id, caller, options)
+                error = stored.error
+                if error is None or error.code not in _PASSING:
+                    return LineAnswer(200, request_id, await self._answer(stored, caller, answer_format))
+        except QuireError as raised:
+            if raised.code in _NOT_THE_LINES:
                 raise
-            status, body, _ = answer_format.error_response(error, request_id)
-            return LineAnswer(status, request_id, body)
-        return LineAnswer(200, request_id, body)
+            error = raised
+        assert error is not None  # there is a run
+        status, body, _ = answer_format.error_response(error, request_id)
+        return LineAnswer(status, request_id, body)
+
+    async def _begin(
+        self, batch: Batch, line: Line, request_id: str, caller: Identity, options: RequestOptions
+    ) -> StoredRequest:
+        """Begins a request of a line, unless it was begun. Returns it."""
+        prepare, answer_format = self._routes[batch.endpoint]
+        prepared = _as_line(await prepare(line, request_id, caller, options), batch)
+        if self._quota is not None and answer_format is RESPONSES:
+            await self._quota.charge(prepared)
+        try:
+            await self._service.responses.start_background(prepared)
+        except QuireError as error:
+            # No client has this key: the line was begun with another prompt, as templates may name the date.
+            if error.code is not ErrorCode.CONFLICT:
+                if self._quota is not None:
+                    await self._quota.discharge(request_id, caller.tenant)
+                raise
+        with _begun_again_if_lost():
+            return await self._service.recorded(request_id, caller)
+
+    async def _answer(self, stored: StoredRequest, caller: Identity, answer_format: AnswerFormat) -> bytes:
+        with _begun_again_if_lost():
+            answer = await self._service.responses.resume(stored, "", caller)
+            return (await collect(answer, answer_format))[0]
 
     async def _embed(self, batch: Batch, line: Line, request_id: str, caller: Identity) -> LineAnswer:
         """Embeds the inputs of a line, some at a time."""
@@ -165,8 +185,17 @@ class BatchLines:
         return Identity(batch.tenant, bytes.fromhex(batch.cache_salt), self._tenants[batch.tenant])
 
 
-def _options(batch: Batch, number: int) -> RequestOptions:
-    return RequestOptions(key=f"\0batch\0{batch.id}\0{number}")
+def _options(batch: Batch, number: int, run: int = 0) -> RequestOptions:
+    return RequestOptions(key=f"\0batch\0{batch.id}\0{number}" + (f"\0{run}" if run else ""))
+
+
+@contextmanager
+def _begun_again_if_lost() -> Iterator[None]:
+    """A request whose record the journal has lost is begun again."""
+    try:
+        yield
+    except QuireError as error:
+        raise batch_waits() if error.code is ErrorCode.NOT_FOUND else error from None
 
 
 def _as_line(prepared: PreparedRequest, batch: Batch) -> PreparedRequest:

@@ -3,8 +3,9 @@
 import asyncio
 import json
 import logging
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncGenerator, AsyncIterator, Iterator
 from contextlib import asynccontextmanager, suppress
+from dataclasses import dataclass
 from time import time
 from typing import Any
 
@@ -19,13 +20,14 @@ from quire_router.admission.tenants import Tenant, Tenants
 from quire_router.admission.tenants_file import ApiKey, TenantsFile
 from quire_router.api.auth import Authenticator
 from quire_router.api.request_limits import BodyBudget, ConcurrencyLimit
-from quire_router.api.rest.batch_lines import BatchLines
+from quire_router.api.rest.batch_lines import MAX_RUNS, BatchLines
 from quire_router.api.service import ApiService
 from quire_router.api.stored_quota import ResponseQuota
 from quire_router.batches.batch import Batch, Line
 from quire_router.batches.batch_store import Batches
 from quire_router.batches.files import CHUNK_BYTES, FileInfo, Files, FileSettings
-from quire_router.core.errors import journal_unavailable
+from quire_router.core.errors import engines_lost, journal_unavailable
+from quire_router.core.generation import Delta, GenerationRequest
 from quire_router.journal.objects import Excess, MemoryObjectStore, ObjectStore, Quota
 from quire_router.journal.redis.redis_objects import RedisObjectStore
 from quire_router.journal.sqlite.sqlite_journal import SqliteJournal
@@ -524,6 +526,41 @@ async def test_lines_of_a_tenant_that_was_removed_wait_until_it_is_there_again()
     service.close()
 
 
+@dataclass
+class LosingRunner(ScriptedRunner):
+    """Loses the engines of the first requests."""
+
+    losses: int = 0
+
+    async def _play(self, generation: GenerationRequest) -> AsyncGenerator[Delta]:
+        if len(self.generations) <= self.losses:
+            raise engines_lost()
+        async for delta in super()._play(generation):
+            yield delta
+
+
+@pytest.mark.parametrize(("losses", "status"), [(1, 200), (MAX_RUNS - 1, 200), (MAX_RUNS, 503), (1000, 503)])
+async def test_a_line_whose_engines_were_lost_is_run_again_and_fails_when_it_brings_all_of_them_down(losses, status):
+    runner, now = LosingRunner(losses=losses), int(time())
+    service = ApiService(
+        dict.fromkeys([MODEL], tokenizer_with(CHAT_TEMPLATE)),
+        ScriptedPool(),
+        runner,
+        Authenticator(()),
+        ConcurrencyLimit(8),
+    )
+    lines, batch = BatchLines(service, Tenants()), Batch("batch_1", "", "", CHAT, "file-1", now, now + 1000)
+    answer, tries = None, 0
+    while answer is None:
+        tries += 1
+        assert tries < 20
+        with suppress(QuireError):
+            answer = await lines.run(batch, Line(0, "x", json.dumps(line("x")).encode()))
+    assert answer.status == status
+    assert len(runner.generations) == len(runner.runs) == min(losses + 1, MAX_RUNS)
+    service.close()
+
+
 async def test_batches_that_are_made_at_once_are_bounded_together(monkeypatch):
     monkeypatch.setattr("quire_router.batches.batch_store.MAX_ACTIVE", 3)
     store, now = MemoryObjectStore(), int(time())
@@ -616,17 +653,21 @@ async def test_a_file_that_a_batch_reads_is_kept_until_its_end():
 
 
 async def test_a_line_that_cannot_begin_is_tried_again():
-    script = [QuireError(ErrorCode.OVERLOADED, "No room.", retry_after=0.01)]
-    async with batch_stage(script) as stage:
+    async with batch_stage() as stage:
+        refused, start = list[GenerationRequest](), stage.runner.start
+
+        async def refuse_once(generation: GenerationRequest) -> bool:
+            if not refused:
+                refused.append(generation)
+                raise QuireError(ErrorCode.OVERLOADED, "No room.", retry_after=0.01)
+            return await start(generation)
+
+        stage.runner.start = refuse_once
         api = stage.openai()
         file = await upload(api, jsonl([line("a")]))
         batch = await api.batches.create(input_file_id=file.id, endpoint=CHAT, completion_window="24h")
-        await until(lambda: bool(stage.runner.runs))
-        (run,) = stage.runner.runs.values()
-        await until(lambda: run.error is not None)
-        stage.runner.script = ("Hi", FinishReason.STOP)
-        run.error = None  # as a record that was released is gone on with
         assert (await ended(api, batch.id)).request_counts.completed == 1
+        assert [each.request_id for each in stage.runner.generations] == [each.request_id for each in refused]
 
 
 async def test_a_batch_that_is_cancelled_ends_what_runs_and_keeps_what_is_done():
