@@ -32,6 +32,12 @@ from quire_router.batches.files import MAX_TTL, MIN_TTL
 _DESCRIPTION = "OpenAI's APIs and Anthropic's Messages, served by Quire's router."
 _JSON, _EVENTS, _TEXT = "application/json", "text/event-stream", "text/plain"
 _BYTES, _FORM = "application/octet-stream", "multipart/form-data"
+_EVENT: Final = {
+    "type": "object",
+    "description": "One event of the stream.",
+    "properties": {name: {"type": "string"} for name in ("id", "event", "data")},
+    "required": ["data"],
+}
 _MESSAGES = "/v1/messages"
 _BOTH_APIS: Final = ("/v1/requests/", "/v1/models")
 """Paths whose errors are in the form of the API that the request came by, or whose client asks."""
@@ -303,7 +309,7 @@ def openapi(version: str, absent: Container[str] = ()) -> dict[str, Any]:
 
 def _operation(path: str, operation: Operation, schemas: Schemas) -> dict[str, Any]:
     content: dict[str, Any] = {} if operation.answer is None else _json(schemas.of_answer(operation.answer))
-    content |= {each: {"schema": {"type": "string"}} for each in operation.others}
+    content |= {each: {"schema": _EVENT if each == _EVENTS else {"type": "string"}} for each in operation.others}
     responses = {"200": {"description": "The answer.", "content": content}}
     if operation.accepted is not None:
         accepted = _json(schemas.of_answer(operation.accepted))
