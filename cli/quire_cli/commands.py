@@ -31,7 +31,7 @@ class Command:
         return f"{self.name} {self.operands}".rstrip()
 
 
-_SERVE, _LOOK, _MODELS, _MEASURE = "Serve and talk", "Running servers", "Models on this machine", "Measure and simulate"
+_SERVE, _LOOK, _MODELS, _MEASURE = "Serve and talk", "This machine", "Downloaded models", "Measure and simulate"
 COMMANDS = (
     Command(
         _SERVE,
@@ -93,6 +93,15 @@ COMMANDS = (
         "quire_cli.doctor.doctor_command:doctor_parser",
         "quire_cli.doctor.doctor_command:doctor",
         more="cli.md#checking-the-machine",
+    ),
+    Command(
+        _LOOK,
+        "completion",
+        "print a script with which a shell completes commands and flags",
+        "quire_cli.completion.completion_command:completion_parser",
+        "quire_cli.completion.completion_command:completion",
+        operands="SHELL",
+        more="cli.md#completion",
     ),
     Command(
         _MODELS,

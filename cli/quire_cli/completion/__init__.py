@@ -1,0 +1,1 @@
+"""``quire completion``: scripts with which shells complete commands, flags and their values."""
