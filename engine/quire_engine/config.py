@@ -80,17 +80,15 @@ Names = Annotated[list[str], NoDecode, BeforeValidator(_split)]
 
 # Range and help of settings that another command has with a default or a help text of its own.
 ModelFolder = Annotated[Path, Field(description="Folder of the model, as Hugging Face lays it out, or a GGUF file.")]
-MaxNumSeqs = Annotated[int, Field(ge=1, le=65536, description="Sequences that run at once.")]
+MaxNumSeqs = Annotated[int, Field(ge=1, le=65536, description="Most sequences that run at once.")]
 MaxWaiting = Annotated[int, Field(ge=1, description="Requests that may wait; more are refused.")]
 BlockSize = Annotated[int, Field(ge=1, le=2048, description="Tokens of one KV block.")]
 KVCacheMemory = Annotated[
     Bytes | None,
-    Field(ge=1, description="Bytes of the device's KV pool, instead of what measuring finds room for."),
+    Field(ge=1, description="Bytes of the device's KV pool; measured by default."),
 ]
 MAX_GIB = 1 << 20
-SwapSpace = Annotated[
-    Gib, Field(ge=0, le=MAX_GIB, description="GiB that the host's KV pool may take; 0 turns swapping off.")
-]
+SwapSpace = Annotated[Gib, Field(ge=0, le=MAX_GIB, description="GiB for the host's KV pool; 0 turns swapping off.")]
 KVDiskSpace = Annotated[Gib, Field(ge=0, le=MAX_GIB)]
 
 
@@ -103,13 +101,12 @@ class ServedModel(_Frozen):
 
     model: ModelFolder
     served_model_name: Names = Field(
-        default=[], description="Names that clients may ask for; the folder's name when none is given."
+        default=[], description="Names under which clients may ask for the model; by default the folder's name."
     )
 
     lora_modules: Names = Field(
         default=[],
-        description="Adapters to load at the start, each as NAME=FOLDER, with commas between them; needs "
-        "--enable-lora.",
+        description="Adapters to load at the start, as NAME=FOLDER, separated by commas; needs --enable-lora.",
     )
 
     @property
@@ -133,47 +130,47 @@ class ExecutorConfig(_Frozen):
     """Where and how the model is loaded and run, and the memory that this takes in all."""
 
     device: Literal["auto", "cpu", "cuda"] = Field(
-        default="auto", description="What the model runs on; auto: a GPU if there is one."
+        default="auto", description="Device that runs the model; auto takes a GPU if there is one."
     )
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = Field(
-        default="auto", description="Element type of weights, and of KV memory by default; auto is the checkpoint's."
+        default="auto", description="Element type of weights, and of KV memory by default; auto takes the checkpoint's."
     )
     runner: Runner = Field(
         default="auto",
-        description="Whether prompts are continued (generate) or pooled, into embeddings or scores; auto is what the "
-        "model was made for, pooling where its folder is one of sentence-transformers.",
+        description="Whether the model continues prompts (generate), or pools them into embeddings or scores "
+        "(pooling). auto takes what the model was made for, and pooling for a folder of sentence-transformers.",
     )
     convert: Convert = Field(
         default="auto",
-        description="What a model that was made for something else is to do with prompts instead: embed or classify; "
-        "none continues them although the folder is one of sentence-transformers.",
+        description="What to use a model for that was made for something else: embed or classify. none lets it "
+        "continue prompts, even from a folder of sentence-transformers.",
     )
     pooling_type: PoolingMode = Field(
         default="auto",
-        description="Which hidden states of a prompt are pooled: the last, the mean of all, or the first (cls); auto "
-        "is what the folder says, else the last of a decoder and the first of an encoder.",
+        description="Which hidden states of a prompt are pooled: the last, the mean of all, or the first (cls). auto "
+        "takes what the folder says, else the last for a decoder and the first for an encoder.",
     )
     kv_cache_dtype: KVCacheDtype = Field(
         default="auto",
-        description="Element type of KV memory, if it is not --dtype: int8 on the CPU, with a scale for each "
-        "token and KV head, and fp8 (e4m3) on a GPU. Either holds about twice as many tokens.",
+        description="Element type of KV memory, if not --dtype: int8 on a CPU, with a scale for each token and KV "
+        "head, or fp8 (e4m3) on a GPU. Both hold about twice as many tokens.",
     )
     quantization: Annotated[Quantization | None, BeforeValidator(_not_of_checkpoints)] = Field(
-        default=None, description="What the weights of linear layers are held in instead, on the CPU."
+        default=None, description="Format in which the weights of linear layers are held on a CPU."
     )
     weights_memory_gb: Gib | None = Field(
         default=None,
         gt=0,
         le=MAX_GIB,
-        description="GiB of memory that the weights of the model's layers may take, on the CPU, of all ranks of a "
-        "machine together: the layers beyond lie packed on disk, and are read ahead of their use in each step.",
+        description="GiB of memory for the weights of the model's layers on a CPU, for all ranks of a machine "
+        "together. Other layers stay packed on disk, and each step reads them ahead of use.",
     )
     cpu_offload_gb: Gib = Field(
         default=0.0,
         ge=0,
         allow_inf_nan=False,
-        description="GiB of weights, for each GPU, that lie in the host's memory: whole layers, which are copied to it "
-        "ahead of their use in each step; 0 keeps all on the GPU.",
+        description="GiB of weights per GPU to keep in host memory, as whole layers that each step copies ahead of "
+        "use; 0 keeps all on the GPU.",
     )
     tensor_parallel_size: int = Field(
         default=1, ge=1, le=64, description="Processes (on CUDA: GPUs) that share the model's layers."
@@ -182,57 +179,57 @@ class ExecutorConfig(_Frozen):
         default=1,
         ge=1,
         le=64,
-        description="Stages that the model's layers are divided into, each of --tensor-parallel-size processes (on "
-        "CUDA: GPUs), with as many steps under way at once.",
+        description="Stages to divide the model's layers into, each with --tensor-parallel-size processes (on CUDA: "
+        "GPUs). As many steps run at once.",
     )
     data_parallel_size: int = Field(
         default=1,
         ge=1,
         le=64,
-        description="Engines that share the experts of a model among all their ranks, and make their steps together; "
-        "each has requests and the other layers of its own, and runs this command with its --data-parallel-rank.",
+        description="Engines that share a model's experts among all their ranks, and step together. Each has its own "
+        "requests and other layers, and runs this command with its own --data-parallel-rank.",
     )
     all2all_backend: All2AllBackend = Field(
         default="allgather_reducescatter",
-        description="How tokens reach the ranks that hold their experts: each rank has all tokens and results are "
-        "added up, or with alltoall, and always with --data-parallel-size, a token goes to the ranks of its experts "
-        "alone.",
+        description="How tokens reach the ranks that hold their experts: every rank gets all tokens and results are "
+        "summed, or with alltoall each token goes to the ranks of its experts only. --data-parallel-size always does "
+        "the latter.",
     )
     enable_dbo: bool = Field(
         default=False,
-        description="Dual batch overlap: compute large steps in two halves, so that what one half sends between the "
-        "ranks that share its layers continues while the other half is multiplied.",
+        description="Dual batch overlap: compute large steps in two halves, so that one half's communication between "
+        "ranks overlaps the other half's computation.",
     )
     dbo_prefill_token_threshold: int = Field(
         default=512,
         ge=1,
-        description="Steps of more tokens are computed in two halves with --enable-dbo; on a GPU at least 512.",
+        description="Tokens above which a step is computed in two halves with --enable-dbo; at least 512 on a GPU.",
     )
     enable_lora: bool = Field(
         default=False, description="Serve LoRA adapters of the model, which requests name as their model."
     )
-    max_lora_rank: int = Field(default=16, ge=1, le=512, description="The largest rank of an adapter.")
+    max_lora_rank: int = Field(default=16, ge=1, le=512, description="Largest rank of an adapter.")
     max_cpu_loras: int | None = Field(
         default=None,
         ge=1,
-        description="Adapters that are held in the host's memory, at least --max-loras, which is the default; "
-        "others are read again when they are asked for.",
+        description="Adapters to hold in host memory, at least --max-loras, which is the default. Others are read "
+        "again when they are requested.",
     )
     kv_disk_space: KVDiskSpace = Field(
         default=0.0,
-        description="GiB of disk for KV blocks used twice, which are found again after a restart; needs "
-        "--kv-disk-path, and is off by default.",
+        description="GiB of disk for KV blocks that were used twice; they are found again after a restart. Needs "
+        "--kv-disk-path; off by default.",
     )
     kv_disk_path: Annotated[Path | None, BeforeValidator(_not_empty)] = Field(
         default=None,
-        description="Folder of these blocks. Each engine that runs takes a numbered folder in it; engines of different "
+        description="Folder for these blocks. Each running engine takes a numbered folder in it; engines of different "
         "models need different ones.",
     )
-    enforce_eager: bool = Field(default=False, description="Never capture decode steps, as CUDA graphs or CPU graphs.")
+    enforce_eager: bool = Field(default=False, description="Do not capture decode steps as CUDA graphs or CPU graphs.")
     async_scheduling: bool | None = Field(
         default=None,
-        description="Plan a step while the one before it runs; by default where the device is a GPU, "
-        "but not where the host waits for each layer, as it does with --all2all-backend alltoall.",
+        description="Plan a step while the previous one runs. On by default on a GPU, unless the host waits for each "
+        "layer, as with --all2all-backend alltoall.",
     )
     deterministic: bool = Field(
         default=False,
@@ -246,8 +243,8 @@ class ExecutorConfig(_Frozen):
         default=None,
         gt=0,
         le=1,
-        description="Part of the memory that the engine takes in all, of the GPU's or of the container's limit (0.9 by "
-        "default), else of the machine's (by default the KV pools take a quarter of what is left, at most 4 GiB).",
+        description="Fraction of the memory that the engine may take: of the GPU or of the container's limit (0.9 by "
+        "default), else of the machine (by default KV pools take a quarter of what is free, at most 4 GiB).",
     )
 
     @model_validator(mode="after")
@@ -274,64 +271,67 @@ class SchedulerArgs(_Frozen):
     max_model_len: int | None = Field(
         default=None,
         ge=1,
-        description="Most tokens of prompt and output; by default what model and KV memory allow.",
+        description="Most tokens of prompt and output together; by default what model and KV memory allow.",
     )
     max_num_seqs: MaxNumSeqs = 64
-    max_num_batched_tokens: int = Field(default=2048, ge=1, le=1 << 20, description="Tokens that one step computes.")
+    max_num_batched_tokens: int = Field(
+        default=2048, ge=1, le=1 << 20, description="Most tokens that one step computes."
+    )
     max_step_seconds: Seconds | None = Field(
         default=None,
         ge=0,
         allow_inf_nan=False,
-        description="Seconds that a step may take while sequences decode: prompts get as many tokens of it as fit; 0: "
-        "no bound; by default a multiple of what decoding alone takes.",
+        description="Seconds that a step may take while sequences decode; prompts get as many of its tokens as fit. 0 "
+        "removes the bound; the default is a multiple of what decoding alone takes.",
     )
     max_waiting: MaxWaiting = 16384
     max_overtakes: int = Field(
         default=64,
         ge=1,
-        description="How often later requests can overtake one: shorter ones with --scheduling-policy sjf, those "
-        "for adapters in use one whose adapter is not, and those with room to load from disk one that lacks it.",
+        description="How often later requests may overtake one: shorter ones with --scheduling-policy sjf, those for "
+        "adapters that are in use, and those with room to load blocks from disk.",
     )
     max_swapped: int = Field(default=64, ge=0, description="Sequences that may be swapped out at once.")
     preemption_mode: PreemptionPolicy = Field(
         default="auto",
-        description="How a sequence gives way when KV memory runs out: swapped to the host, if that has room, or "
-        "recomputed; auto takes what costs less for each one.",
+        description="How a sequence is preempted when KV memory runs out: swapped to the host if that has room, or "
+        "recomputed; auto takes the cheaper way for each.",
     )
     swap_ahead: float = Field(
         default=0.0,
         ge=0,
         lt=1,
-        description="Part of the KV blocks beyond which the blocks of sequences that would be swapped out next are "
-        "copied to the host ahead, while steps compute; 0: never.",
+        description="Fraction of KV blocks in use above which the blocks of the next victims are copied to the host "
+        "ahead of need, while steps compute; 0 turns this off.",
     )
     max_loras: int = Field(
         default=1, ge=1, le=1024, description="Different adapters in one step; requests for others wait."
     )
     scheduling_policy: Policy = Field(
-        default="fcfs", description="Who is admitted next: first come, the shortest job, or by priority."
+        default="fcfs",
+        description="Which request is admitted next: the first to come, the shortest job, or by priority.",
     )
     batching: Batching = Field(
         default="continuous",
-        description="For comparisons, static takes nothing in until a whole batch has ended, and phased has no step "
-        "with both prompts and decoding: prompts go first.",
+        description="For comparisons: static admits nothing until the whole batch has ended; phased never mixes "
+        "prompts and decoding in a step, and runs prompts first.",
     )
     speculative_method: SpeculativeMethod = Field(
         default="none",
-        description="Guess next tokens where prompt and output repeat themselves, while it pays: ngram from the "
-        "last place where the same stands, suffix from all of them. Steps are then not overlapped.",
+        description="Guess next tokens where text repeats, as long as it pays: ngram from the last place with the "
+        "same tokens, suffix from all of them. Steps do not overlap then.",
     )
     num_speculative_tokens: int = Field(
-        default=10, ge=1, le=64, description="Most tokens that are guessed for a sequence in one step."
+        default=10, ge=1, le=64, description="Most tokens to guess for a sequence in one step."
     )
     prompt_lookup_min: int = Field(
         default=3,
         ge=1,
         le=64,
-        description="Last tokens that must occur earlier, for --speculative-method ngram.",
+        description="Fewest last tokens that must occur earlier, for --speculative-method ngram.",
     )
     prompt_lookup_max: int = Field(
-        default=16, ge=1, le=64, description="Last tokens beyond which a longer equal text counts no more."
+        default=16, ge=1, le=64, description="Most last tokens that are compared, for --speculative-method ngram."
     )
 
     @model_validator(mode="after")
@@ -350,7 +350,8 @@ class CacheConfig(_Frozen):
     enable_prefix_caching: bool = Field(default=True, description="Share KV blocks between equal prefixes.")
     enable_host_caching: bool = Field(
         default=True,
-        description="Keep blocks used twice in the host's pool when they leave the device's, and take them back.",
+        description="Keep blocks that were used twice in the host's pool when they leave the device's, and take them "
+        "back.",
     )
 
     @property
@@ -488,26 +489,26 @@ class NodeArgs(_Frozen):
         default=1,
         ge=1,
         le=64,
-        description="Machines that the ranks are divided among evenly; each runs this command with its --node-rank.",
+        description="Machines to divide the ranks among evenly; each runs this command with its own --node-rank.",
     )
     node_rank: int = Field(
-        default=0, ge=0, le=63, description="This machine's number; 0 serves, and the others run ranks alone."
+        default=0, ge=0, le=63, description="Number of this machine. Number 0 serves; the others run ranks only."
     )
-    headless: bool = Field(default=False, description="Run ranks alone, as a --node-rank above 0 does anyway.")
+    headless: bool = Field(default=False, description="Run ranks only, as each --node-rank above 0 does.")
     master_addr: ListenAddress = Field(default="127.0.0.1", description="Address of node 0, the same on all nodes.")
     master_port: int = Field(
         default=29501, ge=1, le=65535, description="Port of node 0 where the others join, the same on all nodes."
     )
     node_addr: ListenAddress | None = Field(
         default=None,
-        description="Address of this machine for the other nodes, or engines of a group; by default the one that leads "
-        "to --master-addr, or to --data-parallel-address.",
+        description="Address of this machine for other nodes, or engines of a group; by default the one that routes "
+        "to --master-addr or --data-parallel-address.",
     )
     dist_timeout: Seconds = Field(
         default=600.0,
         gt=0,
         allow_inf_nan=False,
-        description="Seconds in which all nodes, or all engines of a group, have to join.",
+        description="Seconds in which all nodes, or all engines of a group, must join.",
     )
     data_parallel_rank: int = Field(
         default=0, ge=0, le=63, description="This engine's number, below --data-parallel-size."
@@ -523,20 +524,20 @@ class NodeArgs(_Frozen):
     )
     tls_cert: CertificateFile | None = Field(
         default=None,
-        description="PEM file of the certificate that the gRPC port shows, and nodes and engines of a group to each "
-        "other; none: plain text.",
+        description="PEM file of the certificate of the gRPC port, also shown to other nodes and engines of a group; "
+        "without it, connections are plain text.",
     )
     tls_key: KeyFile | None = Field(default=None, description="PEM file of its key.")
     tls_client_ca: CaFile | None = Field(
         default=None,
-        description="PEM file of the authorities that vouch for routers, other nodes and engines; none: any client may "
-        "connect.",
+        description="PEM file of the authorities that sign certificates of routers, other nodes and engines; without "
+        "it, any client may connect.",
     )
 
     engine_token_file: TokenFile | None = Field(
         default=None,
-        description="File with the token that the gRPC port asks routers for, one a line, and number 0 the other nodes "
-        "and engines of a group; read again when it changes; see docs/tls.md.",
+        description="File with the tokens that the gRPC port accepts, one per line; node or engine 0 of a group asks "
+        "the others for it too. Read again when it changes. See docs/tls.md.",
     )
 
     @property
@@ -647,46 +648,49 @@ class EngineConfig(CliSettings, NodeArgs, EngineArgs):
     metrics_port: int = Field(default=9002, ge=0, le=65535, description="HTTP port of metrics and probes.")
     insecure: bool = Field(
         default=False,
-        description="Let anyone who reaches the gRPC port use the engine, at an address that is not loopback and "
-        "without --engine-token-file and --tls-client-ca.",
+        description="Let anyone who reaches the gRPC port use the engine, on addresses other than loopback, without "
+        "--engine-token-file and --tls-client-ca.",
     )
     lora_root: Annotated[Path | None, BeforeValidator(_not_empty)] = Field(
         default=None,
-        description="Folder below which adapters lie that are loaded while the engine serves; none: anywhere.",
+        description="Folder that must contain the adapters that are loaded while the engine serves; by default they "
+        "may be anywhere.",
     )
     tls_optional: bool = Field(
         default=False,
         description="Accept plain text as well as TLS, while routers change from one to the other; see docs/tls.md.",
     )
     session_grace: Seconds = Field(
-        default=10.0, ge=0, description="Seconds that the requests of a router go on after its stream broke."
+        default=10.0, ge=0, description="Seconds that a router's requests continue after its stream broke."
     )
     shared_device: str | None = Field(
         default=None,
         pattern=r"^[A-Za-z0-9_.-]{1,64}$",
-        description="Name of the GPU, or other memory, that engines of the same name have in turns, while the others "
-        "sleep; none: it is this engine's own.",
+        description="Name of the GPU or other memory that engines of the same name use in turns, while the others "
+        "sleep; by default the engine has its own.",
     )
     shutdown_delay: Seconds = Field(
         default=0.0,
         ge=0,
         allow_inf_nan=False,
-        description="Seconds in which new requests are still taken after SIGTERM, while /ready says no.",
+        description="Seconds after SIGTERM in which new requests are still accepted, while /ready already fails.",
     )
-    shutdown_timeout: Seconds = Field(default=30.0, ge=0, description="Seconds for running requests to end on SIGTERM.")
+    shutdown_timeout: Seconds = Field(
+        default=30.0, ge=0, description="Seconds that running requests get to end after SIGTERM."
+    )
     stall_timeout: Seconds = Field(
         default=60.0, gt=0, description="Seconds without a step, while work is pending, after which /live fails."
     )
     trace_step_interval: int = Field(
         default=1000,
         ge=1,
-        description="One step in this many is traced, and slow, swapping and failed ones; 1 traces every step, without "
+        description="Trace one step in this many, and each slow, swapping or failed one; 1 traces every step, without "
         "the limit of 20 a second.",
     )
     log_level: Literal["debug", "info", "warning", "error"] = Field(
-        default="info", description="Least severe log line."
+        default="info", description="Lowest level that is logged."
     )
-    log_format: LogFormat = Field(default="text", description="Form of log lines: for people, or JSON.")
+    log_format: LogFormat = Field(default="text", description="Format of log lines: text for people, or JSON.")
 
     @model_validator(mode="after")
     def _strangers_are_kept_out(self) -> Self:

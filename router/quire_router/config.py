@@ -260,237 +260,256 @@ class Settings(CliSettings):
     model: Models = Field(min_length=1, description="Folder of a model that is served, and its name; repeatable.")
     model_targets: Path | None = Field(
         default=None,
-        description="TOML or JSON that names models as targets of other names, with weights and shadows, read again "
-        "when it is replaced.",
+        description="TOML or JSON file with names that lead to other models, with weights and shadows; read again "
+        "when it changes.",
     )
     engine: Sources = Field(
         default=[],
-        description="HOST:PORT of an engine, or where engines are found: dns://NAME:PORT or "
-        "kubernetes://[NAMESPACE/]SERVICE[:PORT]; of another's with vllm+, sglang+ or openai+ before it, as "
-        "vllm+http://HOST:PORT; repeatable.",
+        description="HOST:PORT of an engine, or a source of engines: dns://NAME:PORT or "
+        "kubernetes://[NAMESPACE/]SERVICE[:PORT]. For other servers put vllm+, sglang+ or openai+ in front, as in "
+        "vllm+http://HOST:PORT. Repeatable.",
     )
     engine_api_key: EngineKey | None = Field(
-        default=None, description="The key that vLLM, SGLang and other servers ask for; none: none is sent."
+        default=None, description="Key to send to vLLM, SGLang and other servers; none by default."
     )
     engine_kv_events_port: Annotated[int, Field(ge=1, le=65535)] | None = Field(
-        default=None, description="Port on which servers of vLLM publish their KV events; none: they are not read."
+        default=None, description="Port on which vLLM servers publish KV events; by default they are not read."
     )
     engine_kv_events_replay_port: Annotated[int, Field(ge=1, le=65535)] | None = Field(
-        default=None, description="Port on which servers of vLLM repeat KV events; none: what was missed stays unknown."
+        default=None, description="Port on which vLLM servers repeat KV events; without it, missed events stay unknown."
     )
     engine_dns_period: Annotated[Seconds, Field(gt=0, le=60)] = Field(
-        default=1, description="Seconds at most between two lookups of a dns:// name."
+        default=1, description="Longest time between two lookups of a dns:// name, in seconds."
     )
     engine_token_file: TokenFile | None = Field(
         default=None,
-        description="File with the token that Quire's engines ask for, the first line of several; read again when it "
-        "changes; see docs/tls.md.",
+        description="File with the token for Quire's engines, in its first line; read again when it changes. See "
+        "docs/tls.md.",
     )
     engine_readiness: Readiness = Field(
         default="hint",
-        description="Which engines get nothing new while Kubernetes says that they are not ready: none (hint), "
-        "servers that are not Quire's (external), or all.",
+        description="Which engines get no new requests while Kubernetes reports them as not ready: none (hint), "
+        "servers other than Quire's (external), or all.",
     )
     engine_tls_ca: CaFile | None = Field(
-        default=None, description="PEM file of the authorities that sign engines' certificates; none: plain text."
+        default=None,
+        description="PEM file of the authorities that sign engines' certificates; without it, connections are plain "
+        "text.",
     )
     engine_tls_cert: CertificateFile | None = Field(
-        default=None, description="PEM file of the certificate that engines get; none: no certificate is sent."
+        default=None, description="PEM file of the certificate to show to engines; none by default."
     )
     engine_tls_key: KeyFile | None = Field(default=None, description="PEM file of its key.")
     engine_tls_name: ServerName | None = Field(
-        default=None, description="The name that engines' certificates are checked for; none: the host of the address."
+        default=None, description="Name to expect in engines' certificates; by default the host of the address."
     )
     engine_tls_optional: bool = Field(
         default=False,
-        description="Speak plain text to engines without TLS, while they change from one to the other; see "
-        "docs/tls.md.",
+        description="Use plain text with engines that have no TLS yet, during a change; see docs/tls.md.",
     )
     host: ListenAddress = Field(default="127.0.0.1", description="Address to listen on.")
     http_port: Port = Field(default=8000, description="Port of the REST API.")
     grpc_port: Port = Field(default=8001, description="Port of the gRPC API.")
     allowed_origins: Origins = Field(
         default=[],
-        description="A site whose pages may use the API in browsers (CORS), as https://chat.example; * is every site; "
-        "repeatable.",
+        description="Site whose pages may use the API from a browser (CORS), such as https://chat.example, or * for "
+        "all. Repeatable.",
     )
     allowed_hosts: Hosts = Field(
         default=list(CONTAINER_HOSTS),
-        description="A name, besides localhost and loopback addresses, under which a service on a loopback address may "
-        "be asked without keys; * is every name; repeatable; see docs/gateways.md.",
+        description="Host name, besides localhost and loopback addresses, that clients may use for a router without "
+        "keys on a loopback address; * allows all. Repeatable. See docs/gateways.md.",
     )
     metrics_port: Port = Field(default=8002, description="Port of metrics and health.")
     scaling_port: Port | None = Field(
-        default=None, description="Port of external.metrics.k8s.io, for autoscalers, over TLS; none: not served."
+        default=None, description="Port of the external.metrics.k8s.io API for autoscalers, over TLS; off by default."
     )
     scaling_cert: CertificateFile | None = Field(default=None, description="PEM file of that port's certificate.")
     scaling_key: KeyFile | None = Field(default=None, description="PEM file of its key.")
     scaling_namespace: Annotated[str, AfterValidator(_namespace)] | None = Field(
-        default=None, description="The namespace whose autoscalers get the load; none: the pod's own."
+        default=None, description="Namespace whose autoscalers may read the load; by default the pod's own."
     )
     scaling_client_ca: CaFile | None = Field(
         default=None,
-        description="PEM file of the authorities of clients' certificates; none: those that the cluster publishes.",
+        description="PEM file of the authorities for clients' certificates; by default those that the cluster "
+        "publishes.",
     )
     scaling_client_name: Names = Field(
         default=[],
-        description="Common name of a client's certificate, with --scaling-client-ca; repeatable; none: any.",
+        description="Common name that a client's certificate must have, with --scaling-client-ca; any by default. "
+        "Repeatable.",
     )
     pod_deletion_cost_lease: Annotated[str, AfterValidator(_lease)] | None = Field(
         default=None,
-        description="Lease of the router that marks the engines' pods, so that those go first whose end costs least; "
-        "none: no pod is marked.",
+        description="Lease that elects the router which marks engines' pods, so that Kubernetes deletes the cheapest "
+        "first; by default no pod is marked.",
     )
     keda_port: Port | None = Field(
-        default=None, description="Port of KEDA's external scaler, over gRPC; none: not served."
+        default=None, description="Port of KEDA's external scaler, over gRPC; off by default."
     )
     keda_cert: CertificateFile | None = Field(
-        default=None, description="PEM file of that port's certificate; none: plain text."
+        default=None, description="PEM file of that port's certificate; without it, the port is plain text."
     )
     keda_key: KeyFile | None = Field(default=None, description="PEM file of its key.")
     keda_client_ca: CaFile | None = Field(
         default=None,
-        description="PEM file of the authorities that sign KEDA's certificate; none: no certificate is required.",
+        description="PEM file of the authorities that sign KEDA's certificate; without it, no client certificate is "
+        "required.",
     )
     keda_insecure: bool = Field(
         default=False,
-        description="Tell anyone who reaches that port how busy models are, at an address that is not loopback: where "
-        "a network policy lets KEDA alone reach it.",
+        description="Serve that port without certificates on addresses other than loopback. Anyone who reaches it "
+        "learns how busy models are, so let a network policy admit KEDA only.",
     )
     picker_port: Port | None = Field(
         default=None,
-        description="Port of the endpoint picker, which gateways of the Gateway API Inference Extension ask over gRPC; "
-        "none: not served; see docs/gateways.md.",
+        description="Port of the endpoint picker for gateways of the Gateway API Inference Extension, over gRPC; off "
+        "by default. See docs/gateways.md.",
     )
     picker_secure_serving: bool = Field(
-        default=True, description="Serve that port over TLS, as gateways expect; otherwise in plain text."
+        default=True, description="Serve that port over TLS, as gateways expect, instead of in plain text."
     )
     picker_cert: CertificateFile | None = Field(
-        default=None, description="PEM file of its certificate; none: one that is made for each start."
+        default=None, description="PEM file of its certificate; by default one is made at each start."
     )
     picker_key: KeyFile | None = Field(default=None, description="PEM file of its key.")
     picker_client_ca: CaFile | None = Field(
         default=None,
-        description="PEM file of the authorities that sign gateways' certificates, which they need.",
+        description="PEM file of the authorities that sign gateways' certificates, which are required.",
     )
     picker_insecure: bool = Field(
         default=False,
-        description="Answer anyone who reaches that port, without a certificate: where a mesh or a network policy lets "
-        "gateways alone reach it.",
+        description="Serve that port to anyone who reaches it, without client certificates. Use this only where a "
+        "mesh or a network policy admits gateways only.",
     )
     picker_forward: Forwarded = Field(
         default=[],
-        description="Requests that gateways send on besides the API's own, as 'POST /tokenize'; repeatable.",
+        description="Further requests that gateways forward, besides the API's own, such as 'POST /tokenize'. "
+        "Repeatable.",
     )
     picker_fallbacks: Annotated[int, Field(ge=0, le=MAX_FALLBACKS)] = Field(
         default=0,
-        description="Endpoints that are named behind the best one, for gateways that read more than one.",
+        description="Number of endpoints to name after the best one, for gateways that read several.",
     )
     workers: Annotated[int, Field(ge=1, le=256)] = Field(
-        default=1, description="Processes that share the ports; more than one need --redis-url."
+        default=1, description="Processes that share the ports; more than one needs --redis-url."
     )
     redis_url: SecretStr | None = Field(
-        default=None, description="Redis, where routers keep and share request state; none: --journal-file, or memory."
+        default=None,
+        description="Redis server in which routers store and share request state; by default --journal-file or memory "
+        "is used.",
     )
     journal_file: Path | None = Field(
-        default=None, description="SQLite file where one router keeps request state, instead of Redis; none: memory."
+        default=None,
+        description="SQLite file in which a single router stores request state instead of Redis; by default memory is "
+        "used.",
     )
     journal_max_bytes: Annotated[Bytes, Field(ge=2**20, le=2**43)] = Field(
-        default=2**32, description="Largest --journal-file, for which the oldest records go before their time."
+        default=2**32, description="Largest size of --journal-file; the oldest records are deleted early to keep it."
     )
     redis_username: Annotated[str, Field(pattern=r"^\S+$")] | None = Field(
-        default=None, description="User of Redis; none: the one in the URL, or the default user."
+        default=None, description="User name for Redis; by default the URL's, or Redis' default user."
     )
     redis_password_file: PasswordFile | None = Field(
-        default=None, description="File with the password of Redis, read for each connection; none: the one in the URL."
+        default=None, description="File with the password for Redis, read for each connection; by default the URL's."
     )
     api_key: Keys = Field(
         default=[],
-        description="A key that clients must send; repeatable; without one, --tenants and an issuer: open to all.",
+        description="Key that clients must send; repeatable. Without a key, --tenants and an issuer, the API is open "
+        "to all.",
     )
     require_key: bool = Field(
-        default=False, description="Do not start where no key would be needed, as where the variable of a key is empty."
+        default=False,
+        description="Refuse to start if no key would be required, for example because a key's variable is empty.",
     )
     tenants: Path | None = Field(
-        default=None, description="TOML or JSON that names tenants and their limits, read again when it is replaced."
+        default=None, description="TOML or JSON file with tenants, their keys and limits; read again when it changes."
     )
     oidc_issuer_url: IssuerUrl | None = Field(
-        default=None, description="Issuer of tokens (OpenID Connect) that are taken as keys are; none: keys alone."
+        default=None, description="OpenID Connect issuer whose tokens are accepted like keys; off by default."
     )
-    oidc_client_id: str | None = Field(default=None, description="The audience that tokens must be for.")
+    oidc_client_id: str | None = Field(default=None, description="Audience that tokens must have.")
     oidc_tenant_claim: Annotated[str, Field(min_length=1)] = Field(
-        default="sub", description="Claim of tokens that says who a caller is."
+        default="sub", description="Claim that identifies the caller."
     )
     oidc_jwks_url: IssuerUrl | None = Field(
-        default=None, description="Where the issuer's keys are; none: where its configuration says."
+        default=None, description="Address of the issuer's keys; by default as its configuration says."
     )
     oidc_ca_file: CaFile | None = Field(
-        default=None, description="Authority of the issuer's certificate; none: the system's."
+        default=None, description="PEM file of the authority for the issuer's certificate; by default the system's."
     )
     allow_priority: bool = Field(default=False, description="Let clients set the priority of their requests.")
     generation_config: Literal["auto", "none"] = Field(
         default="auto",
-        description="Whether the sampling that a model's generation_config.json recommends is the default of requests.",
+        description="Whether a model's generation_config.json sets the sampling defaults of requests.",
     )
     unknown_parameters: Literal["warn", "refuse"] = Field(
-        default="warn", description="Whether unknown parameters are ignored and named in a header, or are a 400."
+        default="warn",
+        description="Whether unknown parameters are ignored and named in a header (warn), or answered with 400 "
+        "(refuse).",
     )
     allow_special_tokens_in_content: bool = Field(
-        default=False, description="Read special tokens in messages as control tokens; otherwise they are text."
+        default=False, description="Read special tokens in messages as control tokens instead of text."
     )
     hold_timeout: Period = Field(default=10, description="Seconds that requests wait while no engine is ready.")
     max_queue_seconds: Period = Field(default=60, description="Seconds that requests wait for an engine with room.")
     sleep_after: Period | None = Field(
-        default=None, description="Seconds without a request after which engines go to sleep; none: never."
+        default=None, description="Seconds without a request after which engines sleep; never by default."
     )
     min_awake: Annotated[int, Field(ge=0)] = Field(
-        default=1, description="Engines of each model that --sleep-after leaves awake."
+        default=1, description="Engines of each model that --sleep-after keeps awake."
     )
     target_load: Count | None = Field(
         default=None,
-        description="Requests that each awake engine is meant to have, as autoscalers have it: sleeping engines are "
-        "woken up for more; none: only when requests find no room.",
+        description="Requests per awake engine, as autoscalers count them, above which sleeping engines wake up; by "
+        "default they do so only when requests find no room.",
     )
-    max_queued_requests: Count = Field(default=512, description="Requests that wait for one model before 429.")
-    max_queued_bytes: MaxBytes = Field(default=256 * 2**20, description="Bytes of what waits for one model before 429.")
+    max_queued_requests: Count = Field(default=512, description="Requests that may wait for one model; more get a 429.")
+    max_queued_bytes: MaxBytes = Field(
+        default=256 * 2**20, description="Bytes that may wait for one model; more get a 429."
+    )
     placement_policy: PolicyName = Field(default="cost", description="How an engine is chosen for a request.")
     max_affinity_wait: Annotated[Seconds, Field(ge=0)] = Field(
-        default=20, description="Seconds that a request may wait longer for the sake of what is cached."
+        default=20, description="Seconds that a request may wait longer to use a cached prefix."
     )
-    debug_route: bool = Field(default=False, description="Say in x-quire-route where a request runs, and why.")
-    page: bool = Field(default=True, description="Serve the page for browsers at /, and the stream that it reads.")
-    allow_fleet: bool = Field(default=False, description="Let every key see the fleet, on the page and in its stream.")
+    debug_route: bool = Field(default=False, description="Explain each placement in the header x-quire-route.")
+    page: bool = Field(default=True, description="Serve the web page at /, and the stream that it reads.")
+    allow_fleet: bool = Field(default=False, description="Let every key view the fleet, on the page and in its stream.")
     allow_lora_updates: bool = Field(
         default=False,
-        description="Load and unload adapters at all engines by /v1/load_lora_adapter; see docs/models.md.",
+        description="Let clients load and unload adapters on all engines through /v1/load_lora_adapter; see "
+        "docs/models.md.",
     )
     max_body_bytes: MaxBytes = Field(default=4 * 2**20, description="Largest request body.")
     max_inflight_body_bytes: MaxBytes = Field(
-        default=128 * 2**20, description="Bytes of request bodies that are read and checked at once before 429."
+        default=128 * 2**20, description="Bytes of request bodies that may be read and checked at once; more get a 429."
     )
-    max_concurrent_requests: Count = Field(default=4096, description="Requests in progress before 429.")
-    max_connections: Count = Field(default=8192, description="Open HTTP connections before 429, each port.")
+    max_concurrent_requests: Count = Field(
+        default=4096, description="Requests that may be in progress; more get a 429."
+    )
+    max_connections: Count = Field(default=8192, description="Open HTTP connections per port; more get a 429.")
     max_peer_share: Annotated[float, Field(gt=0, le=1)] = Field(
         default=0.5,
-        description="Share of a full port's connections with which an address evicts its own idle ones first.",
+        description="Share of a full port's connections above which an address loses its own idle ones first.",
     )
-    request_timeout: Period = Field(default=600, description="Seconds that one request may take.")
+    request_timeout: Period = Field(default=600, description="Seconds that a request may take.")
     stall_timeout: Period = Field(
         default=30,
-        description="Seconds after which a server that is not Quire's is set aside if it answers polls and none of its "
-        "streams advances; or ten of its steps if that is longer.",
+        description="Seconds after which a server other than Quire's is set aside if it answers polls and none of its "
+        "streams advances; ten of its steps if that is longer.",
     )
-    slow_client_timeout: Period = Field(default=30, description="Seconds a client may leave its stream unread.")
+    slow_client_timeout: Period = Field(default=30, description="Seconds that a client may leave its stream unread.")
     sse_keepalive_seconds: Annotated[Seconds, Field(ge=0, allow_inf_nan=False)] = Field(
-        default=15, description="Seconds of silence after which a stream has a comment; 0: never."
+        default=15, description="Seconds of silence after which a stream gets a comment; 0 turns this off."
     )
     grpc_keepalive_seconds: Annotated[Seconds, Field(ge=0, allow_inf_nan=False)] = Field(
-        default=15, description="Seconds of silence after which a stream over gRPC has an empty message; 0: never."
+        default=15, description="Seconds of silence after which a gRPC stream gets an empty message; 0 turns this off."
     )
     shutdown_delay: Annotated[Seconds, Field(ge=0, allow_inf_nan=False)] = Field(
-        default=0, description="Seconds in which new requests are still taken after SIGTERM, while /ready says no."
+        default=0,
+        description="Seconds after SIGTERM in which new requests are still accepted, while /ready already fails.",
     )
-    shutdown_timeout: Period = Field(default=25, description="Seconds that running requests get when stopping.")
+    shutdown_timeout: Period = Field(default=25, description="Seconds that running requests get to end after SIGTERM.")
     retention: Period = Field(default=3600, description="Seconds that finished requests are stored.")
     responses_retention: Period = Field(
         default=21_600,
@@ -504,19 +523,19 @@ class Settings(CliSettings):
     max_tenant_conversation_bytes: MaxBytes = Field(
         default=256 * 2**20, description="Bytes of all conversations of a tenant."
     )
-    usage_retention: Period = Field(
-        default=400 * 86_400, description="Seconds that what tenants used in an hour is stored."
-    )
+    usage_retention: Period = Field(default=400 * 86_400, description="Seconds that tenants' hourly usage is stored.")
     max_file_bytes: MaxBytes = Field(default=100 * 2**20, description="Largest file for a batch.")
     max_tenant_file_bytes: MaxBytes = Field(
         default=2**30,
-        description="Bytes of a tenant's files and uploads, and twice the answers of its batches that run.",
+        description="Bytes of a tenant's files and uploads, plus twice the answers of its running batches.",
     )
     file_retention: Annotated[Seconds, Field(ge=3600, allow_inf_nan=False)] = Field(
         default=604_800, description="Seconds that files and batches are stored."
     )
-    log_level: Literal["debug", "info", "warning", "error"] = Field(default="info", description="Least level logged.")
-    log_format: LogFormat = Field(default="text", description="Form of log lines: for people, or JSON.")
+    log_level: Literal["debug", "info", "warning", "error"] = Field(
+        default="info", description="Lowest level that is logged."
+    )
+    log_format: LogFormat = Field(default="text", description="Format of log lines: text for people, or JSON.")
 
     @model_validator(mode="after")
     def _workers_share(self) -> Self:

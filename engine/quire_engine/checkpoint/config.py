@@ -376,7 +376,7 @@ def read_json(path: Path) -> dict[str, Any]:
     """The object in a JSON file. Raises ``ModelError`` as ``read_json_value``, and when it holds something else."""
     value = read_json_value(path)
     if not isinstance(value, dict):
-        raise DamagedFileError(f"{path} holds no JSON object.")
+        raise DamagedFileError(f"{path} is not a JSON object.")
     return value
 
 

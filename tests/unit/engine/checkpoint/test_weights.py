@@ -303,7 +303,7 @@ def cut(name: str, size: int) -> Breakage:
     [
         (without("config.json"), "config.json"),
         (containing("config.json", "{"), "config.json is not valid JSON"),
-        (containing("config.json", "[]"), "config.json holds no JSON object"),
+        (containing("config.json", "[]"), "config.json is not a JSON object"),
         (containing("config.json", "[" * 100_000), "config.json is not valid JSON"),
         (containing("generation_config.json", "nonsense"), "generation_config.json is not valid JSON"),
         (without(SINGLE), "neither model.safetensors nor model.safetensors.index.json"),
