@@ -160,7 +160,7 @@ def test_the_bill_of_materials_has_what_is_imported_with_its_version(dist):
 @pytest.mark.parametrize("flags", [[], pytest.param(["--sources"], marks=pytest.mark.soak)], ids=["wheels", "sources"])
 def test_the_first_commands_of_the_pages_run_as_they_stand_there_in_an_empty_root(dist, flags):
     command = [sys.executable, "-m", "tests.first_hour.run", "--wheels", str(dist), *flags]
-    run = subprocess.run(command, cwd=ROOT, check=False, capture_output=True, text=True, timeout=600)
+    run = subprocess.run(command, cwd=ROOT, check=False, capture_output=True, text=True, timeout=1200)
     assert run.returncode == 0, run.stdout + run.stderr
     ran = re.findall(r"^\$ (.*)$", run.stdout, re.MULTILINE)
     install, *rest = commands_of(README)
