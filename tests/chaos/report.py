@@ -163,11 +163,15 @@ def _excuse(request: Request, got: Answer, absences: Sequence[Absence]) -> str |
 
 def _was_forgotten(request: Request, got: Answer, routers: Sequence[Absence], losses: Sequence[Absence]) -> bool:
     """Whether, within the request's lifetime and while the client had no working router, Redis was away and came
-    back empty, or a router was away as well that may not have written the record again. No router has a lease on a
-    background request that has ended or whose router has, and none on a turn of a conversation that has ended. What
-    is known of a file or a batch is in Redis alone.
+    back empty, or a router was away as well that may not have written the record again. A client that came back while
+    Redis was away has one when Redis is there: nothing can be claimed before. No router has a lease on a background
+    request that has ended or whose router has, and none on a turn of a conversation that has ended. What is known of a
+    file or a batch is in Redis alone.
     """
-    away = [*got.away, *((each.begin, each.end) for each in routers if request.way in UNWATCHED)]
+    away = [
+        (begin, max([end, *(each.end for each in losses if each.begin <= end <= each.end)])) for begin, end in got.away
+    ]
+    away += [(each.begin, each.end) for each in routers if request.way in UNWATCHED]
     if request.way in (CONVERSATION, BATCH):  # between its turns no router has a lease
         away.append((0.0, inf))
     first_sent = min(got.sent, default=0.0)

@@ -38,7 +38,7 @@ async def put(server: RedisServer, left: dict[str, Any]) -> None:
 @pytest.mark.parametrize(
     "left",
     [
-        {RECORD: {"epoch": "1", "lease_expires": 60}},
+        {RECORD: {"epoch": "1", "lease_expires": 9}},
         {TOKENS: "x"},
         {"quire:background": {"a": -5}},
         {RUNNING: {"a": 60}},
@@ -52,6 +52,11 @@ async def test_leftovers_in_redis_are_found(stack: Stack, left: dict[str, Any]) 
 async def test_finished_requests_are_no_leftovers(stack: Stack) -> None:
     ended = {"epoch": "1", "reason": "stop", "lease_expires": 60}
     await put(stack.redis, {RECORD: ended, TOKENS: "x", RUNNING: {"a": -5}})
+    assert await leftovers(stack, patience=0.0) == []
+
+
+async def test_a_lease_of_a_former_clock_is_none(stack: Stack) -> None:
+    await put(stack.redis, {RECORD: {"epoch": "1", "lease_expires": 300}})
     assert await leftovers(stack, patience=0.0) == []
 
 

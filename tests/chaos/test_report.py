@@ -318,6 +318,9 @@ def test_only_records_that_redis_lost_without_an_owner_count_as_forgotten() -> N
     assert counted(failed(at=18.0), [REDIS_EMPTY, ROUTER_GONE], background) == {"forgotten": 1}
     assert counted(failed(away=(5.0, 9.0)), [REDIS_EMPTY, ROUTER_GONE]) == {"errors": 1}
     assert counted(failed(away=(5.0, 12.0)), [ROUTER_GONE]) == {"errors": 1}
+    back = failed(away=(5.0, 9.0))
+    assert counted(back, [Absence(REDIS, 4.0, 12.0), REDIS_EMPTY]) == {"forgotten": 1}
+    assert counted(back, [Absence(REDIS, 4.0, 9.5), REDIS_EMPTY]) == {"errors": 1}
 
 
 def test_a_record_that_redis_kept_is_forgotten_only_if_no_router_could_read_it() -> None:
