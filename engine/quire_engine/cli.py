@@ -7,6 +7,7 @@ import sys
 from collections import Counter
 from contextlib import closing
 from threading import Timer
+from time import time
 from typing import TYPE_CHECKING
 
 from prometheus_client import CollectorRegistry, disable_created_metrics
@@ -214,6 +215,8 @@ def _exit_on_lost_rank(sentence: str) -> None:
 
 
 def _describe(config: EngineConfig, executor: "ModelExecutor", max_model_len: int) -> pb.DescribeResponse:
+    from quire_engine.device.accelerator import product_name, resolve_device
+
     folder = tokenizer_folder_if_any(config.model)
     pooler = executor.config.pooler_config
     return pb.DescribeResponse(
@@ -242,6 +245,8 @@ def _describe(config: EngineConfig, executor: "ModelExecutor", max_model_len: in
         can_sleep=executor.can_sleep,
         shared_device=config.shared_device or "",
         settings_digest=settings_digest(config, executor.dtype_name),
+        device=product_name(resolve_device(config.device)),
+        started=time(),
     )
 
 

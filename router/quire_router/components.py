@@ -5,8 +5,9 @@ from collections.abc import Mapping
 from contextlib import AsyncExitStack
 from dataclasses import dataclass
 from functools import partial
+from importlib.metadata import version
 from pathlib import Path
-from time import monotonic
+from time import monotonic, time
 from typing import TYPE_CHECKING, Any
 from uuid import uuid4
 
@@ -41,7 +42,7 @@ from quire_router.batches.worker import BatchWorker
 from quire_router.clients.kube_client import KubeAccess
 from quire_router.config import Settings
 from quire_router.core import metrics
-from quire_router.core.fleet_view import FleetLog
+from quire_router.core.fleet_view import FleetLog, RouterView
 from quire_router.core.metrics import WorkerContext
 from quire_router.core.retry import supervise
 from quire_router.discovery.combined import create_discovery
@@ -155,7 +156,9 @@ class Components:
             self.queue,
             self._fleet_log,
             models=settings.models,
-            policy=settings.placement_policy,
+            router=RouterView(
+                version("quire-router"), round(time(), 3), settings.placement_policy, settings.metrics_port
+            ),
         )
         self._tenants_file = (
             None
@@ -173,7 +176,11 @@ class Components:
             self.fleet,
             self.runner,
             Authenticator(
-                (key.get_secret_value() for key in settings.api_key), tenants, self.tokens, self._fleet_secret
+                (key.get_secret_value() for key in settings.api_key),
+                tenants,
+                self.tokens,
+                self._fleet_secret,
+                fleet_for_all=settings.allow_fleet,
             ),
             ConcurrencyLimit(settings.max_concurrent_requests),
             allow_priority=settings.allow_priority,
@@ -284,7 +291,7 @@ class Components:
 
     def fleet_endpoint(self, keepalive: KeepAlive) -> FleetEndpoint:
         """Returns the handler of the fleet's stream."""
-        return FleetEndpoint(self.feed, self.service.keys, keepalive, for_all=self._settings.allow_fleet)
+        return FleetEndpoint(self.feed, self.service.keys, keepalive)
 
     def _create_runner(
         self, settings: Settings, tokenizers: Mapping[str, ModelTokenizer], limits: RateLimiter

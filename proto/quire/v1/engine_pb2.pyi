@@ -1019,6 +1019,8 @@ class DescribeResponse(_message.Message):
     CAN_SLEEP_FIELD_NUMBER: _builtins.int
     SHARED_DEVICE_FIELD_NUMBER: _builtins.int
     SETTINGS_DIGEST_FIELD_NUMBER: _builtins.int
+    DEVICE_FIELD_NUMBER: _builtins.int
+    STARTED_FIELD_NUMBER: _builtins.int
     model_revision: _builtins.str
     """Identifies the weights; part of every block hash."""
     max_model_len: _builtins.int
@@ -1064,6 +1066,10 @@ class DescribeResponse(_message.Message):
     With `model_revision` it is the version of the model: what one engine began, another of the same version continues. It is the same for all
     releases, devices and sizes of a group. Empty where the engine does not report it; it is then not compared.
     """
+    device: _builtins.str
+    """What the weights are on: the name of the GPU, or "cpu". Empty where the engine does not report it."""
+    started: _builtins.float
+    """Unix time at which the engine started to serve; 0 where it does not report it."""
     @_builtins.property
     def served_model_names(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
         """Names under which clients may ask for the model, the preferred one first."""
@@ -1107,10 +1113,12 @@ class DescribeResponse(_message.Message):
         can_sleep: _builtins.bool = ...,
         shared_device: _builtins.str = ...,
         settings_digest: _builtins.bytes = ...,
+        device: _builtins.str = ...,
+        started: _builtins.float = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["best_effort", b"best_effort", "block_size", b"block_size", "blocks_total", b"blocks_total", "can_sleep", b"can_sleep", "config_digest", b"config_digest", "dtype", b"dtype", "eos_token_ids", b"eos_token_ids", "generation", b"generation", "host_blocks_total", b"host_blocks_total", "kv_cache_groups", b"kv_cache_groups", "matryoshka_dimensions", b"matryoshka_dimensions", "max_loras", b"max_loras", "max_model_len", b"max_model_len", "max_num_batched_tokens", b"max_num_batched_tokens", "max_num_seqs", b"max_num_seqs", "model_revision", b"model_revision", "pooled_size", b"pooled_size", "prefix_caching", b"prefix_caching", "served_model_names", b"served_model_names", "settings_digest", b"settings_digest", "shared_device", b"shared_device", "supported_tasks", b"supported_tasks", "tokenizer_digest", b"tokenizer_digest", "unbounded_steps", b"unbounded_steps", "version", b"version", "vocab_size", b"vocab_size"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["best_effort", b"best_effort", "block_size", b"block_size", "blocks_total", b"blocks_total", "can_sleep", b"can_sleep", "config_digest", b"config_digest", "device", b"device", "dtype", b"dtype", "eos_token_ids", b"eos_token_ids", "generation", b"generation", "host_blocks_total", b"host_blocks_total", "kv_cache_groups", b"kv_cache_groups", "matryoshka_dimensions", b"matryoshka_dimensions", "max_loras", b"max_loras", "max_model_len", b"max_model_len", "max_num_batched_tokens", b"max_num_batched_tokens", "max_num_seqs", b"max_num_seqs", "model_revision", b"model_revision", "pooled_size", b"pooled_size", "prefix_caching", b"prefix_caching", "served_model_names", b"served_model_names", "settings_digest", b"settings_digest", "shared_device", b"shared_device", "started", b"started", "supported_tasks", b"supported_tasks", "tokenizer_digest", b"tokenizer_digest", "unbounded_steps", b"unbounded_steps", "version", b"version", "vocab_size", b"vocab_size"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

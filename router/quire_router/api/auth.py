@@ -113,7 +113,7 @@ class Authenticator:
     Each of ``keys`` is a tenant of its own, unless the ``file`` assigns it to one. A tenant of the file is identified
     by its name, so that its keys can change. Its salt is that of its first key: it cannot be derived from a name that
     others know, and a key that moves into the file keeps what is cached. Salts of those who have tokens alone are keyed
-    with the ``fleet_secret``.
+    with the ``fleet_secret``. With ``fleet_for_all`` every key shows the fleet.
     """
 
     def __init__(
@@ -122,7 +122,10 @@ class Authenticator:
         file: TenantsFile | None = None,
         tokens: TokenVerifier | None = None,
         fleet_secret: FleetSecret | None = None,
+        *,
+        fleet_for_all: bool = False,
     ) -> None:
+        self._fleet_for_all = fleet_for_all
         self._own = [ApiKey.of(key) for key in keys]
         self._tokens = tokens
         self._secret = token_bytes(32)
@@ -152,6 +155,10 @@ class Authenticator:
     def required(self) -> bool:
         """Whether each caller must have a key or a token."""
         return self._required
+
+    def shows_fleet(self, caller: Identity) -> bool:
+        """Whether the caller may know the engines, and how busy others make them."""
+        return not self._required or self._fleet_for_all or caller.policy.allow_fleet
 
     async def prepare(self) -> None:
         """Derives the identity of every key, on another thread, one after the other."""

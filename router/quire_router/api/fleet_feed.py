@@ -13,6 +13,7 @@ from pydantic import TypeAdapter
 from quire.v1 import engine_pb2
 
 from quire_router.admission.queue import AdmissionQueue
+from quire_router.api.model_rates import ModelRates
 from quire_router.core.errors import too_many_viewers
 from quire_router.core.fleet_view import (
     EXPLAINED,
@@ -24,6 +25,7 @@ from quire_router.core.fleet_view import (
     KvPoolView,
     ModelView,
     RequestView,
+    RouterView,
 )
 from quire_router.engines.engine import Engine
 from quire_router.engines.pool import EnginePool
@@ -53,7 +55,7 @@ class FleetFeed:
         log: FleetLog,
         *,
         models: Iterable[str],
-        policy: str,
+        router: RouterView,
         period: float = SAMPLE_PERIOD,
     ) -> None:
         self._pool = pool
@@ -61,7 +63,8 @@ class FleetFeed:
         self._queue = queue
         self._log = log
         self._models = tuple(models)
-        self._policy = policy
+        self._router = router
+        self._rates: dict[str, ModelRates] = {}
         self._period = period
         self._viewers = 0
         self._closed = False
@@ -104,6 +107,7 @@ class FleetFeed:
         if self._task is None:
             self._log.watched = True
             self._last = None
+            self._rates = {name: ModelRates(name) for name in self._models}
             self._sample()
             self._task = asyncio.create_task(self._run(), name="fleet feed")
 
@@ -139,18 +143,18 @@ class FleetFeed:
     def _sample(self) -> None:
         self._log.explain = EXPLAINED
         before, engines = self._last, [self._view(engine) for engine in self._engines()]
-        if before is not None:
-            self._record_changes(before.engines, engines)
+        self._record_changes(engines if before is None else before.engines, engines)
         states = self._runner.in_progress()
         requests = [_request_view(state) for state in states[:MAX_REQUESTS]]
         now = FleetSnapshot(
             time=round(time(), 3),
-            policy=self._policy,
+            router=self._router,
             engines=engines,
             models=[self._model(name) for name in self._models],
             requests=requests,
             omitted_requests=len(states) - len(requests),
             events=list(self._log.since(0)),
+            incidents=self._log.incidents,
         )
         self._last = now
         self._number += 1
@@ -161,7 +165,18 @@ class FleetFeed:
         return self._pool.engines()[:MAX_ENGINES]
 
     def _model(self, name: str) -> ModelView:
-        return ModelView(name, self._pool.ready(name), self._queue.waiting(name), self._runner.load(name))
+        rates = self._rates[name]
+        rates.sample()
+        return ModelView(
+            name=name,
+            ready_engines=self._pool.ready(name),
+            queued=self._queue.waiting(name),
+            in_progress=self._runner.load(name),
+            tokens_per_second=rates.tokens_per_second,
+            ttft=rates.ttft,
+            itl=rates.itl,
+            hit_rate=rates.hit_rate,
+        )
 
     def _view(self, engine: Engine) -> EngineView:
         table, row = self._pool.table, engine.row
@@ -169,10 +184,17 @@ class FleetFeed:
         device, host = (None, None) if found is None or found.last is None else (found.last.device, found.last.host)
         total = int(table.blocks_total[row])
         lost = engine.connection.condition in ("lost", "connecting")
+        said = engine.description or engine_pb2.DescribeResponse()
         return EngineView(
             id=engine.id,
             condition=engine.condition,
+            problem=engine.connection.problem,
             models=sorted(engine.models),
+            device_name=said.device,
+            dtype=said.dtype,
+            version=said.version,
+            max_model_len=said.max_model_len,
+            started=round(said.started, 3),
             requests=int(table.requests[row]),
             decoding=int(table.decoding[row]),
             waiting=int(table.waiting[row]),
@@ -188,15 +210,18 @@ class FleetFeed:
         )
 
     def _record_changes(self, before: Sequence[EngineView], now: Sequence[EngineView]) -> None:
-        """Records engines that came, went, or had sequences give way between two samples."""
+        """Records engines that came, went, or had sequences give way between two samples, and those that are back that
+        requests had to leave before or between them.
+        """
+        away = {incident.engine for incident in self._log.incidents if not incident.back}
         old = {engine.id: engine for engine in before}
         for engine in now:
             was = old.pop(engine.id, None)
             condition = None if was is None else was.condition
-            if engine.condition != condition and engine.condition == "ready":
+            if engine.condition == "ready" and (engine.condition != condition or engine.id in away):
                 self._log.add("engine_ready", engine.id)
             elif engine.condition == "lost" and condition != "lost":
-                self._log.add("engine_lost", engine.id)
+                self._log.add("engine_lost", engine.id, reason=engine.problem)
             if was is not None and engine.preemptions is not None and was.preemptions is not None:
                 more = engine.preemptions - was.preemptions
                 if more > 0:
@@ -296,6 +321,7 @@ def _difference(before: FleetSnapshot, now: FleetSnapshot) -> FleetDelta:
         requests=None if now.requests == before.requests else now.requests,
         omitted_requests=now.omitted_requests,
         events=[event for event in now.events if event.number > last],
+        incidents=None if now.incidents == before.incidents else now.incidents,
     )
 
 

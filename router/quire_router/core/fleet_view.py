@@ -5,15 +5,18 @@ is all that reading an answer takes.
 
 from collections import deque
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from time import time
 from typing import Literal
 
 ID_CHARACTERS = 8
 EXPLAINED = 8
 _KEPT = 100
+_KEPT_INCIDENTS = 20
 
 EngineCondition = Literal["connecting", "ready", "sleeping", "silent", "failing", "leaving", "reconnecting", "lost"]
+Quantiles = tuple[float, float, float]
+"""At p50, p95 and p99."""
 EventKind = Literal["placed", "attempt_lost", "engine_full", "preempted", "engine_ready", "engine_lost", "engine_left"]
 
 
@@ -56,15 +59,22 @@ class KvPoolView:
 
 @dataclass(frozen=True, slots=True)
 class EngineView:
-    """One engine. ``requests`` are in flight there from all routers, with ``pending_tokens`` of their prompts to
+    """One engine: what it said of itself (empty or 0 if it has not), how it is, and why it is away (``problem``), as
+    observed. ``requests`` are in flight there from all routers, with ``pending_tokens`` of their prompts to
     compute and so many sequences ``decoding``; ``waiting`` and ``swapped`` sequences are as the engine reports them.
     The figures after the pools are None until it answered twice: tokens that it draws in a second, the part of all
-    prompt tokens that was cached, and sequences that gave way, both since its start.
+    prompt tokens that was cached, and sequences that gave way, both since its start (``started``, Unix time).
     """
 
     id: str
     condition: EngineCondition
+    problem: str
     models: Sequence[str]
+    device_name: str
+    dtype: str
+    version: str
+    max_model_len: int
+    started: float
     requests: int
     decoding: int
     waiting: int
@@ -82,13 +92,48 @@ class EngineView:
 @dataclass(frozen=True, slots=True)
 class ModelView:
     """A model: engines that can run it now, and requests of this router that wait in its queue and that are in
-    progress, the former included.
+    progress, the former included. And over the last 10 seconds at this router: tokens per second (over the last 2),
+    seconds to the first token and between tokens, and the part of prompt tokens that was cached, of requests that
+    ended; None if there was nothing to measure.
     """
 
     name: str
     ready_engines: int
     queued: int
     in_progress: int
+    tokens_per_second: float
+    ttft: Quantiles | None
+    itl: Quantiles | None
+    hit_rate: float | None
+
+
+@dataclass(frozen=True, slots=True)
+class Incident:
+    """An engine was lost, or fell silent, at ``lost`` (Unix time), because of ``reason``. ``moved`` requests had to
+    leave it, of which ``continued`` found the engines ``on``. It was seen again at ``back``, 0 until then. ``number``
+    counts incidents.
+    """
+
+    number: int
+    engine: str
+    lost: float
+    reason: str
+    moved: int = 0
+    continued: int = 0
+    on: Sequence[str] = ()
+    back: float = 0.0
+
+
+@dataclass(frozen=True, slots=True)
+class RouterView:
+    """The router that is asked: its version, since when it runs (Unix time), its policy of placement, and the port of
+    its metrics.
+    """
+
+    version: str
+    started: float
+    policy: str
+    metrics_port: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -110,22 +155,23 @@ class RequestView:
 @dataclass(frozen=True, slots=True)
 class FleetSnapshot:
     """The first event of the stream, ``snapshot``: everything. Of many requests the oldest are in ``requests``, and
-    ``omitted_requests`` are not. ``events`` are the latest ones.
+    ``omitted_requests`` are not. ``events`` and ``incidents`` are the latest ones.
     """
 
     time: float
-    policy: str
+    router: RouterView
     engines: Sequence[EngineView]
     models: Sequence[ModelView]
     requests: Sequence[RequestView]
     omitted_requests: int
     events: Sequence[FleetEvent]
+    incidents: Sequence[Incident]
 
 
 @dataclass(frozen=True, slots=True)
 class FleetDelta:
     """Every later event, ``delta``: what has changed. Engines that are new or differ, the ids of those that left, and
-    new events; models and requests are whole, and None if they are as before.
+    new events; models, requests and incidents are whole, and None if they are as before.
     """
 
     time: float
@@ -135,11 +181,12 @@ class FleetDelta:
     requests: Sequence[RequestView] | None
     omitted_requests: int
     events: Sequence[FleetEvent]
+    incidents: Sequence[Incident] | None
 
 
 class FleetLog:
     """The latest events. ``watched`` is whether somebody looks, and ``explain`` how many more placements are explained
-    in this sample; without a viewer only losses are recorded, which are rare.
+    in this sample; without a viewer only losses are recorded, and where their requests go on, which is rare.
     """
 
     def __init__(self) -> None:
@@ -147,12 +194,58 @@ class FleetLog:
         self.explain = 0
         self._events: deque[FleetEvent] = deque(maxlen=_KEPT)
         self._number = 0
+        self._incidents: deque[Incident] = deque(maxlen=_KEPT_INCIDENTS)
+        self._num_incidents = 0
+        self._moving: dict[str, int] = {}  # the incidents of requests that have left an engine, by their ids
 
     def add(self, kind: EventKind, engine: str, request: str = "", **details: object) -> None:
         """Records an event now; ``details`` are further fields of ``FleetEvent``."""
         self._number += 1
         event = FleetEvent(self._number, time(), kind, engine, request[:ID_CHARACTERS], **details)  # type: ignore[arg-type]
         self._events.append(event)
+        if kind == "engine_lost":
+            self._open_incident(event)
+        elif kind == "attempt_lost":
+            incident = self._open_incident(event)
+            self._replace(replace(incident, moved=incident.moved + 1))
+            if len(self._moving) < _KEPT:
+                self._moving[event.request] = incident.number
+        elif kind == "placed" and event.request in self._moving:
+            self._on_continued(self._moving.pop(event.request), engine)
+        elif kind == "engine_ready":
+            self._on_back(event)
+
+    @property
+    def incidents(self) -> list[Incident]:
+        """Returns the latest incidents, the first one first."""
+        return list(self._incidents)
+
+    def _open_incident(self, event: FleetEvent) -> Incident:
+        """Returns the incident of an engine that is not back, or a new one."""
+        known = next((each for each in self._incidents if each.engine == event.engine and not each.back), None)
+        if known is None:
+            self._num_incidents += 1
+            known = Incident(self._num_incidents, event.engine, event.time, event.reason)
+            self._incidents.append(known)
+        return known
+
+    def _on_continued(self, number: int, engine: str) -> None:
+        for each in self._incidents:
+            if each.number == number:
+                on = each.on if engine in each.on else (*each.on, engine)
+                self._replace(replace(each, continued=each.continued + 1, on=on))
+                return
+
+    def _on_back(self, event: FleetEvent) -> None:
+        for each in self._incidents:
+            if each.engine == event.engine and not each.back:
+                self._replace(replace(each, back=event.time))
+                return
+
+    def _replace(self, incident: Incident) -> None:
+        """Puts a newer state of an incident in its place."""
+        index = next(index for index, each in enumerate(self._incidents) if each.number == incident.number)
+        self._incidents[index] = incident
 
     @property
     def last(self) -> int:

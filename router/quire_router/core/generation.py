@@ -195,6 +195,18 @@ NO_USAGE = Usage(0, 0)
 """The usage of a request of which nothing is known yet."""
 
 
+@dataclass(frozen=True, slots=True)
+class Move:
+    """A request left engine ``lost``, because of ``reason``, and continues on ``engine``. Its client waited ``seconds``
+    between the last token of the one and the first of the other.
+    """
+
+    lost: str
+    reason: str
+    engine: str
+    seconds: float
+
+
 @dataclass(slots=True)  # made for every token: a frozen one takes five times as long to make, but none is ever changed
 class Delta:
     """What an answer adds to one choice. Choices are numbered from 0, and their deltas come in any order.
@@ -209,9 +221,9 @@ class Delta:
     stop strings had to be searched in the content; the ``text`` is empty then. ``pooled`` is what a prompt was
     pooled to, as little-endian float32. A ``replayed`` delta the client has had before: it only brings the encoder
     of the answer to the client's cursor. ``route`` is where the request runs and why, in the first delta of an
-    attempt, if the operator asked for that. In
-    the delta with the usage ``pending`` says that the answer can be read again, and that its end may be lost with this
-    router, as the journal could not be written in time.
+    attempt, if the operator asked for that, and ``move`` where it left an engine, in the first delta of the next one.
+    In the delta with the usage ``pending`` says that the answer can be read again, and that its end may be lost with
+    this router, as the journal could not be written in time.
     """
 
     text: str
@@ -229,6 +241,7 @@ class Delta:
     pooled: bytes = b""
     pending: bool = False
     parts: list[OutputPart] | None = None
+    move: Move | None = None
 
 
 @dataclass(slots=True)

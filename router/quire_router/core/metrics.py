@@ -47,7 +47,7 @@ def worker_number() -> int | None:
     return None if context is None else int(json.loads(context)["number"])
 
 
-_SECONDS = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 120, 300)
+SECONDS = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 120, 300)
 TOKEN_SECONDS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.075, 0.1, 0.25, 0.5, 1, 2.5, 5)
 
 
@@ -87,15 +87,15 @@ LOAD = Gauge(
 )
 PARKED = Gauge(Metric.PARKED, "Requests that wait for an engine with room.", ["model"], multiprocess_mode="livesum")
 QUEUE_SECONDS = Histogram(
-    Metric.QUEUE_SECONDS, "Seconds in the queue, of those that waited.", ["model"], buckets=_SECONDS
+    Metric.QUEUE_SECONDS, "Seconds in the queue, of those that waited.", ["model"], buckets=SECONDS
 )
 ADMISSION_REFUSALS = Counter(Metric.ADMISSION_REFUSALS, "Requests that limits or the queue refused.", ["reason"])
 LIMITS_SHARED = Gauge(
     Metric.LIMITS_SHARED, "1 while tenants' limits are counted for all routers together.", multiprocess_mode="livemin"
 )
-TTFT = Histogram(Metric.TIME_TO_FIRST_TOKEN, "Seconds from admission to the first token.", ["model"], buckets=_SECONDS)
+TTFT = Histogram(Metric.TIME_TO_FIRST_TOKEN, "Seconds from admission to the first token.", ["model"], buckets=SECONDS)
 ITL = BulkHistogram(Metric.INTER_TOKEN_LATENCY, "Seconds between pieces of a choice.", ["model"], buckets=TOKEN_SECONDS)
-DURATION = Histogram(Metric.REQUEST_DURATION, "Seconds from admission to the end.", ["model"], buckets=_SECONDS)
+DURATION = Histogram(Metric.REQUEST_DURATION, "Seconds from admission to the end.", ["model"], buckets=SECONDS)
 PROMPT_TOKENS = Counter(Metric.PROMPT_TOKENS, "Prompt tokens of admitted requests.", ["model"])
 GENERATION_TOKENS = Counter(Metric.GENERATION_TOKENS, "Tokens generated, of all choices.", ["model"])
 TENANT_REQUESTS = Counter(

@@ -73,6 +73,11 @@ class EngineClient(Protocol):
         ...
 
     @property
+    def problem(self) -> str:
+        """Why it is not connected, as far as that was observed; empty while it is."""
+        ...
+
+    @property
     def ready(self) -> bool:
         """Whether a request that is submitted now would be run."""
         ...

@@ -210,6 +210,11 @@ class EngineConnection:
         return "silent" if self._liveness.suspect else "ready"
 
     @property
+    def problem(self) -> str:
+        """Why there is no stream, as far as the last try observed; empty while there is one."""
+        return "" if self._connected else self._problem
+
+    @property
     def ready(self) -> bool:
         """Whether a request that is submitted now would be run."""
         return self._connected and not self.session.draining and not self._liveness.suspect

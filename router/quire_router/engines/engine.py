@@ -110,6 +110,11 @@ class Engine:
         return condition if condition != "ready" or self.load.is_awake else "sleeping"
 
     @property
+    def description(self) -> engine_pb2.DescribeResponse | None:
+        """What it said of itself last; None until it has."""
+        return self._description
+
+    @property
     def serves_loras(self) -> bool:
         """Whether adapters can be loaded there."""
         return self._description is not None and self._description.max_loras > 0

@@ -230,7 +230,7 @@ class Dispatcher:
         metrics.ROUTE_SECONDS.observe(thread_time() - began)
         result = "none_ready" if decision is None else "placed"
         metrics.ROUTE_DECISIONS.labels(self._policy, result).inc()
-        if watched and decision is not None:
+        if decision is not None and (watched or attempt > 1):
             record_placement(self._fleet_log, generation, decision, attempt)
         return decision
 

@@ -293,6 +293,8 @@ class RequestRunner:
                     self._shadows.begin(state)
                 async for output in outputs:
                     deltas = state.process_output(output)
+                    if deltas and (move := state.take_move(decision.engine_id)) is not None:
+                        deltas[0] = replace(deltas[0], move=move)
                     if route and deltas:
                         deltas[0], route = replace(deltas[0], route=route), ""
                     if state.ended:
@@ -326,6 +328,7 @@ class RequestRunner:
             return
         log.info("attempt %d of request %s lost engine %s: %s", state.attempt, state.id, engine_id, problem)
         self._fleet_log.add("attempt_lost", engine_id, state.id, attempt=state.attempt, reason=str(problem))
+        state.leave(engine_id, str(problem))
         if isinstance(problem, EngineSilent):  # nothing says that it is the request's fault
             state.count_move(engine_id)
             return

@@ -19,7 +19,7 @@ from quire_proto.text.tokenizer import ModelTokenizer
 from quire_router.admission.limits import Reservation
 from quire_router.core import metrics
 from quire_router.core.errors import consumer_deadline_exceeded, from_engine
-from quire_router.core.generation import NO_USAGE, Delta, GenerationRequest, ResponseConsumer, Usage
+from quire_router.core.generation import NO_USAGE, Delta, GenerationRequest, Move, ResponseConsumer, Usage
 from quire_router.core.model_version import UNKNOWN_VERSION, ModelVersion
 from quire_router.core.usage import difference
 from quire_router.engines.attempt import EngineFull, Output
@@ -102,6 +102,7 @@ class RequestState:
         self._first_token_seen = False
         self.losses = 0
         self.lost_by: set[str] = set()
+        self._left: tuple[str, str, float] | None = None  # the engine, why, and when the last token came
         self._tokens_at_loss = 0
         self._moves = 0
         self._moved_at = 0.0
@@ -187,6 +188,19 @@ class RequestState:
         self._finish_reasons = [choice.finish_reason for choice in self._choices]
         self._unfinished = self._finish_reasons.count(None)
         self._first_token_seen = self.has_output
+
+    def leave(self, engine_id: str, reason: str) -> None:
+        """The request leaves an engine. The first output of the next one takes the way that can tell the client so."""
+        last = max(choice.last_token or self._began for choice in self._choices)
+        self._left = engine_id, reason, last
+        self._direct_path.sink = None
+
+    def take_move(self, engine_id: str) -> Move | None:
+        """Returns how the request came to its engine from one that it left, once; None if it left none."""
+        if self._left is None:
+            return None
+        (lost, reason, last), self._left = self._left, None
+        return Move(lost, reason, engine_id, monotonic() - last)
 
     def count_loss(self, engine_id: str) -> None:
         """An engine was lost, or has lost the request."""

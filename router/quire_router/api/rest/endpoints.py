@@ -264,17 +264,16 @@ def _unknown() -> QuireError:
 
 
 class FleetEndpoint:
-    """Handler of ``/v1/fleet/events``. With ``for_all`` every key shows the fleet; without keys everybody sees it."""
+    """Handler of ``/v1/fleet/events``, for those whom ``keys`` show the fleet."""
 
-    def __init__(self, feed: FleetFeed, keys: Authenticator, keepalive: KeepAlive, *, for_all: bool) -> None:
+    def __init__(self, feed: FleetFeed, keys: Authenticator, keepalive: KeepAlive) -> None:
         self._feed = feed
         self._keys = keys
         self._keepalive = keepalive
-        self._for_all = for_all
 
     async def events(self, exchange: HttpExchange) -> None:
         """Streams the state of the fleet, for as long as the client reads. Raises ``QuireError``."""
-        if self._keys.required and not (self._for_all or exchange.caller.policy.allow_fleet):
+        if not self._keys.shows_fleet(exchange.caller):
             raise fleet_forbidden()
         await exchange.cancel_on_disconnect(self._send(exchange))
 

@@ -357,7 +357,8 @@ _STATE = "quire.exchange"
 
 @dataclass
 class HttpExchange:
-    """A request and its response, whose errors look as ``format`` says. ``caller`` is set once the key was checked.
+    """A request and its response, whose errors look as ``format`` says. ``caller`` is set once the key was checked,
+    and ``shows_fleet``, whether the caller may know the engines.
     ``generation_id`` is the id of what a request generates, which its client is told once it may read that.
     ``has_output`` is set with the first delta of a stream. ``resumable`` says that the client can resume the response
     even before that. ``event_ids`` says whether the stream's events have ids, and ``encoder`` writes them.
@@ -368,6 +369,7 @@ class HttpExchange:
     response: HttpResponse
     format: "AnswerFormat"
     caller: Identity = ANONYMOUS
+    shows_fleet: bool = False
     generation_id: str = ""
     has_output: bool = False
     resumable: bool = False

@@ -150,6 +150,7 @@ class RestApp:
             return
         with counting_rejections():
             exchange.caller = self._service.keys.authenticate(*exchange.credentials)
+            exchange.shows_fleet = self._service.keys.shows_fleet(exchange.caller)
         exchange.response.extra_headers = lambda: (
             *x_headers(self._service.rate_limit_headers(exchange.caller)),
             *self._connection_close(),

@@ -10,6 +10,7 @@ from types import TracebackType
 from typing import Final, Self
 
 from quire_proto.errors import internal
+from quire_proto.logs import one_line
 from quire_proto.sampling import FinishReason
 
 from quire_router.api.response_opener import PENDING, Response
@@ -25,7 +26,7 @@ from quire_router.api.rest.http import (
     x_headers,
 )
 from quire_router.core.errors import answer_cancelled
-from quire_router.core.generation import Delta, DeltaStream
+from quire_router.core.generation import Delta, DeltaStream, Move
 from quire_router.core.retry import spread
 
 _PENDING: Final = (b"x-quire-journal", PENDING.encode("ascii"))
@@ -62,6 +63,8 @@ async def stream(
                     await events.write(data)
                 raise answer_cancelled()
             data = encoder.encode(delta) if exchange.has_output else _begin(exchange, events, encoder, delta)
+            if delta.move is not None and exchange.event_ids:
+                data = move_comment(delta.move, named=exchange.shows_fleet) + data
             if delta.usage is not None:
                 await events.end(data)
                 return
@@ -70,6 +73,17 @@ async def stream(
             if isinstance(deltas, DeltaStream) and deltas.direct_path.sink is None and encoder.logprobs is None:
                 deltas.direct_path.sink = SseDeltaSink(events, encoder)
     raise internal()
+
+
+def move_comment(move: Move, *, named: bool) -> bytes:
+    """Returns the comment that says that an answer left an engine and continues; ``named`` is whether the client may
+    know the engines. A line of its own, as ``HEARTBEAT_WITH_IDS``: only clients that read ids accept comments.
+    """
+    if named:
+        said = f"engine {move.lost} lost ({one_line(move.reason)}), continued on {move.engine}"
+    else:
+        said = "engine lost, continued on another one"
+    return f": {said} after {move.seconds:.1f} s\n".encode("ascii", "replace")
 
 
 def _is_cancelled(delta: Delta, answer_format: AnswerFormat) -> bool:

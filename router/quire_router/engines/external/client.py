@@ -180,6 +180,11 @@ class ExternalEngine:
         return "silent" if self._fitness.is_fit else "failing"
 
     @property
+    def problem(self) -> str:
+        """That the server answers no polls; empty while it does."""
+        return "" if self._connected else "the server answers no polls"
+
+    @property
     def ready(self) -> bool:
         """Whether a request that is submitted now would be run."""
         return self._connected and not self._broken and not self._liveness.suspect and self._fitness.is_fit

@@ -2,17 +2,21 @@
 
 import asyncio
 import json
+import re
 from collections.abc import AsyncIterator
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass
+from math import inf
 
 import httpx
+import pytest
 from pydantic import TypeAdapter
 from quire.v1 import engine_pb2
 from quire_proto.cli import read_settings
 from quire_proto.text.chat_template import ChatTemplate
 from quire_proto.text.tokenizer import ModelTokenizer
 from quire_router.api.fleet_feed import MAX_VIEWERS
+from quire_router.api.model_rates import _quantile
 from quire_router.app import Router
 from quire_router.config import Settings
 from quire_router.core.fleet_view import FleetDelta, FleetSnapshot
@@ -45,9 +49,9 @@ class Stage:
     engines: list[ScriptedEngine]
     http: httpx.AsyncClient
 
-    def ask(self) -> asyncio.Task[httpx.Response]:
+    def ask(self, **headers: str) -> asyncio.Task[httpx.Response]:
         """Sends a chat; its answer comes once the engine has spoken."""
-        return asyncio.create_task(self.http.post("/v1/chat/completions", json=CHAT))
+        return asyncio.create_task(self.http.post("/v1/chat/completions", json=CHAT, headers=headers))
 
     async def first_submit(self) -> tuple[ScriptedEngine, engine_pb2.Submit, asyncio.Task[engine_pb2.Submit]]:
         """The engine that gets the next request, what it gets, and what another engine may get next."""
@@ -175,10 +179,82 @@ async def test_an_engine_that_dies_is_seen_and_so_is_where_its_request_goes_on()
         alive.send(output(again.request_id, [80], 1), output(again.request_id, [], 2, STOP))
         seen: set[tuple[str, str]] = set()
         expected = {("engine_lost", dead.address), ("attempt_lost", dead.address), ("placed", alive.address)}
-        while not expected <= seen:
+        incident = None
+        while not (expected <= seen and incident is not None and incident.continued):
             _, found = await viewer.next()
             seen |= {(event.kind, event.engine) for event in found.events}
+            [incident] = found.incidents or [incident]
         assert (await answer).status_code == 200
+
+        assert (incident.engine, incident.moved, incident.continued) == (dead.address, 1, 1)
+        assert (incident.on, incident.back) == ([alive.address], 0)
+        assert incident.reason
+        await dead.start()
+        found = await viewer.until(lambda found: found.incidents)
+        assert [each.back >= incident.lost for each in found.incidents] == [True]
+
+
+async def test_a_loss_that_nobody_saw_is_an_incident_and_says_who_continued():
+    async with open_stage(engines=2) as stage:
+        answer = stage.ask()
+        dead, submit, other = await stage.first_submit()
+        [alive] = [engine for engine in stage.engines if engine is not dead]
+        dead.send(output(submit.request_id, [80], 0))
+        await dead.stop()
+        again = await asyncio.wait_for(other, 20)
+        alive.send(output(again.request_id, [], 1, STOP))
+        assert (await answer).status_code == 200
+        async with stage.viewer() as viewer:
+            _, snapshot = await viewer.next()
+    [incident] = snapshot.incidents
+    assert (incident.engine, incident.on, incident.back) == (dead.address, [alive.address], 0)
+
+
+async def test_a_model_has_the_quantiles_and_rates_of_the_last_seconds():
+    async with open_stage() as stage, stage.viewer() as viewer:
+        _, snapshot = await viewer.next()
+        [model] = snapshot.models
+        assert (model.tokens_per_second, model.ttft, model.itl) == (0, None, None)
+        [engine] = stage.engines
+        answer = stage.ask()
+        submit = await engine.submit()
+        for position in range(4):  # one after the other: tokens that come at once have no time between them
+            engine.send(output(submit.request_id, [80], position))
+            await asyncio.sleep(0.02)
+        found = await viewer.until(lambda found: found.models and found.models[0].itl and found.models[0].ttft)
+        [model] = found.models
+        engine.send(output(submit.request_id, [], 4, STOP))
+        await answer
+    assert model.tokens_per_second > 0
+    for p50, p95, p99 in (model.ttft, model.itl):
+        assert 0 < p50 <= p95 <= p99
+
+
+async def test_quantiles_are_those_of_prometheus():
+    counts = [0.0, 5.0, 9.0, 10.0, 10.0]  # at most 1, 2, 4 and 8, and all
+    found = [_quantile((1.0, 2.0, 4.0, 8.0, inf), counts, share) for share in (0.5, 0.7, 0.95, 1.0)]
+    assert found == [2.0, 3.0, 6.0, 8.0]
+    assert _quantile((1.0, inf), [0.0, 3.0], 0.5) == 1.0
+
+
+@pytest.mark.parametrize(("key", "named"), [(KEY, False), (OPERATOR, True)], ids=["a tenant", "an operator"])
+async def test_a_client_is_told_that_its_answer_moved_and_the_engines_if_it_may_know_them(tmp_path, key, named):
+    (tmp_path / "tenants.toml").write_text(TENANTS)
+    async with open_stage("--tenants", str(tmp_path / "tenants.toml"), engines=2) as stage:
+        answer = stage.ask(authorization=f"Bearer {key}", **{"idempotency-key": "a-key"})
+        dead, submit, other = await stage.first_submit()
+        [alive] = [engine for engine in stage.engines if engine is not dead]
+        dead.send(output(submit.request_id, [80], 0))
+        await dead.stop()
+        again = await asyncio.wait_for(other, 20)
+        alive.send(output(again.request_id, [81], 1), output(again.request_id, [], 2, STOP))
+        lines = (await answer).text.splitlines()
+
+    [told] = [line for line in lines if line.startswith(": engine")]
+    pattern = r": engine {} lost \(.+\), continued on {}" if named else ": engine lost, continued on another one"
+    assert re.fullmatch(pattern.format(dead.address, alive.address) + r" after \d+\.\d s", told)
+    texts = [index for index, line in enumerate(lines) if re.search('"content":"[^"]', line)]
+    assert texts[0] < lines.index(told) < texts[1]
 
 
 async def test_nothing_is_done_while_nobody_looks():

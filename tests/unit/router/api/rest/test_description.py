@@ -35,7 +35,7 @@ async def described() -> dict:
 
 @pytest.mark.parametrize("page", [None, Page()], ids=["without the page", "with the page"])
 async def test_the_described_routes_are_those_that_the_application_has(page):
-    fleet = None if page is None else FleetEndpoint(NO_FEED, Authenticator(()), KEEPALIVE, for_all=True)
+    fleet = None if page is None else FleetEndpoint(NO_FEED, Authenticator(()), KEEPALIVE)
     updater = None if page is None else NO_UPDATER
     async with open_stage(page=page, fleet_endpoint=fleet, lora_updater=updater) as stage:
         paths = (await ask(stage.port, "GET", "/openapi.json")).json["paths"]
