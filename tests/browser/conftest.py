@@ -7,10 +7,13 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from gzip import decompress as gunzip
+from io import BytesIO
 from pathlib import Path
 from typing import Any
 
 import pytest
+from PIL import Image
 from selenium import webdriver
 from selenium.webdriver.chrome.options import Options
 from selenium.webdriver.chrome.service import Service
@@ -26,7 +29,7 @@ ROOT = Path(__file__).parents[2]
 DEMO = ROOT / "demo" / "model"
 IMAGES = ROOT / "docs" / "images"
 SMALL = ("--kv-cache-memory", str(64 << 20), "--swap-space", "0.0625", "--dtype", "float32")
-DESKTOP, PHONE = (1200, 800), (390, 800)
+DESKTOP, WIDE, PHONE = (1280, 800), (1920, 1080), (390, 800)
 PATIENCE = 30.0  # seconds
 REFUSED = ("Refused to", "Content Security Policy", "TrustedHTML", "Uncaught")
 CHROMIUM, DRIVER = shutil.which("chromium"), shutil.which("chromedriver")
@@ -93,6 +96,7 @@ class Browser:
     screenshots: bool = False
     requests: set[str] = field(default_factory=set)
     complaints: list[str] = field(default_factory=list)
+    is_new: bool = True
 
     def find(self, selector: str) -> WebElement:
         return self.driver.find_element(By.CSS_SELECTOR, selector)
@@ -125,7 +129,11 @@ class Browser:
         return texts[-1]
 
     def open(self, url: str, *, ready: bool = True) -> None:
-        """Opens a page; ``ready`` waits until it knows the models."""
+        """Opens a page; ``ready`` waits until it knows the models. A test's first one finds nothing stored."""
+        if self.is_new:
+            origin = {"origin": "/".join(url.split("/")[:3]), "storageTypes": "local_storage"}
+            self.driver.execute_cdp_cmd("Storage.clearDataForOrigin", origin)
+            self.is_new = False
         self.driver.get(url)
         if ready:
             self.wait(lambda: self.all("#model option"))
@@ -157,6 +165,21 @@ class Browser:
         script = "return [...document.querySelectorAll('.message.assistant .text')].at(-1).textContent"
         return str(self.driver.execute_script(script))
 
+    def ground(self) -> str:
+        """The colour behind everything."""
+        return str(self.driver.execute_script("return getComputedStyle(document.body).backgroundColor"))
+
+    def axe(self) -> list[str]:
+        """What axe-core (4.14.1, MPL-2.0) finds that keeps people from using the page: rule, and the first element."""
+        self.driver.execute_script(gunzip((Path(__file__).parent / "axe.min.js.gz").read_bytes()).decode())
+        script = """
+            const done = arguments[0];
+            axe.run({ resultTypes: ["violations"] }).then(({ violations }) => done(violations.map(({ id, nodes }) =>
+              `${id}: ${nodes[0].html.slice(0, 200)} ${nodes[0].failureSummary}`)));
+        """
+        found: list[str] = self.driver.execute_async_script(script)
+        return found
+
     def violations(self) -> list[str]:
         """What the page asked of another origin, what its own policy forbade, and its uncaught errors."""
         self._read_logs()
@@ -168,7 +191,18 @@ class Browser:
         """Writes a screenshot into the documents, if the tests were started with ``--screenshots``."""
         if self.screenshots:
             IMAGES.mkdir(exist_ok=True)
-            self.driver.save_screenshot(str(IMAGES / f"{name}.png"))
+            with Image.open(BytesIO(self.driver.get_screenshot_as_png())) as image:  # a palette takes a third
+                image.convert("RGB").quantize(128, dither=Image.Dither.NONE).save(IMAGES / f"{name}.png", optimize=True)
+
+    def pictures(self, name: str) -> None:
+        """As ``picture``, at three widths, light and dark."""
+        if self.screenshots:
+            for dark in (False, True):
+                for size in (PHONE, DESKTOP, WIDE):
+                    self.emulate(size, dark=dark)
+                    time.sleep(1)
+                    self.picture(f"{name}-{size[0]}-{'dark' if dark else 'light'}")
+            self.emulate()
 
     def _read_logs(self) -> None:
         for entry in self.driver.get_log("performance"):
@@ -208,6 +242,7 @@ def browser(_browser: Browser) -> Iterator[Browser]:
     _browser.driver.switch_to.new_window("tab")
     _browser.requests.clear()
     _browser.complaints.clear()
+    _browser.is_new = True
     _browser.emulate()
     yield _browser
     assert _browser.violations() == []

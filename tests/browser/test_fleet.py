@@ -4,10 +4,12 @@ import re
 import time
 from pathlib import Path
 
+import httpx
 import pytest
 
 from tests.browser.conftest import PHONE, Browser, Stack, needs_chromium, serving
 from tests.browser.test_chat import KEY, STORY, expected, low_contrast
+from tests.browser.test_conversations import press
 
 pytestmark = needs_chromium
 LONGER = "[a-z ]{1500}"
@@ -30,22 +32,33 @@ def test_a_killed_engine_is_seen_while_the_answer_goes_on(stack: Stack, browser:
     # Without leaving the view: where a request went is recorded for those who look.
     script = "document.getElementById('message').value = arguments[0]; arguments[1].requestSubmit()"
     browser.driver.execute_script(script, STORY, browser.find("#composer"))
-    browser.wait(lambda: "went to" in browser.text(".events"))
-    busy = re.findall(r"went to (\S+):", browser.text(".events"))[0]
+    browser.wait(lambda: "placed on" in browser.text(".events"))
+    busy = re.findall(r"placed on (\S+):", browser.text(".events"))[0]
     [victim] = [engine for engine in stack.engines if engine.address == busy]
     victim.kill()
-    browser.wait(lambda: f"{busy} is lost" in browser.text(".events"))
-    browser.wait(lambda: "goes on at" in browser.text(".events"))
+    browser.wait(lambda: f"{busy} lost" in browser.text(".events"))
+    browser.wait(lambda: "continued on" in browser.text(".events"))
+    [other] = [engine.address for engine in stack.engines if engine.address != busy]
+    browser.wait(lambda: f"1 answer continued on {other}" in browser.text(".incidents"))
+    assert re.search(rf"{busy} lost \d\d:\d\d:\d\d \(.+\)", browser.text(".incidents"))
+    assert "not back yet" in browser.text(".incidents")
     assert sorted(conditions(browser))[-1] == "ready"
-    if browser.screenshots:
-        browser.wait(lambda: re.search(r"KV memory: [1-9]", browser.text(".pool .note")))
-    browser.picture("page-fleet")
+    assert re.search(r"Lost \d\d:\d\d:\d\d, .* ago: .+\. The router reconnects", browser.text(".problem"))
+    press(browser, "Path of request", of=".attempt_lost")
+    path = browser.text(".steps")
+    assert re.search(
+        rf"placed on {busy}.*\n?.*left {busy}: .*\n?.*continued on {other}.*after a pause of \d+ m?s", path
+    )
+    assert re.search(rf"{busy} \(chosen\)\d+ m?s", path)
+    browser.find(".path button").click()
     stack.revive()
-    browser.wait(lambda: f"{busy} is ready" in browser.text(".events"))
+    browser.wait(lambda: f"{busy} ready" in browser.text(".events"))
     browser.wait(lambda: conditions(browser) == ["ready", "ready"])
+    browser.wait(lambda: re.search(r"back \d\d:\d\d:\d\d, after", browser.text(".incidents")))
     show(browser, "chat")
     whole = expected(stack, temperature=1, seed=9, structured_outputs={"regex": LONGER})["content"]
     assert browser.answer() == whole
+    assert re.search(rf"Engine {busy} lost \(.+\), continued on {other} after \d+\.\d s\.", browser.text(".notes"))
 
 
 def test_blocks_are_shown_one_by_one_and_in_words(stack: Stack, browser: Browser) -> None:
@@ -66,13 +79,13 @@ def test_blocks_are_shown_one_by_one_and_in_words(stack: Stack, browser: Browser
 
 
 ONE = [
-    "1 request · 1 waiting · 1 token a second · 1 preemption",
+    "1 request · 1 waiting · 1 tokens/s · 1 preemption",
     "0 of 1 block in use",
     "0 of 1 prompt token cached",
     "preempted 1 sequence",
 ]
 TWO = [
-    "2 requests · 2 waiting · 2 tokens a second · 2 preemptions",
+    "2 requests · 2 waiting · 2 tokens/s · 2 preemptions",
     "0 of 2 blocks in use",
     "0 of 2 prompt tokens cached",
     "preempted 2 sequences",
@@ -85,7 +98,8 @@ def test_what_there_is_one_of_is_in_the_singular(stack: Stack, browser: Browser,
     pool = {"cells": None, "used": 0, "total": count, "cached": None, "blocks_per_cell": 1}
     engine = {
         "id": "e", "condition": "ready", "requests": count, "waiting": count, "swapped": 0, "hit_rate": None,
-        "tokens_per_second": count, "preemptions": count, "device": pool, "host": pool,
+        "tokens_per_second": count, "preemptions": count, "device": pool, "host": pool, "models": [], "dtype": "",
+        "device_name": "", "max_model_len": 0, "started": 0, "problem": "",
     }  # fmt: skip
     events = [
         {"time": 0, "kind": "placed", "request": "r", "engine": "e", "attempt": 1, "scores": [], "cached_tokens": 0,
@@ -100,15 +114,32 @@ def test_what_there_is_one_of_is_in_the_singular(stack: Stack, browser: Browser,
             done([...root.querySelectorAll("p, li")].map((node) => node.textContent).join("\\n"));
         }, (error) => done(String(error)));
     """
-    snapshot = {"engines": [engine], "models": [], "requests": [], "omitted_requests": 0, "events": events}
+    snapshot = {
+        "time": 0, "engines": [engine], "models": [], "requests": [], "omitted_requests": 0, "events": events,
+        "incidents": [], "router": {"version": "1", "started": 0, "policy": "cost", "metrics_port": 1},
+    }  # fmt: skip
     text = browser.driver.execute_async_script(script, snapshot)
     assert [each for each in said if not re.search(rf"{each}\b", text)] == [], text
+
+
+def test_figures_have_curves_and_the_router_its_version_and_links(stack: Stack, browser: Browser) -> None:
+    browser.open(stack.router.url + "#fleet")
+    expected(stack, max_tokens=30)
+    browser.wait(lambda: not re.search("–", browser.text(".chart:nth-child(-n + 3)")))
+    assert re.search(r"Time to first token.*p50 \d+ m?s.*p95 \d+ m?s.*p99 \d+ m?s", browser.text(".chart:nth-child(2)"))
+    label = browser.find(".chart:nth-child(4) svg").get_attribute("aria-label")
+    assert re.fullmatch(r"Requests over 60 seconds: running \d+, waiting \d+, at most \d+\.", label)
+    assert browser.find(".chart .line").get_attribute("d").count("L") > 0
+    assert re.match(r"2 of 2 engines ready · Quire \S+ · up \d+ (m?s|min)", browser.text(".summary"))
+    assert re.search(r"quire-demo · cpu · float32 · context 2,048 · up \d+", browser.text(".engine .note"))
+    links = [link.get_attribute("href") for link in browser.all(".links a")]
+    assert [httpx.get(link).status_code for link in links] == [200, 200, 200]
 
 
 def test_nobody_looks_while_another_view_is_shown(stack: Stack, browser: Browser) -> None:
     browser.open(stack.router.url + "#fleet")
     browser.wait(lambda: "ready" in conditions(browser))
-    numbers = "return document.querySelector('.numbers').firstChild"
+    numbers = "return document.querySelector('.numbers .line').getAttribute('d')"
     before = browser.driver.execute_script(numbers)
     browser.wait(lambda: browser.driver.execute_script(numbers) != before)
     show(browser, "chat")

@@ -1,25 +1,32 @@
-// The playground: a conversation that is kept for this tab. An answer that a reload interrupted goes on where it was.
+// The playground: one conversation, and the field to write in. An answer that a reload interrupted continues where it was.
 
+import { Answers } from "./answers.js";
+import { Conversation, isFailed } from "./conversation.js";
+import { element } from "./dom.js";
+import { Library } from "./library.js";
 import { MessageView } from "./messages.js";
 import { SettingError } from "./settings.js";
-import { answer, call } from "./sse.js";
-import { keep } from "./storage.js";
 
-const STORED = "quire.chat";
-const SAVE_EVERY = 300; // milliseconds
-const EMPTY = { messages: [], pending: null };
+const OPEN = "quire.open"; // of this tab
+const SUGGESTIONS = ["Tell me a story about a fox.", "What is 7 plus 5?", "Write a Python function that reverses a list.", "Explain what a KV cache is, in three sentences."];
 
 export class Chat {
-  /** `session` has the API key, and `refused()` is called when the router does not take it. */
-  constructor(session, settings) {
-    this.session = session;
-    this.settings = settings;
-    for (const id of ["log", "status", "composer", "message", "send", "stop", "clear"]) this[id] = document.getElementById(id);
-    this.state = JSON.parse(sessionStorage.getItem(STORED)) ?? structuredClone(EMPTY);
-    this.views = [];
-    this.controller = null;
-    this.state.messages.forEach((message) => this.show(message));
+  /** `session` has the API key; `openSettings()` brings the parameters into view. */
+  constructor(session, settings, openSettings) {
+    Object.assign(this, { session, settings, openSettings, views: [] });
+    for (const id of ["log", "status", "composer", "message", "send", "stop", "clear", "welcome"]) this[id] = document.getElementById(id);
+    const shown = (each) => each === this.conversation;
+    this.answers = new Answers(session, {
+      changed: (each) => shown(each) && this.draw(),
+      ended: (each) => this.ended(each),
+      paused: (each, why) => shown(each) && this.say(why),
+      save: (each) => this.save(each),
+    });
+    const say = (...words) => this.say(...words);
+    this.library = new Library(document.getElementById("library"), { onOpen: (each) => this.open(each), say });
+    this.welcome.querySelector("ul").append(...SUGGESTIONS.map((text) => this.suggestion(text)));
     this.listen();
+    this.open(this.library.all.get(sessionStorage.getItem(OPEN)) ?? new Conversation());
   }
 
   listen() {
@@ -35,92 +42,150 @@ export class Chat {
     });
     this.stop.addEventListener("click", () => this.cancel());
     this.clear.addEventListener("click", () => this.startOver());
-    addEventListener("pagehide", () => this.save());
+    addEventListener("keydown", (event) => {
+      if (event.key === "Escape" && !event.defaultPrevented) this.cancel();
+      if (event.key.toLowerCase() === "o" && event.shiftKey && (event.ctrlKey || event.metaKey)) this.startOver(event);
+    });
+    addEventListener("pagehide", () => this.save(this.conversation));
   }
 
-  /** Goes on with the answer that a reload interrupted, if there is one. */
+  suggestion(textContent) {
+    const button = element("button", { type: "button", textContent });
+    button.addEventListener("click", () => this.ask([{ role: "user", content: textContent }]));
+    return element("li", {}, button);
+  }
+
+  /** Continues the answers of this tab that a reload interrupted. */
   resume() {
-    if (this.state.pending && !this.controller) this.read();
+    for (const each of this.library.all.values()) {
+      if (each.pending && this.answers.isOwn(each) && !this.answers.isRunning(each)) this.read(each);
+    }
+    this.showWelcome();
   }
 
-  /** Sends some messages after those before. Returns false if that is not possible now. */
-  ask(messages) {
-    if (this.controller) return false;
-    let fields;
-    try {
-      fields = this.settings.request();
-    } catch (error) {
-      if (!(error instanceof SettingError)) throw error;
-      this.settings.root.open = true;
-      error.field.focus();
-      this.status.textContent = error.message;
-      return false;
-    }
-    const before = this.state.messages.filter((message) => !message.error || message.content);
-    const sent = [...this.settings.system(), ...[...before, ...messages].map(asRequest)];
-    this.state.pending = { key: crypto.randomUUID?.() ?? randomKey(), body: { ...fields, messages: sent }, id: "", after: "" };
-    for (const message of [...messages, { role: "assistant", content: "" }]) {
-      this.state.messages.push(message);
-      this.show(message);
-    }
+  read(conversation) {
+    this.answers.read(conversation);
+    this.showBusy();
+  }
+
+  open(conversation) {
+    this.conversation = conversation;
+    sessionStorage.setItem(OPEN, conversation.id);
+    this.library.show(conversation);
+    this.say("");
+    this.show();
     this.log.scrollTop = this.log.scrollHeight;
-    this.read();
+  }
+
+  /** Shows the conversation as it is now. */
+  show() {
+    const path = this.conversation.path();
+    this.views = path.map((message) => this.view(message));
+    this.log.replaceChildren(...this.views.map((view) => view.node));
+    this.showWelcome();
+    this.showBusy();
+    const { pending } = this.conversation;
+    if (pending && !this.answers.isRunning(this.conversation) && !this.answers.isOwn(this.conversation)) this.offerRest();
+  }
+
+  /** The tab that read the answer is gone, or still reads it. */
+  offerRest() {
+    this.say("This answer was interrupted.", { name: "Continue", run: () => this.read(this.conversation) });
+  }
+
+  showWelcome() {
+    this.welcome.hidden = this.views.length > 0;
+    this.log.hidden = !this.welcome.hidden;
+    this.welcome.querySelector("#welcome-model").textContent = this.settings.model || "No model yet";
+    this.welcome.querySelector("#welcome-facts").textContent = this.settings.facts;
+  }
+
+  view(message) {
+    const { conversation } = this;
+    const siblings = conversation.siblings(message);
+    const index = siblings.indexOf(message);
+    const on = {
+      results: (texts) => this.sendResults(message, texts),
+      edit: (content) => this.ask([{ role: "user", content }], message.parent),
+      retry: () => this.retry(message),
+      branch: () => this.branch(message),
+      sibling: (step) => {
+        if (this.answers.isRunning(conversation)) return;
+        conversation.show(siblings[index + step]);
+        this.save(conversation);
+        this.show();
+      },
+    };
+    return new MessageView(message, { on, place: [index, siblings.length], limits: this.settings.limits });
+  }
+
+  /** Sends some messages behind the one `parent`. Returns false if that is not possible now. */
+  ask(messages, parent = this.conversation.leaf) {
+    const { conversation } = this;
+    const fields = this.fields();
+    if (!fields || this.answers.isRunning(conversation)) return false;
+    let last = parent;
+    for (const message of messages) last = conversation.add(message, last).id;
+    const sent = [...this.settings.system(), ...conversation.sentTo(last)];
+    conversation.add({ role: "assistant", content: "", model: fields.model }, last);
+    this.answers.begin(conversation, { ...fields, messages: sent });
+    this.save(conversation);
+    this.library.draw();
+    this.show();
+    this.log.scrollTop = this.log.scrollHeight;
     return true;
   }
 
-  show(message) {
-    const view = new MessageView(message, (results) => this.sendResults(message, results));
-    this.views.push(view);
-    this.log.append(view.node);
+  /** The fields of a request; null, with what is wrong shown, if they cannot be sent. */
+  fields() {
+    try {
+      return this.settings.request();
+    } catch (error) {
+      if (!(error instanceof SettingError)) throw error;
+      this.openSettings();
+      error.field.focus();
+      this.say(error.message);
+      return null;
+    }
+  }
+
+  /** Asks again. An answer that has a text stays, as another version. */
+  retry(message) {
+    if (this.answers.isRunning(this.conversation) || !this.fields()) return;
+    if (isFailed(message)) this.conversation.drop(message);
+    this.ask([], message.parent);
+  }
+
+  branch(message) {
+    const branch = this.conversation.branch(message);
+    this.save(branch);
+    this.open(branch);
+    this.message.focus();
   }
 
   sendResults(message, results) {
     const messages = results.map((content, index) => ({ role: "tool", tool_call_id: message.tool_calls[index].id, content }));
-    if (!this.ask(messages)) return false;
     message.answered = true;
-    return true;
+    if (!this.ask(messages, message.id)) message.answered = false;
   }
 
-  /** Reads the pending answer to its end. */
-  async read() {
-    const { pending, messages } = this.state;
-    const [message, view] = [messages.at(-1), this.views.at(-1)];
-    this.controller = new AbortController();
-    const began = performance.now();
-    const resumed = Boolean(pending.after);
-    this.busy(true);
-    view.update(false);
-    try {
-      const options = { key: this.session.key, signal: this.controller.signal, onPause: (text) => (this.status.textContent = text) };
-      for await (const chunk of answer(pending, options)) {
-        apply(message, chunk);
-        this.draw(view, message);
-      }
-      if (!resumed) message.seconds = (performance.now() - began) / 1000;
-    } catch (error) {
-      if (error.status === 401) this.session.refused(error.message);
-      if (error.name === "AbortError" || error.code === "cancelled") message.finish = "abort";
-      else message.error = error.message;
-    }
-    this.state.pending = null;
-    this.controller = null;
-    this.busy(false);
-    view.update(true);
-    this.follow();
-    this.save();
-  }
-
-  /** Draws what came, once a frame, and saves it now and then. */
-  draw(view) {
+  /** Draws what came, once a frame. */
+  draw() {
     this.frame ??= requestAnimationFrame(() => {
       this.frame = null;
-      if (this.controller) view.update(false);
+      if (this.answers.isRunning(this.conversation)) this.views.at(-1).update(false);
       this.follow();
     });
-    this.timer ??= setTimeout(() => {
-      this.timer = null;
-      this.save();
-    }, SAVE_EVERY);
+  }
+
+  ended(conversation) {
+    this.save(conversation);
+    this.library.draw();
+    if (conversation !== this.conversation) return;
+    this.say(this.status.dataset.warning ?? "");
+    this.views.at(-1).update(true);
+    this.showBusy();
+    this.follow();
   }
 
   follow() {
@@ -128,88 +193,44 @@ export class Chat {
     if (below < 120) this.log.scrollTop = this.log.scrollHeight;
   }
 
-  async cancel() {
-    const { pending } = this.state;
-    const controller = this.controller;
-    if (!pending || !controller) return;
+  cancel() {
+    if (!this.answers.isRunning(this.conversation)) return;
     this.stop.disabled = true;
-    try {
-      if (!pending.id) controller.abort();
-      else await call(`v1/requests/${encodeURIComponent(pending.id)}/cancel`, { key: this.session.key, method: "POST" });
-    } catch {
-      controller.abort(); // the router does not know it any more, or cannot be reached
-    }
+    this.answers.stop(this.conversation);
   }
 
-  startOver() {
-    this.cancel();
-    this.controller?.abort();
-    this.state = structuredClone(EMPTY);
-    this.views = [];
-    this.log.replaceChildren();
-    this.status.textContent = "";
-    this.save();
+  startOver(event) {
+    event?.preventDefault();
+    this.open(new Conversation());
     this.message.focus();
   }
 
-  busy(now) {
-    this.send.disabled = now;
+  showBusy() {
+    const now = this.answers.isRunning(this.conversation);
+    this.send.hidden = now;
     this.stop.hidden = !now;
     this.stop.disabled = false;
-    this.status.textContent = now ? "The model answers." : "";
+    if (now) this.views.at(-1)?.update(false);
   }
 
-  /**
-   * Stores the text and the position behind it together, so that a reload neither repeats nor skips a token. Where that
-   * is too large, log-probabilities are left out of what is stored, and stay in what is shown.
-   */
-  save() {
-    const smaller = () => ({ ...this.state, messages: this.state.messages.map(withoutTokens) });
-    if (keep(STORED, JSON.stringify(this.state)) || keep(STORED, JSON.stringify(smaller()))) return;
-    this.status.textContent = "This conversation is too long to survive a reload.";
+  /** Says something below the conversation; `action` is a button: `{name, run, milliseconds}`. */
+  say(text, action) {
+    clearTimeout(this.silence);
+    this.status.replaceChildren(text);
+    if (!action) return;
+    const button = element("button", { type: "button", textContent: action.name });
+    button.addEventListener("click", () => {
+      this.say("");
+      action.run();
+    });
+    this.status.append(" ", button);
+    if (action.milliseconds) this.silence = setTimeout(() => this.say(""), action.milliseconds);
   }
-}
 
-/** A copy whose `tokens` are null, if it has any: those that come after a reload alone would be a part of its text. */
-function withoutTokens(message) {
-  return message.tokens ? { ...message, tokens: null } : message;
-}
-
-/** A message as a request has it. */
-function asRequest({ role, content, tool_calls, tool_call_id }) {
-  const calls = tool_calls?.length ? { tool_calls } : {};
-  return { role, content, ...calls, ...(tool_call_id ? { tool_call_id } : {}) };
-}
-
-/** Adds what a chunk brings to the message. */
-function apply(message, chunk) {
-  if (chunk.usage) message.usage = chunk.usage;
-  const [choice] = chunk.choices ?? [];
-  if (!choice) return;
-  const { content, reasoning_content: reasoning, tool_calls: calls } = choice.delta ?? {};
-  message.content += content ?? "";
-  if (reasoning) message.reasoning = (message.reasoning ?? "") + reasoning;
-  for (const part of calls ?? []) addCall((message.tool_calls ??= []), part);
-  if (choice.logprobs?.content?.length && message.tokens !== null) {
-    const tokens = choice.logprobs.content.map((each) => [
-      each.token,
-      each.logprob,
-      each.top_logprobs.map((top) => [top.token, top.logprob]),
-      each.bytes ?? [],
-    ]);
-    (message.tokens ??= []).push(...tokens);
+  save(conversation) {
+    const kept = this.library.save(conversation);
+    if (kept) delete this.status.dataset.warning;
+    else this.status.dataset.warning = "There is no room in this browser to keep this conversation. Delete others, or export it.";
+    if (!kept && conversation === this.conversation) this.say(this.status.dataset.warning);
   }
-  if (choice.finish_reason) message.finish = choice.finish_reason;
-}
-
-function addCall(calls, part) {
-  const known = (calls[part.index] ??= { id: "", type: "function", function: { name: "", arguments: "" } });
-  known.id ||= part.id ?? "";
-  known.function.name += part.function?.name ?? "";
-  known.function.arguments += part.function?.arguments ?? "";
-}
-
-/** As `crypto.randomUUID`, which browsers have on https and localhost only. */
-function randomKey() {
-  return Array.from(crypto.getRandomValues(new Uint8Array(16)), (byte) => byte.toString(16).padStart(2, "0")).join("");
 }

@@ -1,37 +1,46 @@
-// The fleet, live: engines with their KV blocks, requests, and what happens. Fed by /v1/fleet/events while it is shown.
+// The fleet, live: figures with their curves, engines, requests and what happens. Fed by /v1/fleet/events while shown.
 
-import { element } from "./markdown.js";
+import { Activity } from "./activity.js";
+import { Chart, SPAN } from "./charts.js";
+import { clock, duration, element, number } from "./dom.js";
+import { EngineCard, legend } from "./engines.js";
 import { ApiError, call, events, pause } from "./sse.js";
 
 const RETRY = 2000; // milliseconds
 const STALE = 10000;
-const KEPT_EVENTS = 60;
-const STATES = ["free", "cached", "used", "shared"];
-const CONDITIONS = { ready: "ready", sleeping: "asleep", connecting: "not there yet", silent: "silent", failing: "failing, set aside", leaving: "leaving", reconnecting: "connection lost, trying again", lost: "lost" };
-const TERMS = { waiting: "waiting there", prefill: "computing the prompt", neighbours: "decoding neighbours", memory: "memory", others: "delay of others", affinity: "bound on affinity", session: "away from its session" };
-
-const number = (value) => value.toLocaleString("en");
-const counted = (value, noun) => `${number(value)} ${noun}${value === 1 ? "" : "s"}`;
-const seconds = (value) => (value >= 0.995 ? `${value.toFixed(1)} s` : `${Math.round(value * 1000)} ms`);
+const ALL = "";
+const QUANTILES = ["p50", "p95", "p99"];
+const per = (value) => `${Math.round(100 * value)} %`;
+const whole = (value) => number(Math.round(value));
 
 export class Fleet {
   constructor(root, session) {
-    this.session = session;
-    this.root = root;
-    this.known = new Map();
-    this.cards = new Map();
+    Object.assign(this, { root, session, known: new Map(), cards: new Map(), models: [], incidents: [], history: new Map(), attempts: 0 });
     this.note = element("p", { class: "note", role: "status" });
-    this.numbers = element("dl", { class: "numbers" });
+    this.summary = element("p", { class: "summary" });
+    this.links = element("p", { class: "links" });
+    this.select = element("select", { "aria-label": "Model" }, new Option("All models", ALL));
+    this.select.addEventListener("change", () => this.showCharts());
+    this.charts = {
+      tokens: new Chart("Tokens per second", { series: ["tokens/s"], format: whole }),
+      ttft: new Chart("Time to first token", { series: QUANTILES, format: duration }),
+      itl: new Chart("Inter-token latency", { series: QUANTILES, format: duration }),
+      load: new Chart("Requests", { series: ["running", "waiting"], format: whole }),
+      kv: new Chart("KV memory in use", { series: ["in use"], format: per, most: 1 }),
+      hits: new Chart("Prefix cache hits", { series: ["of prompt tokens"], format: per, most: 1 }),
+    };
     this.engines = element("div", { class: "engines" });
     this.requests = element("tbody");
     this.omitted = element("p", { class: "note" });
-    this.log = element("ol", { class: "events", role: "log", "aria-live": "polite", tabIndex: 0, "aria-label": "What happens" });
-    const heads = ["Request", "Engine", "Attempt", "Prompt (cached)", "Answer"].map((name) => element("th", { scope: "col", textContent: name }));
+    this.activity = new Activity();
+    const heads = ["Request", "Engine", "Attempt", "Prompt (cached)", "Output", "Age"].map((name) => element("th", { scope: "col", textContent: name }));
     const table = element("table", {}, element("thead", {}, element("tr", {}, ...heads)), this.requests);
     const section = (title, ...nodes) => element("section", {}, element("h2", { textContent: title }), ...nodes);
-    root.append(this.note, this.numbers, section("Engines", legend(), this.engines));
-    root.append(section("Requests in progress at this router", element("div", { class: "table", tabIndex: 0 }, table), this.omitted));
-    root.append(section("What happens", this.log));
+    root.append(element("div", { class: "fleet-head" }, this.summary, this.links, this.select), this.note);
+    root.append(element("h2", { class: "hidden", textContent: "Figures" }), element("section", { class: "numbers", "aria-label": "Figures" }, ...Object.values(this.charts).map((chart) => chart.node)));
+    const left = element("div", { class: "fleet-left" }, section("Engines", legend(), this.engines));
+    left.append(section("Requests in progress", element("div", { class: "table", tabIndex: 0, role: "group", "aria-label": "Requests in progress" }, table), this.omitted));
+    root.append(element("div", { class: "fleet-body" }, left, this.activity.node));
   }
 
   /** Reads the stream while the view is shown, and ends it when it is not. */
@@ -43,6 +52,11 @@ export class Fleet {
     if (shown) this.read(this.controller);
   }
 
+  /** Draws anew what has colours of its own. */
+  redraw() {
+    for (const card of this.cards.values()) card.redraw();
+  }
+
   async read(controller) {
     const { signal } = controller;
     while (!signal.aborted) {
@@ -52,7 +66,7 @@ export class Fleet {
       signal.addEventListener("abort", end);
       try {
         const response = await call("v1/fleet/events", { key: this.session.key, signal: attempt.signal });
-        this.note.textContent = "";
+        this.isStale("");
         for await (const event of events(response)) {
           clearTimeout(watchdog);
           watchdog = setTimeout(end, STALE);
@@ -61,7 +75,9 @@ export class Fleet {
       } catch (error) {
         if (signal.aborted) return;
         if (error.status === 401) this.session.refused(error.message);
-        this.note.textContent = error instanceof ApiError ? error.message : "The router cannot be reached. Trying again.";
+        this.attempts += 1;
+        const shown = this.time ? ` What is shown is of ${clock(this.time)}.` : "";
+        this.isStale(error instanceof ApiError ? error.message : `The router cannot be reached (attempt ${this.attempts}).${shown}`);
         if (error.status === 401 || error.status === 403) {
           this.controller = null;
           return;
@@ -74,165 +90,115 @@ export class Fleet {
     }
   }
 
+  /** Says why what is shown is not what is; "" if it is. */
+  isStale(why) {
+    if (!why) this.attempts = 0;
+    this.note.textContent = why;
+    this.root.classList.toggle("stale", Boolean(why));
+  }
+
   apply(kind, update) {
     if (kind === "snapshot") {
       const here = new Set(update.engines.map((engine) => engine.id));
       update.removed = [...this.known.keys()].filter((id) => !here.has(id));
-      this.log.replaceChildren();
+      this.router = update.router;
+      this.activity.clear();
+      this.history.clear();
     }
+    this.time = update.time;
+    this.models = update.models ?? this.models;
+    this.incidents = update.incidents ?? this.incidents;
     for (const id of update.removed ?? []) {
       this.known.delete(id);
       this.cards.get(id).node.remove();
       this.cards.delete(id);
     }
-    for (const engine of update.engines) {
-      this.known.set(engine.id, engine);
-      if (!this.cards.has(engine.id)) {
-        const card = new EngineCard(engine.id);
-        this.cards.set(engine.id, card);
-        this.engines.append(card.node);
-      }
-      this.cards.get(engine.id).update(engine);
-    }
-    this.models = update.models ?? this.models;
-    if (update.requests) this.showRequests(update.requests, update.omitted_requests);
-    for (const event of update.events) this.log.prepend(eventNode(event));
-    while (this.log.childElementCount > KEPT_EVENTS) this.log.lastChild.remove();
-    this.showNumbers();
+    for (const engine of update.engines) this.known.set(engine.id, engine);
+    this.showEngines();
+    this.running = update.requests ?? this.running;
+    this.showRequests(this.running, update.omitted_requests);
+    this.activity.add(update.events);
+    if (update.incidents) this.activity.showIncidents(update.incidents);
+    this.showModels();
+    this.record();
+    this.showSummary();
   }
 
-  showNumbers() {
+  showEngines() {
+    for (const [id, engine] of this.known) {
+      if (!this.cards.has(id)) {
+        const card = new EngineCard(id, this.known.size);
+        this.cards.set(id, card);
+        this.engines.append(card.node);
+      }
+      const incident = this.incidents.findLast((each) => each.engine === id && !each.back);
+      this.cards.get(id).update(engine, this.time, incident);
+    }
+  }
+
+  showSummary() {
     const engines = [...this.known.values()];
+    const ready = engines.filter((engine) => engine.condition === "ready").length;
+    const { version, started, policy, metrics_port: port } = this.router;
+    this.summary.replaceChildren(element("strong", { textContent: `${ready} of ${engines.length} engines ready` }), ` · Quire ${version} · up ${duration(Math.max(0, this.time - started))} · placement by ${policy}`);
+    if (this.links.childElementCount) return;
+    const metrics = new URL(location.href);
+    Object.assign(metrics, { port: String(port), pathname: "/metrics", hash: "", search: "", protocol: "http:" });
+    const links = { "API reference": "docs", "openapi.json": "openapi.json", metrics: metrics.href };
+    this.links.replaceChildren(...Object.entries(links).map(([textContent, href]) => element("a", { textContent, href })));
+  }
+
+  showModels() {
+    const names = this.models.map((model) => model.name);
+    const here = [...this.select.options].slice(1).map((option) => option.value);
+    if (names.join("\n") !== here.join("\n")) this.select.replaceChildren(new Option("All models", ALL), ...names.map((name) => new Option(name, name)));
+    this.select.hidden = names.length < 2;
+  }
+
+  /** Adds what the figures are now to their histories, of all models together and of each. */
+  record() {
+    for (const name of [ALL, ...this.models.map((model) => model.name)]) {
+      const samples = [...(this.history.get(name) ?? []), { time: this.time, ...this.figures(name) }];
+      this.history.set(name, samples.filter((each) => each.time >= this.time - SPAN));
+    }
+    this.showCharts();
+  }
+
+  /** The values of each chart. Of several models the slowest counts for latencies. */
+  figures(name) {
+    const models = this.models.filter((model) => !name || model.name === name);
+    const engines = [...this.known.values()].filter((engine) => !name || engine.models.includes(name));
     const sum = (values) => values.reduce((total, value) => total + (value ?? 0), 0);
-    const figures = {
-      "Engines ready": `${engines.filter((engine) => engine.condition === "ready").length} of ${engines.length}`,
-      Waiting: number(sum(this.models.map((model) => model.queued)) + sum(engines.map((engine) => engine.waiting))),
-      Running: number(sum(engines.map((engine) => engine.requests))),
-      "Tokens a second": number(Math.round(sum(engines.map((engine) => engine.tokens_per_second)))),
+    const most = (values) => values.reduce((best, value) => (value === null ? best : Math.max(best ?? 0, value)), null);
+    const quantiles = (kind) => QUANTILES.map((_, index) => most(models.map((model) => model[kind]?.[index] ?? null)));
+    const reported = engines.filter((engine) => engine.tokens_per_second !== null);
+    const hits = models.map((model) => model.hit_rate).filter((rate) => rate !== null);
+    const total = sum(engines.map((engine) => engine.device.total));
+    return {
+      tokens: [reported.length ? sum(reported.map((engine) => engine.tokens_per_second)) : sum(models.map((model) => model.tokens_per_second))],
+      ttft: quantiles("ttft"),
+      itl: quantiles("itl"),
+      load: [sum(engines.map((engine) => engine.requests)), sum(models.map((model) => model.queued)) + sum(engines.map((engine) => engine.waiting))],
+      kv: [total ? sum(engines.map((engine) => engine.device.used)) / total : null],
+      hits: [hits.length ? sum(hits) / hits.length : null],
     };
-    this.numbers.replaceChildren(...Object.entries(figures).map(([name, value]) => element("div", {}, element("dt", { textContent: name }), element("dd", { textContent: value }))));
+  }
+
+  showCharts() {
+    const samples = this.history.get(this.select.value) ?? this.history.get(ALL);
+    for (const [name, chart] of Object.entries(this.charts)) chart.show(samples.map((each) => ({ time: each.time, values: each[name] })));
   }
 
   showRequests(requests, omitted) {
-    const row = (each) => [each.id, each.engine || "waits", each.attempt, `${number(each.prompt_tokens)} (${number(each.cached_tokens)})`, number(each.output_tokens)];
-    this.requests.replaceChildren(...requests.map((each) => element("tr", {}, ...row(each).map((text) => element("td", { textContent: text })))));
+    const row = (each) => {
+      const open = element("button", { type: "button", class: "link", textContent: each.id, "aria-label": `Path of request ${each.id}` });
+      open.addEventListener("click", () => this.activity.dialog.open(each.id));
+      const words = [each.engine || "queue", each.attempt, `${number(each.prompt_tokens)} (${number(each.cached_tokens)})`, number(each.output_tokens), duration(Math.max(0, this.time - each.created))];
+      return element("tr", {}, element("td", {}, open), ...words.map((textContent) => element("td", { textContent })));
+    };
+    const focused = this.requests.contains(document.activeElement) ? document.activeElement.textContent : null;
+    this.requests.replaceChildren(...requests.map(row));
+    if (focused) [...this.requests.querySelectorAll("button")].find((button) => button.textContent === focused)?.focus();
     this.omitted.textContent = omitted ? `and ${number(omitted)} more` : requests.length ? "" : "None.";
   }
-}
-
-function legend() {
-  const names = { used: "in use", shared: "in use by several", cached: "cached", free: "free" };
-  const items = Object.entries(names).map(([state, name]) => element("li", {}, element("span", { class: `key ${state}` }), name));
-  return element("ul", { class: "legend", "aria-label": "States of KV blocks" }, ...items);
-}
-
-/** One engine. Its blocks are a canvas with a sentence that says the same. */
-class EngineCard {
-  constructor(id) {
-    this.title = element("h3", { textContent: id });
-    this.condition = element("span", { class: "condition" });
-    this.facts = element("p", { class: "note" });
-    this.pools = { device: new PoolGrid("KV memory"), host: new PoolGrid("Host memory") };
-    const { device, host } = this.pools;
-    this.node = element("article", { class: "engine" }, this.title, this.condition, this.facts, device.node, host.node);
-  }
-
-  update(engine) {
-    this.node.dataset.condition = engine.condition;
-    this.condition.textContent = CONDITIONS[engine.condition];
-    const facts = [counted(engine.requests, "request"), `${number(engine.waiting)} waiting`];
-    if (engine.swapped) facts.push(`${number(engine.swapped)} swapped out`);
-    if (engine.tokens_per_second !== null) facts.push(`${counted(Math.round(engine.tokens_per_second), "token")} a second`);
-    if (engine.hit_rate !== null) facts.push(`${Math.round(100 * engine.hit_rate)} % of prompts cached`);
-    if (engine.preemptions) facts.push(counted(engine.preemptions, "preemption"));
-    this.facts.textContent = facts.join(" · ");
-    this.pools.device.update(engine.device);
-    this.pools.host.update(engine.host);
-  }
-}
-
-const CELL = 8; // pixels, of which one is the gap
-
-class PoolGrid {
-  constructor(name) {
-    this.name = name;
-    this.canvas = element("canvas", { role: "img" });
-    this.caption = element("p", { class: "note" });
-    this.node = element("div", { class: "pool" }, this.canvas, this.caption);
-    new ResizeObserver(() => this.draw()).observe(this.node);
-    matchMedia("(prefers-color-scheme: dark)").addEventListener("change", () => this.draw());
-  }
-
-  update(pool) {
-    this.node.hidden = !pool.total;
-    const same = this.pool && this.pool.cells === pool.cells && this.pool.used === pool.used && this.pool.total === pool.total;
-    this.pool = pool;
-    const cached = pool.cached === null ? "" : `, ${number(pool.cached)} cached`;
-    const cells = pool.blocks_per_cell > 1 ? ` A square is ${pool.blocks_per_cell} blocks.` : "";
-    const rough = pool.cells ? cells : " Squares in proportion: the engine does not say what each block holds.";
-    this.caption.textContent = `${this.name}: ${number(pool.used)} of ${counted(pool.total, "block")} in use${cached}.${rough}`;
-    this.canvas.setAttribute("aria-label", this.caption.textContent);
-    if (!same) this.draw();
-  }
-
-  /** The state of each square. */
-  cells() {
-    if (this.pool.cells) return Uint8Array.from(atob(this.pool.cells), (letter) => letter.charCodeAt(0));
-    const count = Math.min(this.pool.total, 512);
-    return new Uint8Array(count).fill(2, 0, Math.round((count * this.pool.used) / this.pool.total));
-  }
-
-  draw() {
-    if (!this.pool?.total || !this.node.clientWidth) return;
-    const cells = this.cells();
-    const across = Math.max(1, Math.floor(this.node.clientWidth / CELL));
-    const rows = Math.ceil(cells.length / across);
-    const scale = devicePixelRatio || 1;
-    this.canvas.width = across * CELL * scale;
-    this.canvas.height = rows * CELL * scale;
-    this.canvas.style.width = `${across * CELL}px`;
-    const style = getComputedStyle(this.canvas);
-    const colours = STATES.map((state) => style.getPropertyValue(`--${state}`));
-    const context = this.canvas.getContext("2d");
-    context.scale(scale, scale);
-    cells.forEach((state, index) => {
-      context.fillStyle = colours[state];
-      context.fillRect((index % across) * CELL, Math.floor(index / across) * CELL, CELL - 1, CELL - 1);
-    });
-  }
-}
-
-/** An event as a line of the log; a placement can be unfolded to see why. */
-function eventNode(event) {
-  const time = element("time", { dateTime: new Date(event.time * 1000).toISOString(), textContent: new Date(event.time * 1000).toLocaleTimeString() });
-  if (event.kind === "placed" && event.scores.length) {
-    return element("li", { class: event.kind }, element("details", {}, element("summary", {}, time, ` ${sentence(event)}`), reasons(event)));
-  }
-  return element("li", { class: event.kind }, time, ` ${sentence(event)}`);
-}
-
-function sentence({ kind, request, engine, attempt, prompt_tokens: prompt, cached_tokens: cached, reason, count }) {
-  switch (kind) {
-    case "placed":
-      return `${request} ${attempt > 1 ? "goes on at" : "went to"} ${engine}: ${number(cached)} of ${counted(prompt, "prompt token")} cached there`;
-    case "attempt_lost":
-      return `${request} lost ${engine}: ${reason}`;
-    case "engine_full":
-      return `${engine} did not take ${request}: ${reason}`;
-    case "preempted":
-      return `${engine} preempted ${counted(count, "sequence")}`;
-    default:
-      return `${engine} ${{ engine_ready: "is ready", engine_lost: "is lost", engine_left: "has left" }[kind]}`;
-  }
-}
-
-function reasons(event) {
-  const rows = event.scores.map(([engine, terms]) => {
-    const total = Object.values(terms).reduce((sum, value) => sum + value, 0);
-    const parts = Object.entries(terms).filter(([, value]) => value).map(([name, value]) => `${TERMS[name] ?? name} ${seconds(value)}`);
-    const name = engine === event.engine ? `${engine} (chosen)` : engine;
-    return element("tr", {}, element("td", { textContent: name }), element("td", { textContent: seconds(total) }), element("td", { textContent: parts.join(", ") || "nothing" }));
-  });
-  const heads = ["Engine", "Cost", "Made of"].map((name) => element("th", { scope: "col", textContent: name }));
-  return element("div", { class: "table", tabIndex: 0 }, element("table", {}, element("thead", {}, element("tr", {}, ...heads)), element("tbody", {}, ...rows)));
 }

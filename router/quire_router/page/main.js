@@ -2,9 +2,9 @@
 
 import { Chat } from "./chat.js";
 import { Fleet } from "./fleet.js";
+import { listenToTabs, listenToTheme, Panels } from "./frame.js";
 import { Settings } from "./settings.js";
 import { ApiError, call, pause } from "./sse.js";
-import { keep } from "./storage.js";
 
 const KEY = "quire.key";
 const RETRY = 2000; // milliseconds
@@ -18,7 +18,7 @@ class Session {
     this.form.addEventListener("submit", (event) => {
       event.preventDefault();
       this.key = this.field.value.trim();
-      keep(KEY, this.key);
+      sessionStorage.setItem(KEY, this.key);
       this.form.hidden = true;
       start();
     });
@@ -32,46 +32,29 @@ class Session {
 }
 
 const session = new Session();
-const settings = new Settings(document.getElementById("settings"));
-const chat = new Chat(session, settings);
+const panels = new Panels();
+const settings = new Settings(document.getElementById("settings"), document.getElementById("model"));
+const chat = new Chat(session, settings, () => panels.set("settings", true));
 const fleet = new Fleet(document.getElementById("fleet"), session);
 const strip = document.getElementById("strip");
 
-/** Asks for the models, again and again until the router answers, and then goes on with what was interrupted. */
-async function start() {
+/** Asks for the models until the router answers, and then continues what was interrupted. */
+async function start(attempt = 1) {
   try {
     const { data } = await (await call("v1/models", { key: session.key })).json();
     strip.textContent = "";
-    settings.offer(data.map((model) => model.id));
+    settings.offer(data);
     chat.resume();
     fleet.restart();
   } catch (error) {
     if (error.status === 401) return session.refused(error.message);
-    strip.textContent = error instanceof ApiError ? error.message : "The router cannot be reached.";
-    pause(RETRY).then(start);
+    strip.textContent = error instanceof ApiError ? error.message : `The router cannot be reached (attempt ${attempt}).`;
+    pause(RETRY).then(() => start(attempt + 1));
   }
 }
 
-const tabs = [...document.querySelectorAll("[role=tab]")];
-
-function select(tab, focus) {
-  for (const each of tabs) {
-    each.setAttribute("aria-selected", String(each === tab));
-    each.tabIndex = each === tab ? 0 : -1;
-    document.getElementById(each.getAttribute("aria-controls")).hidden = each !== tab;
-  }
-  if (focus) tab.focus();
-  history.replaceState(null, "", tab.id === "tab-fleet" ? "#fleet" : location.pathname + location.search);
-  fleet.restart();
-}
-
-tabs.forEach((tab, index) => {
-  tab.addEventListener("click", () => select(tab));
-  tab.addEventListener("keydown", (event) => {
-    const step = { ArrowRight: 1, ArrowLeft: -1 }[event.key];
-    if (step) select(tabs[(index + step + tabs.length) % tabs.length], true);
-  });
-});
+listenToTabs(() => fleet.restart());
+listenToTheme(() => fleet.redraw());
+settings.select.addEventListener("change", () => chat.showWelcome());
 document.addEventListener("visibilitychange", () => fleet.restart());
-if (location.hash === "#fleet") select(tabs[1]);
 start();

@@ -5,6 +5,9 @@
 // only, where no character can belong to two parts of them; ends are found by code, and what was not found is not looked
 // for again.
 
+import { copyButton, element } from "./dom.js";
+import { highlight } from "./highlight.js";
+
 const FENCE = /^ {0,3}(`{3,}|~{3,})\s*([\w+#.-]*)/;
 const HEADING = /^ {0,3}(#{1,6})\s/;
 const ITEM = /^( *)([-*+]|\d{1,9}[.)])\s+/;
@@ -12,18 +15,6 @@ const QUOTE = /^ {0,3}>\s?/;
 const RULED = /^ {0,3}[-*_]/;
 const CELL_RULE = /^:?-+:?$/;
 const MAX_DEPTH = 8; // of quotes and lists in each other: a model can write thousands of ">"
-
-/** Element `name` with these properties and children (nodes or strings). */
-export function element(name, properties = {}, ...children) {
-  const node = document.createElement(name);
-  for (const [key, value] of Object.entries(properties)) {
-    if (key === "class") node.className = value;
-    else if (key.includes("-") || key === "role" || key === "for") node.setAttribute(key, value);
-    else node[key] = value;
-  }
-  node.append(...children.filter((child) => child !== null && child !== undefined));
-  return node;
-}
 
 /** Shows `text` in `parent`, as far as it has changed: while an answer grows, only its last block is made again. */
 export function render(parent, text) {
@@ -103,17 +94,8 @@ function codeBlock(lines, at, [, mark, language]) {
 }
 
 function code(text, language) {
-  const copy = element("button", { type: "button", class: "copy", textContent: "Copy" });
-  copy.addEventListener("click", async () => {
-    try {
-      await navigator.clipboard.writeText(text);
-      copy.textContent = "Copied";
-    } catch {
-      copy.textContent = "Cannot copy here"; // browsers allow it on https and localhost only
-    }
-  });
-  const head = element("div", { class: "code-head" }, element("span", { textContent: language || "code" }), copy);
-  const pre = element("pre", { tabIndex: 0 }, element("code", { textContent: text }));
+  const head = element("div", { class: "code-head" }, element("span", { textContent: language || "text" }), copyButton("Copy the code", () => text));
+  const pre = element("pre", { tabIndex: 0, "aria-label": "Code" }, element("code", {}, ...highlight(text, language)));
   return element("div", { class: "code" }, head, pre);
 }
 

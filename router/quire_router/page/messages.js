@@ -1,45 +1,35 @@
-// One message of the conversation on the page: its text, tokens in colours, reasoning, tool calls, and how it ended.
+// One message of a conversation on the page: its text, reasoning, tool calls, how it ended, and what can be done with it.
 
-import { element, render } from "./markdown.js";
+import { copyButton, counted, duration, element, iconButton, number } from "./dom.js";
+import { render } from "./markdown.js";
+import { TokenView } from "./tokens.js";
 
-const WHO = { user: "You", assistant: "Model", tool: "Result of a tool" };
 const REASONS = {
-  length: "It ended at the most tokens.",
-  abort: "Stopped.",
-  tool_calls: "It asks for tools.",
-  deadline: "It ended at its time limit.",
+  length: "Reached max tokens",
+  abort: "Stopped",
+  tool_calls: "Calls tools",
+  deadline: "Reached its time limit",
 };
-const SHADES = 8;
 
-/** The shade of a token: 0 for a certain one, up to 7 for one of probability 1/128 or less. */
-const shade = (logprob) => Math.min(SHADES - 1, Math.floor(-logprob / Math.LN2));
-const percent = (logprob) => `${(100 * Math.exp(logprob)).toPrecision(3)} %`;
-const visible = (text) => text.replaceAll("\n", "⏎\n");
-const CONTROL = /^<[|｜][^<>]*[|｜]>$|^<\/?s>$|^<(bos|eos|pad|start_of_turn|end_of_turn)>$/;
-const SPACES = [9, 10, 13, 32];
-
-/** Whether the bytes of a token are the next ones of `text` from `at` on, as far as that is there. */
-const continues = (text, at, bytes) => bytes.every((byte, index) => at + index >= text.length || text[at + index] === byte);
-
-/** Shows `message`. `onResults` is called with one result for each of its tool calls, in their order. */
+/**
+ * Shows `message`. `on` has what its buttons do: `results(texts)` for those of its tool calls, `edit(text)`, `retry()`,
+ * `branch()` and `sibling(step)`. `place` is `[index, count]` among the versions of the message, and `limits` has the
+ * context length of each model.
+ */
 export class MessageView {
-  constructor(message, onResults) {
-    this.message = message;
-    this.onResults = onResults;
+  constructor(message, { on, place, limits }) {
+    Object.assign(this, { message, on, place, limits });
     this.thoughts = element("div");
     this.reasoning = element("details", { class: "reasoning", hidden: true }, element("summary", { textContent: "Reasoning" }), this.thoughts);
     this.text = element("div", { class: "text" });
     this.calls = element("div");
+    this.notes = element("div", { class: "notes" });
     this.end = element("p", { class: "end" });
-    this.node = element(
-      "article",
-      { class: `message ${message.role}` },
-      element("h2", { textContent: WHO[message.role] }),
-      this.reasoning,
-      this.text,
-      this.calls,
-      this.end,
-    );
+    this.actions = element("div", { class: "actions" });
+    const who = { user: "You", assistant: message.model ?? "Model", tool: "Tool result" }[message.role];
+    const foot = element("footer", {}, this.end, this.actions);
+    this.node = element("article", { class: `message ${message.role}`, "aria-label": who }, element("h2", { textContent: who }));
+    this.node.append(this.reasoning, this.text, this.calls, this.notes, foot);
     this.update(true);
   }
 
@@ -50,72 +40,89 @@ export class MessageView {
     this.reasoning.hidden = !reasoning;
     if (reasoning) render(this.thoughts, reasoning);
     if (role !== "assistant") this.text.textContent = content;
-    else if (tokens?.length && !this.misread) this.showTokens(tokens, complete);
-    else render(this.text, content);
+    else if (!tokens?.length || !this.showTokens(complete)) render(this.text, content);
+    this.showNotes();
+    this.end.textContent = complete ? this.figures() : "";
     if (complete) this.showEnd();
   }
 
-  /**
-   * Shows the tokens that the answer's text is made of. Others, such as the end of the turn and the marks of reasoning, are
-   * no part of it. A token whose text has not come yet is shown later.
-   */
-  showTokens(tokens, complete) {
-    if (!this.tokens) {
-      this.read = 0; // of the tokens
-      this.at = 0; // bytes of the text that they were
-      this.shown = []; // the index of each token that has a place on the page
-      this.decoder = new TextDecoder();
-      this.tokens = element("div", { class: "tokens", tabIndex: 0, role: "group", "aria-label": "Tokens. Arrow keys show how probable each one was." });
-      this.chosen = element("p", { class: "chosen", role: "status" });
-      this.tokens.addEventListener("click", (event) => this.choose([...this.tokens.children].indexOf(event.target)));
-      this.tokens.addEventListener("keydown", (event) => {
-        const step = { ArrowRight: 1, ArrowLeft: -1 }[event.key];
-        if (step) this.choose(Math.max(0, (this.index ?? -1) + step));
-        if (step) event.preventDefault();
-      });
-      this.text.replaceChildren(this.tokens, this.chosen);
-    }
-    const { content, reasoning } = this.message;
-    const before = new TextEncoder().encode(reasoning ?? "").length;
-    const text = new TextEncoder().encode((reasoning ?? "") + content);
-    for (; this.read < tokens.length; this.read++) {
-      if (this.at === text.length && !complete) return;
-      const [, logprob, , all] = tokens[this.read];
-      // Spaces where a text begins are not always part of it.
-      const bytes = continues(text, this.at, all) ? all : all.slice(all.findIndex((byte) => !SPACES.includes(byte)));
-      if (!bytes.length || this.at === text.length || !continues(text, this.at, bytes)) continue;
-      if (this.at + bytes.length > text.length && !complete) return;
-      const part = this.decoder.decode(text.slice(this.at, this.at + bytes.length), { stream: true });
-      this.at = Math.min(text.length, this.at + bytes.length);
-      if (this.at <= before) continue;
-      this.shown.push(this.read);
-      this.tokens.append(element("span", { class: `p${shade(logprob)}`, textContent: visible(part) }));
-    }
-    if (complete && this.at < text.length) {
-      this.misread = true; // the tokens are not those of the text: it is shown without them
-      render(this.text, content);
-    }
+  showTokens(complete) {
+    if (this.misread) return false;
+    if (!this.tokens) this.text.replaceChildren(...(this.tokens = new TokenView(this.message)).nodes);
+    if (this.tokens.update(complete)) return true;
+    this.misread = true;
+    this.text.replaceChildren();
+    return false;
   }
 
-  /** Says how probable a token was, and what else could have stood there. */
-  choose(index) {
-    const found = this.tokens.children[index];
-    if (!found) return;
-    this.tokens.children[this.index]?.classList.remove("on");
-    found.classList.add("on");
-    this.index = index;
-    const [text, logprob, others] = this.message.tokens[this.shown[index]];
-    const name = (token) => (CONTROL.test(token) ? "a control token" : JSON.stringify(token));
-    const rest = others.map(([token, other]) => `${name(token)} ${percent(other)}`).join(", ");
-    this.chosen.textContent = `${name(text)} had ${percent(logprob)}. The most probable: ${rest}.`;
+  showNotes() {
+    const { moves, ignored } = this.message;
+    const lines = (moves ?? []).map((text) => `${text[0].toUpperCase()}${text.slice(1)}.`);
+    if (ignored?.length) lines.push(`The server ignored ${ignored.join(", ")}${ignored.includes("tools") ? ": this model's chat template knows no tools" : ""}.`);
+    if (this.notes.childElementCount !== lines.length) this.notes.replaceChildren(...lines.map((textContent) => element("p", { textContent })));
+  }
+
+  figures() {
+    const { finish, usage, seconds, first, model } = this.message;
+    const said = [REASONS[finish]];
+    if (usage) {
+      const { completion_tokens: drawn, prompt_tokens: prompt, prompt_tokens_details: details } = usage;
+      if (first !== undefined && seconds > first && drawn > 1) said.push(`${number(Math.round((drawn - 1) / (seconds - first)))} tokens/s`);
+      if (first !== undefined) said.push(`first token ${duration(first)}`);
+      said.push(counted(drawn, "token"));
+      const limit = this.limits.get(model);
+      said.push(`context ${number(prompt + drawn)}${limit ? ` of ${number(limit)}` : ""}`);
+      if (details?.cached_tokens) said.push(`${number(details.cached_tokens)} cached`);
+    }
+    return said.filter(Boolean).join(" · ");
   }
 
   showEnd() {
-    const { finish, error, usage, seconds, tool_calls: calls, answered } = this.message;
-    const numbers = usage && `${usage.completion_tokens} token${usage.completion_tokens === 1 ? "" : "s"}${seconds ? ` in ${seconds.toFixed(1)} s` : ""}, prompt ${usage.prompt_tokens}${cached(usage)}`;
-    this.end.textContent = [REASONS[finish], numbers].filter(Boolean).join(" ");
-    if (error) this.end.append(element("span", { class: "error", role: "alert", textContent: error }));
+    const { error, tool_calls: calls, answered, role, content } = this.message;
+    this.failure?.remove();
+    if (error) {
+      this.failure = element("p", { class: "error", role: "alert", textContent: error }, " ", this.button("Try again", () => this.on.retry()));
+      if (!content) this.failure.append(element("span", { class: "note", textContent: " The question is not sent again with the next one." }));
+      this.notes.after(this.failure);
+    }
     if (calls?.length && !this.calls.childElementCount) this.showCalls(calls, answered);
+    if (role === "tool") return;
+    const [index, count] = this.place;
+    const versions = element("span", { class: "versions" });
+    if (count > 1) {
+      const step = (name, label, by) => Object.assign(iconButton(name, label, () => this.on.sibling(by)), { disabled: index + by < 0 || index + by >= count });
+      versions.append(step("previous", "Previous version", -1), `${index + 1}/${count}`, step("next", "Next version", 1));
+    }
+    const edit = role === "user" ? iconButton("edit", "Edit", () => this.edit()) : iconButton("retry", "Regenerate", () => this.on.retry());
+    const branch = iconButton("branch", "Branch into a new conversation", () => this.on.branch());
+    this.actions.replaceChildren(versions, copyButton("Copy", () => content), edit, branch);
+  }
+
+  button(textContent, action) {
+    const button = element("button", { type: "button", textContent });
+    button.addEventListener("click", action);
+    return button;
+  }
+
+  /** Lets the user write another version of a question. */
+  edit() {
+    const box = element("textarea", { value: this.message.content, "aria-label": "Edit the message" });
+    const close = () => {
+      this.text.textContent = this.message.content;
+      this.actions.hidden = false;
+    };
+    const send = () => box.value.trim() && this.on.edit(box.value);
+    box.addEventListener("keydown", (event) => {
+      if (event.key === "Escape") close();
+      if (event.key !== "Enter" || event.shiftKey || event.isComposing) return;
+      event.preventDefault();
+      send();
+    });
+    const primary = this.button("Send", send);
+    primary.classList.add("primary");
+    this.text.replaceChildren(box, element("div", { class: "row" }, primary, this.button("Cancel", close)));
+    this.actions.hidden = true;
+    box.focus();
   }
 
   showCalls(calls, answered) {
@@ -126,18 +133,10 @@ export class MessageView {
       return box;
     });
     if (answered) return;
-    const send = element("button", { type: "button", textContent: "Send the results" });
-    send.addEventListener("click", () => {
+    const send = this.button("Send the results", () => {
       const missing = boxes.find((box) => !box.reportValidity());
-      if (missing || !this.onResults(boxes.map((box) => box.value))) return;
-      send.remove();
-      for (const box of boxes) box.disabled = true;
+      if (!missing) this.on.results(boxes.map((box) => box.value));
     });
     this.calls.append(send);
   }
 }
-
-const cached = (usage) => {
-  const tokens = usage.prompt_tokens_details?.cached_tokens;
-  return tokens ? ` (${tokens} of them cached)` : "";
-};

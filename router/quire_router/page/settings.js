@@ -1,6 +1,7 @@
-// The form of parameters: kept for this tab, and read as the fields of a request.
+// The form of parameters: kept in this browser, and read as the fields of a request.
 
-import { keep } from "./storage.js";
+import { number } from "./dom.js";
+import { keep, stored } from "./storage.js";
 
 const STORED = "quire.settings";
 const NUMBERS = ["temperature", "top_p", "top_k", "max_tokens", "presence_penalty", "frequency_penalty", "seed"];
@@ -15,24 +16,25 @@ export class SettingError extends Error {
 }
 
 export class Settings {
-  constructor(root) {
-    this.root = root;
+  /** `select` is the list of models, which stands elsewhere on the page. */
+  constructor(root, select) {
+    Object.assign(this, { root, select, limits: new Map() });
     this.shape = root.querySelector("#shape-label");
-    for (const kind of ["input", "change"]) root.addEventListener(kind, () => this.changed());
-    this.stored = JSON.parse(sessionStorage.getItem(STORED) ?? "{}");
+    this.stored = stored(STORED) ?? {};
     for (const field of this.fields()) {
       if (field.name in this.stored) field[field.type === "checkbox" ? "checked" : "value"] = this.stored[field.name];
+      for (const kind of ["input", "change"]) field.addEventListener(kind, () => this.changed());
     }
+    root.querySelector("#reset").addEventListener("click", () => this.reset());
     this.showShape();
-    if (matchMedia("(max-width: 50rem)").matches) root.open = false;
   }
 
   fields() {
-    return this.root.querySelectorAll("[name]");
+    return [this.select, ...this.root.querySelectorAll("[name]")];
   }
 
   field(name) {
-    return this.root.querySelector(`[name=${name}]`);
+    return this.fields().find((field) => field.name === name);
   }
 
   value(name) {
@@ -49,11 +51,30 @@ export class Settings {
     this.shape.hidden = ["text", "json_object"].includes(this.value("format"));
   }
 
-  /** Offers the models that this key may use. */
+  /** Empties all fields but the model. */
+  reset() {
+    for (const field of this.root.querySelectorAll("[name]")) {
+      if (field.type === "checkbox") field.checked = false;
+      else field.value = field.options?.[0].value ?? "";
+    }
+    this.changed();
+  }
+
+  /** Offers the models that this key may use, as the API lists them. */
   offer(models) {
-    const select = this.field("model");
-    select.replaceChildren(...models.map((name) => new Option(name, name)));
-    if (models.includes(this.stored.model)) select.value = this.stored.model;
+    this.select.replaceChildren(...models.map(({ id }) => new Option(id, id)));
+    this.limits = new Map(models.map((model) => [model.id, model.max_model_len]));
+    if (this.limits.has(this.stored.model)) this.select.value = this.stored.model;
+  }
+
+  get model() {
+    return this.select.value;
+  }
+
+  /** What is known of the model, in words. */
+  get facts() {
+    const limit = this.limits.get(this.model);
+    return limit ? `Context of ${number(limit)} tokens` : "";
   }
 
   /** The system message as a list of none or one. */

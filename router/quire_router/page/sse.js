@@ -25,8 +25,11 @@ export async function call(path, { key, headers = {}, ...options } = {}) {
   throw new ApiError(body.error, response.status);
 }
 
-/** Yields the events of a response: `{event, id, data}`. Comments are skipped; what is cut off is not an event. */
-export async function* events(response) {
+/**
+ * Yields the events of a response: `{event, id, data}`. `onComment` gets the text of each comment; what is cut off is
+ * not an event.
+ */
+export async function* events(response, onComment = () => {}) {
   const reader = response.body.pipeThrough(new TextDecoderStream()).getReader();
   let [rest, fields] = ["", { event: "message", data: [] }];
   try {
@@ -36,6 +39,7 @@ export async function* events(response) {
       for (const line of lines) {
         const [, name, value] = /^([^:]*):? ?(.*?)\r?$/.exec(line) ?? [];
         if (name === "data") fields.data.push(value);
+        else if (line.startsWith(":")) onComment(value);
         else if (name === "event" || name === "id") fields[name] = value;
         else if (!line.trim() && fields.data.length) {
           yield { ...fields, data: fields.data.join("\n") };
@@ -53,15 +57,17 @@ export async function* events(response) {
  *
  * `pending` says how far it came, is updated before each chunk is yielded, and can be stored: `{key, body, id, after}`,
  * where `key` is the Idempotency-Key, `body` the request, `id` the request's id once it is known, and `after` the id of
- * the last event. `onPause` is called with a sentence while there is no connection, and with "" when there is one again.
+ * the last event. `onPause` is called with a sentence while there is no connection, and with "" when there is one again;
+ * `onHeaders` with those of each response, and `onComment` with what the router says beside the answer.
  */
-export async function* answer(pending, { key, signal, onPause }) {
+export async function* answer(pending, { key, signal, onPause, onHeaders, onComment }) {
   for (let attempt = 0; ; attempt += 1) {
     try {
       const response = await open(pending, key, signal);
       onPause("");
+      onHeaders(response.headers);
       pending.id ||= response.headers.get("x-request-id") ?? "";
-      for await (const event of events(response)) {
+      for await (const event of events(response, onComment)) {
         if (event.data === "[DONE]") return;
         const chunk = JSON.parse(event.data);
         if (chunk.error) throw new ApiError(chunk.error, 0);
@@ -74,7 +80,8 @@ export async function* answer(pending, { key, signal, onPause }) {
     } catch (error) {
       const again = error instanceof ApiError ? error.resumable || error.status === 503 : error instanceof TypeError;
       if (!again || signal.aborted || attempt >= MAX_ATTEMPTS) throw error;
-      onPause(error instanceof ApiError ? error.message : "The connection broke. Trying again.");
+      const why = error instanceof ApiError ? error.message : "The connection broke.";
+      onPause(`${why} Attempt ${attempt + 1} of ${MAX_ATTEMPTS}.`);
     }
     await pause(PAUSE);
     signal.throwIfAborted();

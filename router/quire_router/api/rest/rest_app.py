@@ -58,7 +58,7 @@ from quire_router.api.rest.openapi import (
     LORA_UPDATES,
     UNLOAD_LORA,
 )
-from quire_router.api.rest.page import FOLDER, HOME, Page
+from quire_router.api.rest.page import DOCS, FOLDER, HOME, Page
 from quire_router.api.rest.pooling_routes import pooling_handlers
 from quire_router.api.rest.responses_endpoints import PATH as RESPONSES_PATH
 from quire_router.api.rest.responses_endpoints import ResponseEndpoints
@@ -361,7 +361,11 @@ def build_api(
         routes += _conversation_routes(ConversationEndpoints(service, conversations, limits))
     if page is None:
         return RestApp(service, routes, client_timeout)
-    routes += [_route(HOME, "GET", page.home), _route(FOLDER + "{name}", "GET", page.file)]
+    routes += [
+        _route(HOME, "GET", page.home),
+        _route(DOCS, "GET", page.docs),
+        _route(FOLDER + "{name}", "GET", page.file),
+    ]
     return RestApp(service, routes, client_timeout, open_paths=PUBLIC_PATHS | page.paths)
 
 

@@ -10,7 +10,7 @@ from quire_router.api.auth import Authenticator
 from quire_router.api.fleet_feed import FleetFeed
 from quire_router.api.rest.endpoints import FleetEndpoint
 from quire_router.api.rest.openapi import FLEET, LORA_UPDATES, openapi
-from quire_router.api.rest.page import HOME, Page
+from quire_router.api.rest.page import DOCS, HOME, Page
 from quire_router.api.rest.rest_app import PUBLIC_PATHS
 from quire_router.api.rest.sse import KEEPALIVE
 from quire_router.engines.loaded_loras import LoadedLoRAs
@@ -23,7 +23,7 @@ from tests.support.scripted_api import ask, chat, completion, open_stage
 KEY = "k" * 16
 CHAT, MESSAGES = "/v1/chat/completions", "/v1/messages"
 PAGE = "https://chat.example"
-NOT_DESCRIBED = {*PUBLIC_PATHS, HOME, "/page/{name}", "/openapi.json"}
+NOT_DESCRIBED = {*PUBLIC_PATHS, HOME, DOCS, "/page/{name}", "/openapi.json"}
 NO_UPDATER = LoRAUpdater(cast(EnginePool, None), (), LoadedLoRAs(MemoryObjectStore()))  # as are routes that update
 NO_FEED = cast(FleetFeed, None)  # the stream is described, not read
 
@@ -40,7 +40,7 @@ async def test_the_described_routes_are_those_that_the_application_has(page):
     async with open_stage(page=page, fleet_endpoint=fleet, lora_updater=updater) as stage:
         paths = (await ask(stage.port, "GET", "/openapi.json")).json["paths"]
         routes = {route.path_format: {method.lower() for method in route.methods} for route in stage.app.routes}
-        optional = {HOME, "/page/{name}", FLEET, *LORA_UPDATES}
+        optional = {HOME, DOCS, "/page/{name}", FLEET, *LORA_UPDATES}
         assert optional & set(routes) == (set() if page is None else optional)
         assert {path: set(methods) for path, methods in paths.items()} == {
             path: methods - {"head"} for path, methods in routes.items() if path not in NOT_DESCRIBED

@@ -29,8 +29,8 @@ async def test_browsers_get_the_page_and_other_clients_where_the_api_is():
 
 async def test_all_that_the_page_names_is_served_without_a_key_and_nothing_else_is():
     async with open_stage(page=Page(), keys=[KEY]) as stage:
-        page = await get(stage, "/", **HTML)
-        names = set(re.findall(r'(?:src|href)="(page/[^"]+)"', page.text))
+        pages = [await get(stage, path, **HTML) for path in ("/", "/docs")]
+        names = {name for page in pages for name in re.findall(r'(?:src|href)="(page/[^"]+)"', page.text)}
         assert names
         seen = set()
         while names:
@@ -42,7 +42,8 @@ async def test_all_that_the_page_names_is_served_without_a_key_and_nothing_else_
         others = [(await get(stage, path)).status_code for path in ("/page/", "/page/__init__.py", "/v1/models")]
 
     assert seen == {f"page/{path.rpartition('/')[2]}" for path in Page().paths if path.startswith("/page/")} - {
-        "page/index.html"
+        "page/index.html",
+        "page/docs.html",
     }
     assert others == [401, 401, 401]
 
@@ -58,7 +59,7 @@ async def test_a_file_is_sent_once_and_then_only_confirmed():
     assert first.headers["content-type"] == "text/javascript; charset=utf-8"
 
 
-@pytest.mark.parametrize("path", ["/", "/page/main.js", "/page/style.css"])
+@pytest.mark.parametrize("path", ["/", "/docs", "/page/main.js", "/page/base.css", "/page/swagger-ui-bundle.js"])
 async def test_a_browser_may_load_nothing_from_elsewhere_and_run_nothing_inline(path):
     async with open_stage(page=Page()) as stage:
         headers = (await get(stage, path, **HTML)).headers
@@ -68,10 +69,11 @@ async def test_a_browser_may_load_nothing_from_elsewhere_and_run_nothing_inline(
     assert not any("unsafe" in value or "*" in value for value in policy.values())
     assert policy["frame-ancestors"] == "'none'"
     assert headers["x-content-type-options"] == "nosniff"
+    assert ("require-trusted-types-for" in policy) == (path != "/docs")
 
 
 async def test_without_the_page_there_is_nothing_at_its_paths():
     async with open_stage() as stage:
-        statuses = [(await get(stage, path, **HTML)).status_code for path in ("/", "/page/main.js")]
+        statuses = [(await get(stage, path, **HTML)).status_code for path in ("/", "/docs", "/page/main.js")]
 
-    assert statuses == [404, 404]
+    assert statuses == [404, 404, 404]

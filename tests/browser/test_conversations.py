@@ -1,0 +1,235 @@
+"""Conversations that the browser keeps: their list, versions of their messages, what failed, and what is said of an
+answer beside its text.
+"""
+
+import json
+import re
+import time
+from pathlib import Path
+
+from tests.browser.conftest import DESKTOP, PHONE, Browser, Stack, needs_chromium
+from tests.browser.test_chat import DARK, LIGHT, STORY
+
+pytestmark = needs_chromium
+ANSWERS = "return [...document.querySelectorAll('.message.assistant .text')].map((node) => node.textContent)"
+SENT = """
+    globalThis.sent = [];
+    const real = globalThis.fetch;
+    globalThis.fetch = (url, options) => {
+      if (options?.body) globalThis.sent.push(JSON.parse(options.body).messages.map((message) => message.content));
+      return real(url, options);
+    };
+"""
+
+
+def ask(browser: Browser, text: str, *, answers: int = 1) -> str:
+    browser.say(text)
+    browser.wait(lambda: len(browser.all(".message.assistant")) == answers and not browser.answering)
+    return browser.answer()
+
+
+def press(browser: Browser, label: str, *, of: str = "body", last: bool = False) -> None:
+    """Clicks the button with that label."""
+    found = browser.all(f"{of} [aria-label^='{label}']")
+    browser.driver.execute_script("arguments[0].click()", found[-1 if last else 0])
+
+
+def names(browser: Browser) -> list[str]:
+    return browser.text(".conversation-row .open").split("\n")
+
+
+def test_conversations_are_kept_renamed_deleted_and_come_back(stack: Stack, browser: Browser) -> None:
+    browser.open(stack.router.url)
+    assert browser.text("#welcome-model") == "quire-demo"
+    assert "2,048 tokens" in browser.text("#welcome-facts")
+    browser.set(temperature=0, max_tokens=5)
+    browser.find("#welcome li button").click()
+    browser.answer()
+    browser.find("#clear").click()
+    ask(browser, "What is 7 plus 5?")
+    assert names(browser) == ["What is 7 plus 5?", "Tell me a story about a fox."]
+
+    press(browser, "Rename What")
+    browser.find(".conversation-row input").send_keys("Sums\n")
+    browser.driver.refresh()
+    browser.wait(lambda: browser.all("#model option"))
+    assert names(browser) == ["Sums", "Tell me a story about a fox."]
+    assert browser.find("[aria-current]").text == "Sums"
+    assert len(browser.all(".message")) == 2
+
+    press(browser, "Delete Sums")
+    assert names(browser) == ["Tell me a story about a fox."]
+    assert not browser.all(".message")
+    browser.find("#status button").click()  # Undo
+    assert names(browser)[0] == "Sums"
+    assert len(browser.all(".message")) == 2
+
+
+def test_conversations_are_exported_and_imported(stack: Stack, browser: Browser, tmp_path: Path) -> None:
+    browser.open(stack.router.url)
+    browser.set(temperature=0, max_tokens=5)
+    answer = ask(browser, STORY)
+    browser.driver.execute_cdp_cmd("Browser.setDownloadBehavior", {"behavior": "allow", "downloadPath": str(tmp_path)})
+    browser.find("#export").click()
+    browser.wait(lambda: list(tmp_path.glob("*.json")))
+    [file] = tmp_path.glob("quire-conversations-*.json")
+    press(browser, "Delete")
+    browser.find("#import-file").send_keys(str(file))
+    browser.wait(lambda: browser.all(".message"))
+    assert browser.answer() == answer
+    assert "Imported 1 conversation." in browser.text("#status")
+
+    file.write_text(json.dumps({"conversations": [{"messages": [{"id": 1, "parent": 7, "role": "user"}]}]}))
+    browser.find("#import-file").send_keys(str(file))
+    browser.wait(lambda: "no conversations" in browser.text("#status"))
+    assert len(names(browser)) == 1
+
+
+def test_a_message_is_edited_an_answer_made_again_and_a_branch_begun(stack: Stack, browser: Browser) -> None:
+    browser.open(stack.router.url)
+    browser.set(temperature=0, max_tokens=12)
+    first = ask(browser, "What is 7 plus 5?")
+    press(browser, "Regenerate")
+    browser.wait(lambda: browser.text(".assistant .versions") == "2/2")
+    assert browser.answer() == first
+
+    press(browser, "Edit", of=".message.user")
+    box = browser.find(".message.user textarea")
+    box.clear()
+    box.send_keys("What is 2 plus 2?\n")
+    browser.wait(lambda: browser.text(".user .versions") == "2/2")
+    second = browser.answer()
+    assert second != first
+    press(browser, "Previous version", of=".message.user")
+    assert browser.driver.execute_script(ANSWERS) == [first]
+
+    press(browser, "Branch", of=".message.user")
+    assert len(browser.all(".message")) == 1
+    assert names(browser)[0] == "What is 7 plus 5? (branch)"
+    ask(browser, "And?")
+    assert len(names(browser)) == 2
+
+
+def test_a_question_that_failed_can_be_tried_again_and_is_not_sent_with_the_next(
+    stack: Stack, browser: Browser
+) -> None:
+    browser.open(stack.router.url)
+    browser.driver.execute_script(SENT)
+    browser.set(temperature=0, max_tokens=5, format="regex")
+    browser.set(shape="(")
+    browser.say("One")
+    browser.wait(lambda: browser.all(".message > .error"))
+    assert "not sent again" in browser.text(".message > .error")
+
+    browser.set(format="text")
+    ask(browser, "Two", answers=2)
+    assert browser.driver.execute_script("return sent") == [["One"], ["Two"]]
+    browser.find("#clear").click()
+    browser.set(format="regex")
+    browser.say("Three")
+    browser.wait(lambda: browser.all(".message > .error"))
+    browser.set(format="text")
+    browser.find(".message > .error button").click()
+    assert browser.answer()
+    assert not browser.all(".message > .error")
+    assert browser.driver.execute_script("return sent.at(-1)") == ["Three"]
+
+
+def test_an_answer_says_how_fast_it_was_and_what_the_server_ignored(stack: Stack, browser: Browser) -> None:
+    browser.open(stack.router.url)
+    browser.set(temperature=0, max_tokens=20, tools='[{"name": "weather", "parameters": {"type": "object"}}]')
+    ask(browser, STORY)
+    assert re.search(r"\d tokens/s · first token [\d.]+ m?s · 20 tokens · context \d+ of 2,048", browser.text(".end"))
+    assert re.search("The server ignored .*tools.*: this model's chat template knows no tools", browser.text(".notes"))
+
+
+def test_panels_never_cover_the_conversation_when_the_window_narrows(stack: Stack, browser: Browser) -> None:
+    browser.open(stack.router.url)
+    panels = [browser.find("#library"), browser.find("#settings")]
+    assert all(panel.is_displayed() for panel in panels)
+    browser.emulate((800, 700))
+    browser.wait(lambda: not any(panel.is_displayed() for panel in panels))
+    browser.find("#toggle-settings").click()
+    assert panels[1].is_displayed()
+    browser.find("#toggle-library").click()
+    assert [panel.is_displayed() for panel in panels] == [True, False]
+    browser.find("#toggle-library").send_keys("\ue00c")  # Escape
+    assert not panels[0].is_displayed()
+    browser.emulate(DESKTOP)
+    browser.wait(lambda: all(panel.is_displayed() for panel in panels))
+
+
+def test_the_theme_is_chosen_and_kept(stack: Stack, browser: Browser) -> None:
+    browser.emulate(dark=True)
+    browser.open(stack.router.url)
+    assert browser.ground() == DARK
+    browser.find("#theme").click()
+    assert browser.ground() == LIGHT
+    browser.driver.refresh()
+    assert browser.ground() == LIGHT
+    browser.find("#theme").click()
+    browser.find("#theme").click()
+    assert "as the system" in browser.find("#theme").get_attribute("aria-label")
+
+
+def test_code_has_colours_and_stays_what_it_is(stack: Stack, browser: Browser) -> None:
+    browser.open(stack.router.url)
+    code = 'def add(a, b):  # sum\n    return f"{a}" + str(1.5)\n'
+    script = """
+        const [code, done] = arguments;
+        import("/page/markdown.js").then(({ render }) => {
+          const node = document.createElement("div");
+          render(node, "```python\\n" + code + "```");
+          const kinds = [...node.querySelectorAll("code span")].map((each) => [each.className, each.textContent]);
+          done([node.querySelector("code").textContent, kinds]);
+        });
+    """
+    text, kinds = browser.driver.execute_async_script(script, code)
+    assert text == code.rstrip("\n")
+    assert ["hl-keyword", "def"] in kinds
+    assert ["hl-comment", "# sum"] in kinds
+    assert ["hl-string", '"{a}"'] in kinds
+    assert ["hl-number", "1.5"] in kinds
+
+
+def test_code_is_coloured_in_time_proportional_to_its_length(stack: Stack, browser: Browser) -> None:
+    browser.open(stack.router.url)
+    script = """
+        const [text, language, done] = arguments;
+        import("/page/highlight.js").then(({ highlight }) => {
+          const seconds = (count) => {
+            const began = performance.now();
+            highlight(text.repeat(count), language);
+            return performance.now() - began;
+          };
+          seconds(500);
+          done([seconds(2000), seconds(16000)]);
+        });
+    """
+    for text in ('"', "'''", "/*", "`", "#", "<a", "a-"):
+        short, long = browser.driver.execute_async_script(script, text, "python" if text != "/*" else "c")
+        assert long < 8 * 4 * short + 200, text
+
+
+def test_the_axe_finds_nothing_to_criticise(stack: Stack, browser: Browser) -> None:
+    browser.open(stack.router.url)
+    browser.set(temperature=0, max_tokens=20, logprobs=True)
+    ask(browser, STORY)
+    for dark in (False, True):
+        browser.emulate(dark=dark)
+        assert browser.axe() == []
+    browser.find("#tab-fleet").click()
+    browser.wait(lambda: "ready" in browser.text(".condition"))
+    time.sleep(1)
+    for dark in (False, True):
+        browser.emulate(dark=dark)
+        assert browser.axe() == []
+    browser.emulate(PHONE)
+    assert browser.axe() == []
+
+
+def test_the_reference_of_the_api_is_read_offline_under_its_own_policy(stack: Stack, browser: Browser) -> None:
+    browser.open(f"{stack.router.url}/docs", ready=False)
+    browser.wait(lambda: browser.all(".opblock"))
+    assert "/v1/chat/completions" in browser.text(".opblock-summary-path")
+    assert not browser.all(".errors-wrapper")
