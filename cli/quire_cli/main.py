@@ -9,7 +9,7 @@ from typing import NoReturn
 
 from quire_proto import __version__
 from quire_proto.cli import PROGRAM_VARIABLE
-from quire_proto.terminal import did_you_mean, fail
+from quire_proto.terminal import bold_headings, did_you_mean, fail
 
 from quire_cli.commands import COMMANDS, Command, usage
 
@@ -28,7 +28,7 @@ def main() -> None:
     if arguments[:1] == ["--version"]:
         sys.stdout.write(f"quire {__version__}\n")
     elif arguments and arguments[-1] in _HELP and (len(arguments) == 1 or _below(arguments[0])):
-        sys.stdout.write(usage())
+        sys.stdout.write(bold_headings(usage(), sys.stdout))
     else:
         _refuse(arguments)
 
@@ -52,7 +52,7 @@ def _refuse(arguments: Sequence[str]) -> NoReturn:
     """Ends the process with what is wrong with this command, or with the list of commands if there was none."""
     first, second = [*arguments[:2], "", ""][:2]
     if not first:
-        sys.stderr.write(usage())
+        sys.stderr.write(bold_headings(usage(), sys.stderr))
         raise SystemExit(2)
     if below := _below(first):
         fail(f"quire {first} needs a subcommand: {' or '.join(below)}", "quire --help lists all commands", 2)

@@ -16,7 +16,6 @@ from inspect import cleandoc
 from typing import TYPE_CHECKING, Annotated, Any, ClassVar, NoReturn, TypeVar
 
 from pydantic import AfterValidator, ValidationError
-from pydantic_core import ErrorDetails
 from pydantic_settings import (
     BaseSettings,
     CliApp,
@@ -28,7 +27,7 @@ from pydantic_settings import (
 )
 
 from quire_proto import __version__
-from quire_proto.terminal import did_you_mean, fail, report_error
+from quire_proto.terminal import bold_headings, did_you_mean, fail, report_error
 from quire_proto.units import unit_metavar
 
 if TYPE_CHECKING:
@@ -156,7 +155,7 @@ def reject_unknown_env(kind: type[CliSettings], others: Iterable[str] = ()) -> N
         _stop(unknown)
 
 
-def _explain(problem: ErrorDetails) -> str:
+def _explain(problem: Mapping[str, Any]) -> str:
     """Returns what is wrong with a setting, without pydantic's words for it where others are plainer."""
     location, kind = problem["loc"], problem["type"]
     limits = {
@@ -231,6 +230,11 @@ class FlagParser(ArgumentParser):
         operands = (_operand(each) for each in self._actions if not each.option_strings)
         self.usage = self.usage or " ".join((self.prog, "[FLAGS]", *operands))
         return super().format_help()
+
+    def print_help(self, file: Any = None) -> None:
+        """As ``ArgumentParser.print_help``, with bold headings in a terminal."""
+        stream = sys.stdout if file is None else file
+        stream.write(bold_headings(self.format_help(), stream))
 
     def parse_known_args(self, args: Any = None, namespace: Any = None) -> Any:
         """As ``ArgumentParser.parse_known_args``, which ``parse_args`` calls."""

@@ -4,6 +4,7 @@ Colours are used where standard error is a terminal, unless ``NO_COLOR`` is set 
 """
 
 import os
+import re
 import sys
 from typing import NoReturn, TextIO
 
@@ -12,6 +13,7 @@ INTERRUPTED = 130
 CLEAR_LINE = "\r\x1b[K"
 RED, GREEN, YELLOW, CYAN = "\x1b[1;31m", "\x1b[32m", "\x1b[33m", "\x1b[1;36m"
 BOLD, DIM, PLAIN = "\x1b[1m", "\x1b[2m", "\x1b[0m"
+_HEADING = re.compile(r"^(?:usage:|[A-Za-z].*:$)", re.MULTILINE)
 
 
 def has_color(stream: TextIO | None) -> bool:
@@ -24,6 +26,11 @@ def has_color(stream: TextIO | None) -> bool:
 def colored(text: str, color: str, stream: TextIO | None) -> str:
     """Returns ``text`` in a color where ``stream`` shows it."""
     return f"{color}{text}{PLAIN}" if has_color(stream) else text
+
+
+def bold_headings(text: str, stream: TextIO | None) -> str:
+    """Returns a help text with its headings in bold where ``stream`` shows that."""
+    return _HEADING.sub(lambda found: colored(found[0], BOLD, stream), text)
 
 
 def report_error(problem: str, tip: str = "") -> None:

@@ -8,6 +8,7 @@ from typing import Any, get_args
 from pydantic.fields import FieldInfo
 from pydantic_core import PydanticUndefined
 from pydantic_settings import BaseSettings
+from quire_cli import commands
 from quire_engine.config import EngineConfig
 from quire_router.config import Settings
 
@@ -16,6 +17,8 @@ CONFIGURATION = ROOT / "docs" / "configuration.md"
 METRICS = ROOT / "docs" / "metrics.md"
 COMMANDS: dict[str, type[BaseSettings]] = {"quire-router": Settings, "quire-engine": EngineConfig}
 HEAD = ["| flag | default | |", "|---|---|---|"]
+CLI = ROOT / "docs" / "cli.md"
+CLI_HEAD = ["| command | |", "|---|---|"]
 
 
 def section(page: Path, heading: str) -> list[str]:
@@ -62,8 +65,18 @@ def _line(cells: Iterable[str]) -> str:
     return "| " + " | ".join(cell.replace("|", "\\|") for cell in cells) + " |"
 
 
+def command_rows() -> Iterator[list[str]]:
+    """Each command of ``quire`` as a row: what to type, with a link to what describes it, and what it does."""
+    for command in commands.COMMANDS:
+        yield [f"[`quire {command.usage}`]({command.more.removeprefix('cli.md')})", command.summary]
+
+
 def write() -> None:
-    """Writes the table under each command's heading again."""
+    """Writes the table of commands, and that under each service's heading, again."""
+    lines = CLI.read_text().splitlines()
+    begin = lines.index(CLI_HEAD[0])
+    table = [*CLI_HEAD, *map(_line, command_rows())]
+    CLI.write_text("\n".join([*lines[:begin], *table, *lines[lines.index("", begin) :], ""]))
     for command in COMMANDS:
         lines = CONFIGURATION.read_text().splitlines()
         begin = lines.index(f"## `{command}`") + 2

@@ -54,17 +54,24 @@ def with_flood(settings: FleetSettings, jobs: list[Job]) -> list[Job]:
     return add_flood(jobs, settings.tenants, settings.flood or 1.0, settings.seed)
 
 
-def run_all(settings: FleetSettings, jobs: Sequence[Job], change: Change = unchanged) -> Records:
+def run_all(
+    settings: FleetSettings,
+    jobs: Sequence[Job],
+    change: Change = unchanged,
+    watch: Callable[[str], None] = lambda _: None,
+) -> Records:
     """Runs all policies. Returns the records by utilisation and policy; ``change`` is applied to the requests once they
-    have their times.
+    have their times. ``watch`` gets a line before each run.
     """
     records: Records = {}
+    total = len(settings.utilisation) * len(settings.placement)
     for utilisation in settings.utilisation:
         timed = change(settings, at_utilisation(settings, jobs, utilisation))
-        records[utilisation] = {
-            policy: FleetSimulation(settings.fleet(policy), settings, settings.seed).run(timed)
-            for policy in settings.placement
-        }
+        row = records[utilisation] = dict[str, RunRecord]()
+        for policy in settings.placement:
+            done = sum(map(len, records.values()))
+            watch(f"run {done + 1} of {total}: {policy} at utilisation {utilisation:g}")
+            row[policy] = FleetSimulation(settings.fleet(policy), settings, settings.seed).run(timed)
     return records
 
 

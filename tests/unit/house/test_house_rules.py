@@ -335,7 +335,8 @@ def test_no_class_has_the_name_of_another(distribution: str) -> None:
 @pytest.mark.parametrize("distribution", DISTRIBUTIONS)
 def test_nothing_is_loose_at_the_root_of_a_package(distribution: str) -> None:
     """But entry, configuration, wiring and errors; what both services must compute alike is proto's business."""
-    allowed = {"__init__", "app", "background_jobs", "cli", "components", "config", "errors", "factory", "main"}
+    allowed = {"__init__", "app", "background_jobs", "cli", "commands", "components", "config", "errors"}
+    allowed |= {"factory", "main"}
     if distribution != "proto":
         assert {path.stem for path in (ROOT / distribution / f"quire_{distribution}").glob("*.py")} <= allowed
 

@@ -70,6 +70,15 @@ def test_the_page_of_settings_has_every_flag_with_its_default(command: str) -> N
     )
 
 
+def test_the_page_of_the_command_line_has_every_command() -> None:
+    lines = pages.CLI.read_text().splitlines()
+    begin = lines.index(pages.CLI_HEAD[0])
+    table = lines[begin : lines.index("", begin)]
+    assert list(pages.rows(table)) == list(pages.command_rows()), (
+        "write the tables again: .venv/bin/python -m tests.support.pages"
+    )
+
+
 @pytest.mark.parametrize("command", pages.COMMANDS)
 def test_its_flags_are_those_of_the_commands(command: str, capsys: pytest.CaptureFixture[str]) -> None:
     with suppress(SystemExit):

@@ -1,5 +1,6 @@
 """Wrong settings are said in plain words, and the usage of a command is one line."""
 
+import sys
 from collections.abc import Sequence
 from typing import ClassVar, Literal
 
@@ -61,3 +62,16 @@ def test_the_usage_is_one_line_with_the_name_that_was_typed(monkeypatch: pytest.
     assert flags_parser(Example).format_help().startswith("usage: example [FLAGS]\n\nAn example.\n")
     monkeypatch.setenv(PROGRAM_VARIABLE, "quire example")
     assert flags_parser(Example).format_help().startswith("usage: quire example [FLAGS]\n")
+
+
+def test_headings_of_a_help_are_bold_in_a_terminal(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    flags_parser(Example).print_help()
+    assert "\x1b" not in capsys.readouterr().out
+    monkeypatch.setattr(type(sys.stdout), "isatty", lambda _: True)
+    monkeypatch.setenv("TERM", "xterm")
+    monkeypatch.delenv("NO_COLOR", raising=False)
+    flags_parser(Example).print_help()
+    shown = capsys.readouterr().out
+    assert shown.startswith("\x1b[1musage:\x1b[0m example [FLAGS]\n\nAn example.\n\n\x1b[1moptions:\x1b[0m\n  -h")

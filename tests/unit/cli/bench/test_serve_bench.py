@@ -17,6 +17,7 @@ from quire_cli.bench.config import ServeBenchConfig
 from quire_cli.bench.dataset import SampleRequest
 from quire_cli.bench.load import Load, Run, run_load
 from quire_cli.bench.metrics import compute_result
+from quire_cli.bench.report import format_result
 from quire_proto.cli import read_settings
 
 from tests.support.sse_server import END, HEAD, Answer, Peer, chunk, response, serving, stream, token, usage
@@ -91,6 +92,15 @@ async def test_a_steady_server_gives_exact_figures() -> None:
     assert result["max_concurrent_requests"] <= 2
     assert [round(time, 9) for time in result["queue_times"]] == [0.0, 1.5, 3.0, 4.5]
     assert result["warnings"] == []
+
+
+async def test_a_run_of_less_than_two_seconds_has_no_peak() -> None:
+    for requests, is_shown in ((1, False), (2, True)):
+        clock = Clock()
+        found, _ = await run(steady(clock, 0.5, 0.125, 9), requests, Load(max_concurrency=1), now=clock)
+        result = compute_result(config(), Load(), found, lambda text: None)
+        assert result["duration"] == 1.5 * requests
+        assert ("Peak output token throughput" in format_result(config(), Load(), result)) == is_shown
 
 
 async def test_a_closed_loop_runs_no_more_at_once_than_it_may_and_uses_connections_again() -> None:

@@ -35,6 +35,22 @@ def test_policies_stand_below_each_other_for_each_utilisation(command) -> None:
     assert lines[1].count("imbalance") == 1
 
 
+def test_a_terminal_shows_which_run_is_on(
+    command, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(type(sys.stderr), "isatty", lambda _: True)
+    monkeypatch.setenv("TERM", "xterm")
+    monkeypatch.delenv("NO_COLOR", raising=False)
+    shown: list[str] = []
+    monkeypatch.setattr(sys.stderr, "write", shown.append)
+    command(*SMALL, "--limit", "5", "--utilisation", "0.5", "--policies", "cost,random")
+    assert shown == [
+        "\r\x1b[K\x1b[2mrun 1 of 2: cost at utilisation 0.5\x1b[0m",
+        "\r\x1b[K\x1b[2mrun 2 of 2: random at utilisation 0.5\x1b[0m",
+        "\r\x1b[K\x1b[2m\x1b[0m",
+    ]
+
+
 def test_equal_seeds_print_the_same_byte_for_byte(command) -> None:
     arguments = (
         *SMALL,
