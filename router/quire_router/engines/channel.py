@@ -137,10 +137,6 @@ def _credentials(tls: ClientTls, contents: Contents) -> grpc.ChannelCredentials:
     return grpc.ssl_channel_credentials(authorities, identity.key, identity.chain)
 
 
-_CLOSED = ("socket closed", "connection reset", "broken pipe")
-"""What gRPC reports of a connection whose other end is gone."""
-
-
 @dataclass(frozen=True, slots=True)
 class ConnectFailure:
     """Why there is no stream. ``refused``: the address refuses connections. ``lasting``: trying again does not help
@@ -163,7 +159,7 @@ class ConnectFailure:
                 return cls(f"it does not let this router in: {details}", lasting=True)
             if (about_tls := explain(details, tls)) is not None:
                 return cls(about_tls, lasting=True)
-            if any(closed in details.lower() for closed in _CLOSED):
+            if _CLOSED.search(details):
                 return cls("connection closed")
             return cls(f"{error.code().name}: {details}")
         return cls(str(error) or type(error).__name__, lasting=isinstance(error, TlsError))
