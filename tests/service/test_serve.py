@@ -1,6 +1,7 @@
 """``quire serve``: one command, one tree of processes; what dies comes back, and nothing is left behind."""
 
 import json
+import os
 import re
 import shlex
 import shutil
@@ -85,6 +86,13 @@ def serving(tmp_path: Path, *flags: str) -> Iterator[Tree]:
             tree.end(signal.SIGKILL)
 
 
+def quire(tree: Tree, *arguments: str) -> subprocess.CompletedProcess[str]:
+    """A command of the same user."""
+    environment = {**os.environ, "XDG_STATE_HOME": str(tree.log.parent / "state")}
+    command = [sys.executable, "-m", "quire_cli.main", *arguments]
+    return subprocess.run(command, env=environment, capture_output=True, text=True, timeout=120, check=False)
+
+
 def port_of(process: psutil.Process, flag: str) -> int:
     return int(next(part.partition("=")[2] for part in process.cmdline() if part.startswith(f"{flag}=")))
 
@@ -100,6 +108,10 @@ def test_streams_go_on_when_an_engine_is_killed_and_both_it_and_the_router_come_
         expected = tree.client.completions.create(**STORY, extra_body=IGNORE_EOS).choices[0].text
         engines = tree.named("quire_engine.cli")
         assert len(engines) == 2
+        assert re.search(r"^quire    \| KV       [\d,]{3,} tokens for each of 2 engines$", tree.text, re.MULTILINE)
+        assert "quire    | dtype    float32 on cpu\n" in tree.text
+        [listed] = json.loads(quire(tree, "ps", "--json").stdout)
+        assert (listed["pid"], listed["url"], listed["ready_engines"]) == (tree.popen.pid, tree.url, 2)
         for engine in engines:
             with (
                 grpc.insecure_channel(f"127.0.0.1:{port_of(engine, '--port')}") as channel,
@@ -234,7 +246,12 @@ def test_a_model_of_the_hub_is_downloaded_and_served_by_its_name(
             assert [each.id for each in client.models.list().data] == ["org/demo"]
             assert client.models.retrieve("org/demo").id == "org/demo"
             assert client.completions.create(model="org/demo", prompt="Once", max_tokens=4).choices[0].text
-            assert tree.end() == 130
+            assert quire(tree, "complete", "Once", "--max-tokens", "4").stdout.startswith("Once")
+            assert "error: org/demo is served at " in quire(tree, "rm", "org/demo", "--yes").stderr
+            stopped = quire(tree, "stop")
+            assert (stopped.returncode, stopped.stdout.splitlines()[0]) == (0, f"stopping org/demo at {tree.url}")
+            assert tree.wait(1) == 130
+            assert quire(tree, "ps").stderr == "no server runs here; quire serve MODEL starts one\n"
         finally:
             tree.kill()
 

@@ -23,7 +23,7 @@ class AnswerView:
         self._wrap = WordWrap(shutil.get_terminal_size().columns - 1) if self.is_terminal else None
         self._lock = RLock()
         self._began, self._first, self._last = monotonic(), 0.0, 0.0
-        self._is_thinking = self._is_waiting = self._was_cut = False
+        self._is_thinking = self._is_waiting = self._was_cut = self._is_broken = False
 
     @property
     def has_begun(self) -> bool:
@@ -44,7 +44,10 @@ class AnswerView:
                 self._write(self._dim if thought else f"{self._plain}\n")
                 self._is_thinking = bool(thought)
             shown = thought + text if self.is_terminal else text
-            self._write(shown if self._wrap is None else self._wrap.feed(shown))
+            if self._wrap is not None:
+                shown = self._wrap.feed(shown.removeprefix(" ") if self._is_broken else shown)
+                self._is_broken = False
+            self._write(shown)
             self.text += text
 
     def note(self, text: str) -> None:
@@ -53,18 +56,17 @@ class AnswerView:
             return
         with self._lock:
             self._clear_wait()
-            self._write("\n" * bool(self._wrap and self._wrap.column))
+            self._break_line()
             self._write(f"{self._dim}– {text} –{self._plain}\n{self._dim if self._is_thinking else ''}")
-            self._wrap = WordWrap(shutil.get_terminal_size().columns - 1)
 
     def wait(self, text: str) -> None:
         """Shows a dim line until the next piece or note."""
         if not self.is_terminal:
             return
         with self._lock:
-            self._write("\n" * bool(not self._is_waiting and self._wrap and self._wrap.column))
+            self._break_line()
             self._write(f"{CLEAR_LINE}{self._dim}{text}{self._plain}")
-            self._is_waiting, self._wrap = True, WordWrap(shutil.get_terminal_size().columns - 1)
+            self._is_waiting = True
 
     def cut(self) -> None:
         """Shows that the connection was lost, and with the next piece how long that took."""
@@ -97,6 +99,12 @@ class AnswerView:
         if self._first:
             self.longest_pause = max(self.longest_pause, now - self._last)
         self._first, self._last = self._first or now, now
+
+    def _break_line(self) -> None:
+        """Ends a line of the answer that has begun: its rest begins the next one."""
+        if self._wrap is not None and self._wrap.column:
+            self._write("\n")
+            self._wrap, self._is_broken = WordWrap(shutil.get_terminal_size().columns - 1), True
 
     def _clear_wait(self) -> None:
         if self._is_waiting:

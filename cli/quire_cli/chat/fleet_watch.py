@@ -13,7 +13,7 @@ from typing import Any, Self
 from quire_cli.chat.answer_view import AnswerView
 from quire_cli.chat.api_client import ApiClient
 
-ID_CHARACTERS = 8  # of a request's id, which the stream shows
+ID_PREFIX, ID_CHARACTERS = "chatcmpl-", 8  # what chunks put before a request's id, and how much the stream shows of it
 SHORTEST_PAUSE = 0.1  # seconds that may have been a lost engine
 PERIOD = 0.6  # seconds in which the next event comes
 REASONS = {
@@ -66,7 +66,7 @@ class FleetWatch:
         self._engines.update((engine["id"], engine["condition"]) for engine in sample["engines"])
         self._ready.update((model["name"], model["ready_engines"]) for model in sample["models"] or ())
         self._requests = self._requests if sample["requests"] is None else sample["requests"]
-        own = self.request_id[:ID_CHARACTERS]
+        own = self.request_id.removeprefix(ID_PREFIX)[:ID_CHARACTERS]
         for event in sample["events"]:
             if own and event["kind"] == "attempt_lost" and event["request"] == own and event["number"] > self._told:
                 self._lost, self._told = event, event["number"]

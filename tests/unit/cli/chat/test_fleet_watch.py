@@ -12,8 +12,9 @@ from quire_cli.chat.fleet_watch import FleetWatch
 
 from tests.support.processes import eventually
 
-ID = "chatcmpl-7f3a"
-LOST = {"number": 5, "kind": "attempt_lost", "engine": "h:1", "request": ID[:8], "attempt": 1, "reason": "closed"}
+SHOWN = "7f3a9b2c"
+ID = f"chatcmpl-{SHOWN}0d1e"  # as router/quire_router/api/rest/openai_format.py writes it
+LOST = {"number": 5, "kind": "attempt_lost", "engine": "h:1", "request": SHOWN, "attempt": 1, "reason": "closed"}
 
 
 class Fleet(ApiClient):
@@ -53,7 +54,7 @@ class Shown:
 
 
 def request(engine: str, attempt: int) -> dict[str, Any]:
-    return {"id": ID[:8], "engine": engine, "attempt": attempt}
+    return {"id": SHOWN, "engine": engine, "attempt": attempt}
 
 
 @pytest.mark.usefixtures("terminal")
@@ -68,7 +69,7 @@ def test_a_lost_engine_and_the_next_one_are_named(fleet: Fleet, capsys: pytest.C
         eventually(lambda: "\r\x1b[K– engine h:1 lost, continued on h:2 after 0.0 s –\n" in shown())
         view.add(" a time")
     assert shown().startswith("Once upon\n")
-    assert shown().endswith(" a time")
+    assert shown().endswith(" –\na time"), "no line begins with the space between two words"
 
 
 @pytest.mark.usefixtures("terminal")
@@ -131,7 +132,7 @@ def test_a_lost_connection_is_a_note_once_it_is_there_again(capsys: pytest.Captu
     assert shown.startswith(
         "Once\n\r\x1b[Kthe connection is lost; trying again\r\x1b[K– connection lost, continued after 2.0 s"
     )
-    assert shown.endswith(" upon\n")
+    assert shown.endswith(" –\nupon\n")
 
 
 @pytest.mark.usefixtures("terminal")
