@@ -329,7 +329,7 @@ def test_a_wrong_setting_ends_the_start_with_a_line_that_names_it(arguments, fla
         (["--engine-kv-events-port", "5557"], "needs servers of vLLM"),
         (["--engine-kv-events-port", "5557", "--engine", "sglang+http://h:1"], "needs servers of vLLM"),
         (["--engine-kv-events-replay-port", "5558", "--engine", "vllm+http://h:1"], "needs --engine-kv-events-port"),
-        (["--engine-kv-events-port", "0", "--engine", "vllm+http://h:1"], "greater than or equal to 1"),
+        (["--engine-kv-events-port", "0", "--engine", "vllm+http://h:1"], "must be at least 1, not 0"),
     ],
 )
 def test_kv_events_are_read_from_servers_of_vllm_alone(arguments, message, capsys):
