@@ -26,9 +26,9 @@ class AnswerView:
         self._is_thinking = self._is_waiting = self._was_cut = self._is_broken = False
 
     @property
-    def has_begun(self) -> bool:
-        """Whether anything has come."""
-        return self._first > 0
+    def silence(self) -> float:
+        """Seconds since the last piece, or since the question."""
+        return monotonic() - (self._last or self._began)
 
     def add(self, text: str, thought: str = "") -> None:
         """Shows the next piece."""
@@ -70,7 +70,7 @@ class AnswerView:
 
     def cut(self) -> None:
         """Shows that the connection was lost, and with the next piece how long that took."""
-        self._was_cut = self.has_begun
+        self._was_cut = bool(self._first)
         self.wait("the connection is lost; trying again")
 
     def clear(self) -> None:

@@ -22,6 +22,7 @@ from quire_cli.machine.server import WRONG_KEY, base_url, no_server, not_http, o
 
 READ_TIMEOUT = 60.0  # seconds of silence; Quire's streams have a comment each 5 s
 PATIENCE = 60.0  # seconds in which a stream that was cut is tried again
+NOTE = "engine "  # how a comment begins that says that an answer left an engine
 PAUSE = 0.5  # seconds between two tries, at least
 _UNAVAILABLE = 503
 _UNAUTHORIZED = 401
@@ -81,10 +82,16 @@ class ApiClient:
         return (sample for _, sample in self._events(Ask("GET", "/fleet/events")))
 
     def stream(
-        self, path: str, body: Mapping[str, object], on_cut: Callable[[], None] = lambda: None
+        self,
+        path: str,
+        body: Mapping[str, object],
+        *,
+        on_cut: Callable[[], None] = lambda: None,
+        on_note: Callable[[str], None] = lambda _: None,
     ) -> Generator[dict[str, Any], None, None]:
         """The chunks of a streamed answer, each once, across cut connections; before each new one ``on_cut`` is called.
-        If the caller stops reading, the request is cancelled. Raises ``ApiError``.
+        ``on_note`` gets what Quire says of an engine that was lost. If the caller stops reading, the request is
+        cancelled. Raises ``ApiError``.
         """
         body = {**body, "stream": True}
         ask = Ask("POST", path, body, {"Idempotency-Key": uuid4().hex})
@@ -93,7 +100,7 @@ class ApiClient:
         try:
             while True:
                 try:
-                    for event_id, chunk in self._events(ask):
+                    for event_id, chunk in self._events(ask, on_note):
                         request_id, last, began = str(chunk.get("id", "")), monotonic(), True
                         yield chunk
                         if event_id:
@@ -122,7 +129,9 @@ class ApiClient:
         with suppress(ApiError, OSError, HTTPException), self._response(Ask("POST", f"/requests/{request_id}/cancel")):
             pass
 
-    def _events(self, ask: Ask) -> Iterator[tuple[str, dict[str, Any]]]:
+    def _events(
+        self, ask: Ask, on_note: Callable[[str], None] = lambda _: None
+    ) -> Iterator[tuple[str, dict[str, Any]]]:
         """Id and content of each event of one connection. Raises ``_CutError`` if it ends before ``[DONE]``."""
         with self._response(ask) as response:
             event_id = ""
@@ -130,6 +139,8 @@ class ApiClient:
                 name, _, value = line.decode().rstrip("\r\n").partition(": ")
                 if name == "id":
                     event_id = value
+                elif not name and value.startswith(NOTE):
+                    on_note(one_line(value))
                 elif name == "data":
                     if value == "[DONE]":
                         return

@@ -126,11 +126,10 @@ def _show_chat(client: ApiClient, body: Mapping[str, object], messages: Sequence
         asked["stream_options"] = {"include_usage": True}
     try:
         with (
-            closing(client.stream("/chat/completions", asked, view.cut)) as chunks,
-            FleetWatch(client, str(body["model"]), view) as watch,
+            closing(client.stream("/chat/completions", asked, on_cut=view.cut, on_note=view.note)) as chunks,
+            FleetWatch(client, str(body["model"]), view),
         ):
             for chunk in chunks:
-                watch.request_id = str(chunk.get("id", ""))
                 tokens = (chunk.get("usage") or {}).get("completion_tokens", tokens)
                 for delta in (choice.get("delta", {}) for choice in chunk.get("choices", ())):
                     view.add(delta.get("content") or "", delta.get("reasoning_content") or "")

@@ -54,6 +54,7 @@ class Server:
     forgets: bool = False
     refuses: bool = False  # every completion
     hangs: bool = False  # after the first event
+    comment: str = ""  # before the first event of each connection
     asked: list[Asked] = field(default_factory=list)
     closed: Event = field(default_factory=Event)
 
@@ -103,6 +104,8 @@ class Handler(BaseHTTPRequestHandler):
         self.send_response(200)
         self.send_header("Content-Type", "text/event-stream")
         self.end_headers()
+        if self.script.comment:
+            self.wfile.write(f": {self.script.comment}\n".encode())
         left = self.script.cuts.pop(0) if self.script.cuts else len(WORDS) + 1
         for position, word in list(enumerate(WORDS))[first:]:
             if left == 0:
@@ -177,6 +180,14 @@ def test_an_answer_that_cannot_go_on_ends_with_a_sentence(behaviour: dict[str, A
 def test_a_stream_that_stays_cut_ends() -> None:
     with serving(cuts=[2] + [0] * 100_000) as server, pytest.raises(ApiError, match="ended early"):
         text_of(ApiClient(server.url, patience=0.2))
+
+
+def test_a_comment_on_a_lost_engine_is_a_note_and_others_are_not() -> None:
+    notes: list[str] = []
+    with serving(cuts=[3], comment="engine h:1 lost (closed), continued on h:2 after 0.3 s\x1b[2J") as server:
+        chunks = ApiClient(server.url).stream("/completions", {"prompt": "x"}, on_note=notes.append)
+        assert len([*chunks]) == len(WORDS)
+    assert notes == ["engine h:1 lost (closed), continued on h:2 after 0.3 s\\x1b[2J"] * 2, "one on each connection"
 
 
 def test_who_stops_reading_cancels() -> None:

@@ -1,4 +1,4 @@
-"""Notes on what happened to the engine of an answer, from the router's stream of samples."""
+"""What an answer waits for, from the router's stream of samples; and notes in the middle of an answer."""
 
 import sys
 from collections.abc import Iterator
@@ -12,10 +12,6 @@ from quire_cli.chat.fleet_watch import FleetWatch
 
 from tests.support.processes import eventually
 
-SHOWN = "7f3a9b2c"
-ID = f"chatcmpl-{SHOWN}0d1e"  # as router/quire_router/api/rest/openai_format.py writes it
-LOST = {"number": 5, "kind": "attempt_lost", "engine": "h:1", "request": SHOWN, "attempt": 1, "reason": "closed"}
-
 
 class Fleet(ApiClient):
     """A server whose samples are put into a queue; None ends them."""
@@ -28,13 +24,14 @@ class Fleet(ApiClient):
         return iter(self.samples.get, None)
 
     def sample(self, **fields: Any) -> None:
-        self.samples.put({"engines": [], "models": None, "requests": None, "events": [], **fields})
+        self.samples.put({"engines": [], "models": None, **fields})
 
 
 @pytest.fixture
 def terminal(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     monkeypatch.setattr(type(sys.stdout), "isatty", lambda _: True)
     monkeypatch.setenv("NO_COLOR", "1")
+    monkeypatch.setattr("quire_cli.chat.fleet_watch.PATIENCE", 0.0)
 
 
 @pytest.fixture
@@ -53,45 +50,21 @@ class Shown:
         return self._text
 
 
-def request(engine: str, attempt: int) -> dict[str, Any]:
-    return {"id": SHOWN, "engine": engine, "attempt": attempt}
-
-
-@pytest.mark.usefixtures("terminal")
-def test_a_lost_engine_and_the_next_one_are_named(fleet: Fleet, capsys: pytest.CaptureFixture[str]) -> None:
-    shown, view = Shown(capsys), AnswerView()
-    with FleetWatch(fleet, "demo", view) as watch:
-        watch.request_id = ID
-        view.add("Once upon")
-        fleet.sample(requests=[request("", 1)], events=[LOST])
-        eventually(lambda: "engine h:1 is lost; waiting for another" in shown())
-        fleet.sample(requests=[request("h:2", 2)])
-        eventually(lambda: "\r\x1b[K– engine h:1 lost, continued on h:2 after 0.0 s –\n" in shown())
-        view.add(" a time")
-    assert shown().startswith("Once upon\n")
-    assert shown().endswith(" –\na time"), "no line begins with the space between two words"
-
-
-@pytest.mark.usefixtures("terminal")
-def test_an_answer_that_is_over_before_the_sample_says_so_too(fleet: Fleet, capsys: pytest.CaptureFixture[str]) -> None:
-    shown, view = Shown(capsys), AnswerView()
-    with FleetWatch(fleet, "demo", view) as watch:
-        watch.request_id = ID
-        view.add("Once")
-        view.longest_pause = 0.24
-        fleet.sample(requests=[], events=[{**LOST, "request": "another."}, LOST])
-    assert "– engine h:1 lost, continued on another engine after 0.2 s –\n" in shown()
-    assert shown().count("lost,") == 1
-
-
 @pytest.mark.usefixtures("terminal")
 def test_who_waits_for_an_engine_is_told_why(fleet: Fleet, capsys: pytest.CaptureFixture[str]) -> None:
     shown, view = Shown(capsys), AnswerView()
     with FleetWatch(fleet, "demo", view):
         fleet.sample(engines=[{"id": "h:1", "condition": "connecting"}], models=[{"name": "demo", "ready_engines": 0}])
         eventually(lambda: "waiting for demo: its engine is starting (0 s)" in shown())
-        view.add("Once")
-    assert shown().endswith("\r\x1b[KOnce")
+        view.add("Once upon")
+        assert shown().endswith("\r\x1b[KOnce upon")
+        fleet.sample(engines=[{"id": "h:1", "condition": "lost"}])
+        eventually(lambda: "\n\r\x1b[Kwaiting for demo: its engine was lost and is started again (0 s)" in shown())
+        view.note("engine h:1 lost (closed), continued on h:2 after 0.3 s")
+        view.add(" a time")
+    assert shown().endswith("\r\x1b[K– engine h:1 lost (closed), continued on h:2 after 0.3 s –\na time"), (
+        "no line begins with the space between two words"
+    )
 
 
 @pytest.mark.usefixtures("terminal")
