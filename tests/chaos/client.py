@@ -11,6 +11,7 @@ from time import monotonic
 from typing import Any, ClassVar
 
 import httpx
+from quire_proto.errors import ErrorCode
 
 from tests.chaos.answer import Answer
 from tests.chaos.events import DONE, Event, events_of
@@ -135,9 +136,11 @@ class Client(ABC):
         return bool(self.answer.away) and self.answer.away[-1][1] == inf
 
     def _fail(self, failure: Failure) -> bool:
-        """An error that no other try cures. Raises ``Broken`` for one that may pass."""
+        """An error that no other try cures. Raises ``Pause`` where there is too much just now, and ``Broken`` for
+        another one that may pass.
+        """
         if failure.passes:
-            raise Broken
+            raise Pause if failure.code is ErrorCode.OVERLOADED else Broken
         self.answer.failure, self.answer.failed_at = failure, monotonic()
         return True
 
