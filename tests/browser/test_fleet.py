@@ -157,6 +157,18 @@ def test_a_key_that_may_not_see_the_fleet_is_told_so(stack: Stack, browser: Brow
         browser.wait(lambda: "allow_fleet" in browser.text("#fleet .note"))
 
 
+def test_a_router_that_is_gone_leaves_figures_that_say_of_when_they_are(
+    stack: Stack, browser: Browser, tmp_path: Path
+) -> None:
+    with serving(tmp_path, addresses=[stack.engines[0].address]) as own:
+        browser.open(own.router.url + "#fleet")
+        browser.wait(lambda: "ready" in conditions(browser))
+        own.router.stop()
+        said = r"The router cannot be reached \(attempt \d+\)\. What is shown is of \d\d:\d\d:\d\d\."
+        browser.wait(lambda: re.fullmatch(said, browser.text("#fleet > .note")))
+        assert browser.all("#fleet.stale")
+
+
 @pytest.mark.parametrize("dark", [False, True], ids=["light", "dark"])
 def test_all_text_has_enough_contrast(stack: Stack, browser: Browser, dark: bool) -> None:
     browser.emulate(dark=dark)

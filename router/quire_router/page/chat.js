@@ -55,16 +55,16 @@ export class Chat {
     return element("li", {}, button);
   }
 
-  /** Continues the answers of this tab that a reload interrupted. */
+  /** Continues the answers of this tab that a reload interrupted, now that the models are known. */
   resume() {
     for (const each of this.library.all.values()) {
-      if (each.pending && this.answers.isOwn(each) && !this.answers.isRunning(each)) this.read(each);
+      if (each.pending && this.answers.isOwn(each) && !this.answers.isRunning(each)) this.answers.read(each);
     }
-    this.showWelcome();
+    this.show();
   }
 
-  read(conversation) {
-    this.answers.read(conversation);
+  continue() {
+    this.answers.read(this.conversation);
     this.showBusy();
   }
 
@@ -90,7 +90,7 @@ export class Chat {
 
   /** The tab that read the answer is gone, or still reads it. */
   offerRest() {
-    this.say("This answer was interrupted.", { name: "Continue", run: () => this.read(this.conversation) });
+    this.say("This answer was interrupted.", { name: "Continue", run: () => this.continue() });
   }
 
   showWelcome() {

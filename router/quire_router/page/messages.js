@@ -43,6 +43,7 @@ export class MessageView {
     else if (!tokens?.length || !this.showTokens(complete)) render(this.text, content);
     this.showNotes();
     this.end.textContent = complete ? this.figures() : "";
+    this.actions.hidden = !complete;
     if (complete) this.showEnd();
   }
 

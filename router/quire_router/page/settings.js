@@ -63,7 +63,8 @@ export class Settings {
   /** Offers the models that this key may use, as the API lists them. */
   offer(models) {
     this.select.replaceChildren(...models.map(({ id }) => new Option(id, id)));
-    this.limits = new Map(models.map((model) => [model.id, model.max_model_len]));
+    this.limits.clear(); // as messages have it
+    for (const model of models) this.limits.set(model.id, model.max_model_len);
     if (this.limits.has(this.stored.model)) this.select.value = this.stored.model;
   }
 
