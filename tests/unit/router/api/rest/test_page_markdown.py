@@ -9,7 +9,7 @@ import pytest
 import quire_router.page
 
 pytestmark = pytest.mark.skipif(shutil.which("node") is None, reason="needs Node")
-MODULE = Path(quire_router.page.__file__).parent / "markdown.js"
+MODULES = Path(quire_router.page.__file__).parent
 LENGTH = 60_000
 HOSTILE = {
     "spaces in a heading": "# a{ }x",
@@ -32,6 +32,10 @@ HOSTILE = {
     "quotes of many lines": "{>>>>>>>>>\n}",
     "items in items": "{  - \n}",
     "fences": "{`}\n{~~~\n}",
+    "strings in code": "~~~py\n{'a \"}",
+    "comments in code": "~~~c\n{/*}",
+    "numbers in code": "~~~js\n{1}x",
+    "words in code": "~~~rust\n{a}",
 }
 DOCUMENT = """
 const tags = [];
@@ -43,7 +47,9 @@ class Node {
   setAttribute() {}
   addEventListener() {}
 }
-globalThis.document = { createElement: (name) => new Node(name), createTextNode: (text) => text };
+const create = (name) => new Node(name);
+const createNS = (_, name) => create(name);
+globalThis.document = { createElement: create, createElementNS: createNS, createTextNode: (text) => text };
 const shown = (node) => typeof node === "string" ? node : [node.nodeName, ...node.childNodes.map(shown)];
 const { render } = await import(process.argv[2]);
 const texts = JSON.parse(await new Response(process.stdin).text());
@@ -58,9 +64,11 @@ for (const [name, text] of Object.entries(texts)) {
 
 def rendered(texts: dict[str, str], tmp_path: Path) -> dict[str, tuple[float, object]]:
     """The processor seconds of each text, and what it became."""
-    (tmp_path / "markdown.mjs").write_text(MODULE.read_text())
-    (tmp_path / "render.mjs").write_text(DOCUMENT)
-    command = ["node", str(tmp_path / "render.mjs"), str(tmp_path / "markdown.mjs")]
+    for module in MODULES.glob("*.js"):
+        shutil.copy(module, tmp_path)
+    (tmp_path / "package.json").write_text('{"type": "module"}')
+    (tmp_path / "render.js").write_text(DOCUMENT)
+    command = ["node", str(tmp_path / "render.js"), str(tmp_path / "markdown.js")]
     found = subprocess.run(command, input=json.dumps(texts), capture_output=True, text=True, check=True, timeout=60)
     return {name: (seconds, nodes) for name, seconds, nodes in map(json.loads, found.stdout.splitlines())}
 
@@ -93,6 +101,9 @@ def test_what_people_write_looks_as_they_mean_it(tmp_path: Path) -> None:
             ["DIV", ["TABLE", ["THEAD", ["TR", ["TH", "a"], ["TH", "b"]]], ["TBODY", ["TR", ["TD", "c"], ["TD", "d"]]]]]
         ],
         "> a\n> - b": [["BLOCKQUOTE", "a", ["UL", ["LI", "b"]]]],
-        "~~~py\nx\n~~~~\ny": [["DIV", ["DIV", ["SPAN", "py"], ["BUTTON", "Copy"]], ["PRE", ["CODE", "x"]]], ["P", "y"]],
+        "~~~py\nx\n~~~~\ny": [
+            ["DIV", ["DIV", ["SPAN", "py"], ["BUTTON", ["SVG", ["PATH"]]]], ["PRE", ["CODE", "x"]]],
+            ["P", "y"],
+        ],
     }
     assert {text: nodes for text, (_, nodes) in rendered({text: text for text in texts}, tmp_path).items()} == texts
