@@ -8,7 +8,6 @@ import logging
 from collections.abc import AsyncGenerator, Callable, Iterable, Iterator, Mapping
 from contextlib import aclosing, suppress
 from dataclasses import replace
-from time import monotonic
 from typing import TYPE_CHECKING
 
 from quire_proto.errors import ErrorCode, QuireError
@@ -27,15 +26,7 @@ from quire_router.core.generation import (
     Usage,
 )
 from quire_router.engines.attempt import Output
-from quire_router.journal.base import (
-    Follower,
-    Journal,
-    Lease,
-    RecordedDelta,
-    RecordUpdate,
-    RequestRecord,
-    decode_error,
-)
+from quire_router.journal.base import Journal, Lease, RecordedDelta, RequestRecord, decode_error
 from quire_router.requests.choice import create_choices
 from quire_router.requests.deltas import chunked, mark_replayed, split_at_cursor, with_usage, yielding_to_loop
 
@@ -45,7 +36,6 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 
 POLL_INTERVAL = 0.05  # seconds between two polls of a record that another router writes
-WRITTEN_AGAIN = 5.0  # seconds in which a router writes its records again to a database that lost them
 MAX_POLLS_PER_SECOND = 400  # of all that follow records here
 MAX_ORPHANS = 256  # background requests beyond which no orphans are claimed
 MAX_ORPHAN_TOKENS = 16_777_216  # of all that were claimed and run, prompts and answers so far: 64 MiB
@@ -80,8 +70,7 @@ class RequestResumer:
         """
         follower = self._journal.follow(request.request_id)
         replayer = Replayer(request, self._tokenizers[request.model], cursor)
-        tail = await follower.poll()
-        while tail is not None:
+        while (tail := await follower.poll()) is not None:
             ended = tail.finish_reason is not None
             async for delta in yielding_to_loop(replayer.replay(tail.deltas, ended=ended)):
                 yield delta
@@ -99,20 +88,7 @@ class RequestResumer:
                         yield delta
                 return
             await (asyncio.sleep(0) if tail.more else self._pause())
-            tail = await follower.poll() or await self._find_again(follower, consumer)
         raise record_lost()
-
-    async def _find_again(self, follower: Follower, consumer: ResponseConsumer) -> RecordUpdate | None:
-        """Returns the next update of a record that has just gone, once the router that has the request has written it
-        again; None if none does, as after a deletion. Raises ``QuireError``.
-        """
-        end = monotonic() + WRITTEN_AGAIN
-        while monotonic() < end:
-            await self._pause()
-            if (update := await follower.poll()) is not None:
-                return update
-            self._check_consumer(consumer)
-        return None
 
     def _check_consumer(self, consumer: ResponseConsumer) -> None:
         if self._registry.drained:

@@ -455,57 +455,6 @@ class Behind:
         return RecordUpdate([], None, "", NO_USAGE, leased=False)
 
 
-class Losing:
-    """A journal whose followers find nothing for the ``missing`` polls behind the first one that finds a record."""
-
-    def __init__(self, journal: Journal, missing: int) -> None:
-        self._journal = journal
-        self._missing = missing
-
-    def __getattr__(self, name: str) -> object:
-        return getattr(self._journal, name)
-
-    def follow(self, request_id: str) -> "Losing":
-        self._follower, self._found = self._journal.follow(request_id), False
-        return self
-
-    async def poll(self) -> RecordUpdate | None:
-        if self._found and self._missing:
-            self._missing -= 1
-            return None
-        self._found = True
-        return await self._follower.poll()
-
-
-@pytest.mark.parametrize("missing", [1, 3])
-async def test_a_reader_waits_for_a_record_that_is_written_again(missing: int) -> None:
-    journal = MemoryJournal()
-    async with open_runner(journal=Losing(journal, missing)) as place:
-        lease = journal.open(streamed())
-        journal.append(lease, 0, RecordedDelta(0, tokens("ab")))
-        record = await place.lifecycle.record("r")
-        assert record is not None
-        answer = place.lifecycle.resume(record, StreamCursor(1))
-        assert delta_text([await anext(answer)]) == "ab"
-        rest = asyncio.create_task(collect(answer))
-        await asyncio.sleep(0.01)
-        journal.append(lease, 2, RecordedDelta(0, tokens("cd")))
-        journal.finish(lease, STOP, "", NO_USAGE)
-        assert delta_text(await rest) == "cd"
-
-
-async def test_a_reader_of_a_record_that_stays_away_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(resume, "WRITTEN_AGAIN", 0.2)
-    journal = MemoryJournal()
-    async with open_runner(journal=Losing(journal, 1_000_000)) as place:
-        journal.append(journal.open(streamed()), 0, RecordedDelta(0, tokens("ab")))
-        record = await place.lifecycle.record("r")
-        assert record is not None
-        with pytest.raises(QuireError) as lost:
-            await collect(place.lifecycle.resume(record, StreamCursor(1)))
-        assert lost.value.code is ErrorCode.NOT_FOUND
-
-
 async def test_a_router_leaves_background_requests_of_models_it_does_not_serve_to_others() -> None:
     async with open_runner() as place:
         for model, name in (("another", "a"), ("m", "b")):
