@@ -46,13 +46,13 @@ class ReloadingCertificates:
             self._log_problem(str(error))
             return False
         self._problem = ""
-        log.info("new certificates are used from %s", self._files.identity.certificate)
+        log.info("using new certificates from %s", self._files.identity.certificate)
         return True
 
     def _log_problem(self, problem: str) -> None:
         if problem != self._problem:
             self._problem = problem
-            log.warning("%s: the certificates from before stay in use", problem)
+            log.warning("%s: the previous certificates stay in use", problem)
 
 
 class ReloadingServerCredentials:

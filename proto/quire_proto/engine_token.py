@@ -119,12 +119,12 @@ class EngineTokens:
             tokens = read_tokens(self._file)
         except TokenError as error:
             if str(error) != self._problem:
-                log.warning("%s: the tokens from before stay in use", error)
+                log.warning("%s: the previous tokens stay in use", error)
             self._problem = str(error)
             return
         self._problem = ""
         if tokens != self._tokens:
-            log.info("new tokens are used from %s", self._file)
+            log.info("using new tokens from %s", self._file)
         self._tokens = tokens
 
 

@@ -97,9 +97,9 @@ class SupervisedTask:
                 if _is_cancelled():
                     log.error("%s was cancelled from outside, and ends", self.name)
                     raise
-                log.exception("%s was cancelled by itself and is started again", self.name)
+                log.exception("%s cancelled itself; restarting it", self.name)
             except Exception:
-                log.exception("%s failed and is started again", self.name)
+                log.exception("%s failed; restarting it", self.name)
             forget_cancellations()
             if self._is_steady:
                 self._failures = 0

@@ -173,7 +173,7 @@ class Router:
         while True:
             await asyncio.sleep(_CHECK_PERIOD)
             if failing := failing_tasks():
-                log.error("this worker ends, because a task of it keeps failing: %s", ", ".join(failing))
+                log.error("this worker ends because one of its tasks keeps failing: %s", ", ".join(failing))
                 return self.stop()
 
     async def _serve_during_delay(self) -> None:
@@ -183,7 +183,7 @@ class Router:
         if self._picker is not None:
             await self._picker.leave()
         if delay:
-            log.info("leaving: new requests are taken for %g seconds", delay)
+            log.info("shutting down: new requests are accepted for %g more seconds", delay)
             await wait_at_most(self._stop_now, delay)
 
     async def _open_ports(self, stack: AsyncExitStack) -> list[HttpServer]:

@@ -65,7 +65,7 @@ class BackgroundJobs:
                 log.exception("looking for orphans failed")
                 continue
             if adopted:
-                log.info("took up %d background requests that their routers had left", adopted)
+                log.info("resumed %d background requests of routers that are gone", adopted)
 
     async def _settle_usage(self) -> None:
         """At random times, so that routers do not do the same at once."""

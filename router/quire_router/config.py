@@ -762,14 +762,14 @@ def log_startup_warnings(settings: Settings, targets: Collection[str] = ()) -> N
     if open_to_all and not is_loopback(settings.host):
         log.warning("no API key is configured: everyone who can reach this port may use the service")
     if not settings.engine:
-        log.warning("no --engine is given: requests are held for one, and then refused")
+        log.warning("no --engine is given: requests wait for one, and are then refused")
     fitting = connections_within(settings)
     if "max_connections" in settings.model_fields_set and fitting < settings.max_connections:
         message = "the limit of %d file descriptors leaves %d connections to each port, less than --max-connections %d"
         log.warning(message, _descriptors(), fitting, settings.max_connections)
     for entry in settings.engine if settings.picker_port is not None else ():
         if not can_be_picked(parse_source(entry)):
-            log.warning("no gateway is sent to %s: it has no address that speaks HTTP in plain text", entry)
+            log.warning("cannot send gateways to %s: it has no address for HTTP in plain text", entry)
     for tenant, model in file.unknown_models({*settings.models, *targets}):
         log.warning("%s: %s may use %r, which is not served here", settings.tenants, tenant or "the default", model)
 

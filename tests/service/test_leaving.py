@@ -54,7 +54,7 @@ def test_a_router_in_its_shutdown_delay_still_serves_and_is_not_ready(tmp_path: 
             eventually(lambda: probes(router.metrics_port) == [200, 503, 200])
             assert fetch(router.http_port, "/health")[0] == 503
             assert complete(router) == (3, "close")
-            assert "leaving: new requests are taken for 600 seconds" in router.text
+            assert "shutting down: new requests are accepted for 600 more seconds" in router.text
             assert "stopping:" not in router.text
             assert router.stop() == 0, router.text
 
@@ -64,5 +64,5 @@ def test_a_router_without_an_engine_is_ready_because_it_holds_requests_for_one(t
     eventually(lambda: probes(router.metrics_port) == [200, 200, 200], 60, router.text)
     assert fetch(router.metrics_port, "/health")[0] == 503
     assert router.stop() == 0
-    said = [word for line in router.text.splitlines() for word in ("leaving:", "stopping:") if word in line]
-    assert said == ["leaving:", "stopping:"]
+    said = [word for line in router.text.splitlines() for word in ("shutting down:", "stopping:") if word in line]
+    assert said == ["shutting down:", "stopping:"]

@@ -62,7 +62,9 @@ def secured(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Secured]:
         yield Secured(engine.wait_ready(), authority, files, folder)
     finally:
         assert engine.stop() == 0, engine.text
-        assert engine.text.index("leaving: new requests are taken for 0.2 seconds") < engine.text.index("stopping:")
+        assert engine.text.index("shutting down: new requests are accepted for 0.2 more") < engine.text.index(
+            "stopping:"
+        )
 
 
 @pytest.fixture
@@ -105,7 +107,7 @@ def test_certificates_are_replaced_during_a_stream(secured: Secured, client: Cli
         answer = openai_of(successor).completions.create(model=MODEL, prompt="Once", max_tokens=3)
         assert answer.usage is not None
         assert answer.usage.completion_tokens == 3
-    assert secured.engine.text.count("new certificates are used") == 1
+    assert secured.engine.text.count("using new certificates") == 1
 
 
 def test_a_router_with_a_refused_certificate_logs_why_and_holds_requests(

@@ -52,7 +52,7 @@ class Checkpoint:
         stored = _read_tensor_infos(folder, files)
         names = text_names(stored)
         if len(names) < len(stored):
-            log.info("%s: %d tensors are not of the text part, and are left unread", folder, len(stored) - len(names))
+            log.info("%s: skipping %d tensors that are not of the text part", folder, len(stored) - len(names))
         self._list(files.source, {names[name]: info for name, info in stored.items() if name in names})
         self._absent |= {text_name(name): folder / file for name, file in files.places.items() if name not in stored}
 

@@ -313,7 +313,7 @@ class DiskTier:
 
     def _turn_off(self, reason: str) -> None:
         if self.is_on:
-            log.warning("KV blocks are not kept on disk any more, as %s; restart the engine to try again", reason)
+            log.warning("KV blocks are not kept on disk any more, because %s; restart the engine to try again", reason)
         self.is_on = False
         self._to_store.clear()
         for block in self.pool.stored_blocks():

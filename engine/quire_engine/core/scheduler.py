@@ -156,7 +156,7 @@ class Scheduler:
         cannot be looked up.
         """
         if self._batch_scheduler.speculator is not None:
-            log.info("steps overlap, so that no tokens are guessed")
+            log.info("speculation is off, because steps overlap")
         self._batch_scheduler.speculator = None
 
     def split_for_retry(self, scheduler_output: SchedulerOutput) -> list[SchedulerOutput]:

@@ -54,7 +54,7 @@ class SharedMemorySums:
             if descriptor >= 0 and kernels is not None:
                 memory = mmap.mmap(descriptor, _bytes_of(size))
         except (OSError, AttributeError) as error:  # no such files on this system, or too little memory
-            log.info("sums go through sockets, as memory cannot be shared: %s", error)
+            log.info("sums go through sockets, because memory cannot be shared: %s", error)
             if rank == 0:
                 store.set(_STORE_KEY, "")
         is_ready = all_ready(memory is not None)

@@ -109,7 +109,7 @@ class JoinedNode:
             self.exit_reason = f"On node {self.rank} ({self.address}): {frame.value}"
             raise LinkEndedError("has lost a rank")
         if frame.kind == FrameKind.LEAVING:
-            log.info("node %d was asked to stop: this engine leaves with it", self.rank)
+            log.info("node %d is stopping: this engine stops with it", self.rank)
             os.kill(os.getpid(), signal.SIGTERM)
 
     async def _on_end(self, _: int) -> None:

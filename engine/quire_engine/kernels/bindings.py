@@ -181,7 +181,7 @@ def _load() -> ctypes.CDLL | None:
     try:
         loaded = ctypes.CDLL(str(shared_object()))
     except (BuildError, OSError) as error:
-        logger.warning("the CPU kernels are not available, torch stands in for them and is slower: %s", error)
+        logger.warning("the CPU kernels are not available, so torch replaces them and is slower: %s", error)
         return None
     declare(loaded)
     loaded.quire_player.argtypes, loaded.quire_player.restype = (ctypes.c_char_p,), _POINTER

@@ -100,7 +100,7 @@ def _flashinfer() -> Any:
     try:
         return importlib.import_module("flashinfer")
     except (ImportError, OSError, RuntimeError) as error:
-        logger.warning("FlashInfer's kernels are not available, torch stands in for them and is slower: %s", error)
+        logger.warning("FlashInfer's kernels are not available, so torch replaces them and is slower: %s", error)
         return None
 
 

@@ -77,7 +77,7 @@ def _triton_module(device: torch.device) -> Any:
         module = importlib.import_module("quire_engine.kernels.gumbel_argmax")
         module.draw_something(device)
     except Exception as error:  # noqa: BLE001 -- whatever a compiler raises
-        logger.warning("Triton's sampler is not available, torch stands in for it and is slower: %s", error)
+        logger.warning("Triton's sampler is not available, so torch replaces it and is slower: %s", error)
         return None
     return module
 

@@ -154,7 +154,7 @@ class EngineServer:
         if self._lockstep.wait_for_loss(0) is not None:  # nobody leaves in order: the core fails with it
             await self._until_stopped()
         elif not (self._stop_requested.is_set() or self._core_ended.is_set()):
-            log.info("another engine of the group was asked to stop: this one leaves with it")
+            log.info("another engine of the group is stopping: this one stops with it")
         self._lockstep.leave()
 
     async def _until_stopped(self) -> None:
@@ -227,7 +227,7 @@ class EngineServer:
         signal, or if the core has ended.
         """
         if self._config.shutdown_delay:
-            log.info("leaving: new requests are taken for %g seconds", self._config.shutdown_delay)
+            log.info("shutting down: new requests are accepted for %g more seconds", self._config.shutdown_delay)
             with suppress(TimeoutError):
                 async with asyncio.timeout(self._config.shutdown_delay):
                     await _first_completed(self._stop_now.wait(), self._core_ended.wait())

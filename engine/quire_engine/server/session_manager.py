@@ -327,7 +327,7 @@ class SessionManager:
             now = asyncio.get_running_loop().time()
             session.publish(step, outputs, self._load, events, tokens, now=now)
         except SessionOverflowError:
-            log.warning("session %s does not read what it is sent and is closed", session.session_id)
+            log.warning("closing session %s: it does not read what it is sent", session.session_id)
             self.close(session)
 
     def _submit(self, session: Session, message: pb.Submit) -> None:

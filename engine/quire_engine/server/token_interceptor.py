@@ -33,7 +33,7 @@ class TokenInterceptor(grpc.aio.ServerInterceptor):
         if not headers and not self._was_open:
             self._was_open = True
             until = self._tokens.current.optional_until
-            log.warning("a caller without a token was let in, as all are until %s (optional-until)", until)
+            log.warning("accepted a caller without a token: tokens are optional until %s (optional-until)", until)
         return await continuation(details)
 
 

@@ -164,7 +164,7 @@ class FolderLock:
             except PermissionError as error:
                 if not (path / str(number)).exists():
                     raise
-                log.warning("KV blocks in %s are left alone: %s", path / str(number), error.strerror)
+                log.warning("KV blocks in %s are not used: %s", path / str(number), error.strerror)
                 continue
             try:
                 fcntl.flock(self._descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)

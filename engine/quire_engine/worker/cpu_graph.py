@@ -281,7 +281,7 @@ class CpuGraphRunner:
         try:
             graph = capture(lambda: self._model.layers(inputs, self._kv, self._attention))
         except NotCapturableError as error:
-            log.info("decode steps are not recorded: %s", error)
+            log.info("decode steps are not captured: %s", error)
             self._not_capturable = True
             # What was computed so far only wrote what is now written again.
             return self._model.layers(inputs._replace(hidden_states=states), self._kv, self._attention)

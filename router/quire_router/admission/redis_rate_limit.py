@@ -148,7 +148,7 @@ class RedisRateLimiter:
                 self._record_failure(error)
                 await asyncio.sleep(_RETRY_AFTER_FAILURE)
             except Exception:  # whatever one of them did wrong, the others have to be renewed
-                log.exception("limits cannot be told to Redis")
+                log.exception("cannot send limits to Redis")
                 await asyncio.sleep(_RETRY_AFTER_FAILURE)
 
     async def _send_releases(self) -> None:
@@ -209,7 +209,7 @@ class RedisRateLimiter:
         if not disconnected and self._failures < _FAILURES_IN_A_ROW:
             return
         if not self._is_unavailable:
-            log.warning("limits are counted by this router alone: %s", describe_failure(error))
+            log.warning("this router counts limits alone: %s", describe_failure(error))
         self._unavailable_until = asyncio.get_running_loop().time() + _RETRY_AFTER_FAILURE
         metrics.LIMITS_SHARED.set(0)
 

@@ -121,7 +121,7 @@ class FileWatch(Generic[FileT]):
         except SettingsFileError as error:
             self._current.set(0)
             if str(error) != self._problem:
-                log.error("%s What was read before stays in force.", error)
+                log.error("%s The previous content stays in force.", error)
             self._problem = str(error)
             return None
         self._versions, self._problem = file.versions, ""

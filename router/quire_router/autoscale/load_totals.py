@@ -101,7 +101,7 @@ class LoadPublisher:
                 published = True
             except _FAILURES as error:
                 if published:
-                    log.warning("autoscalers cannot be told of the load: %s", describe_failure(error))
+                    log.warning("cannot report the load to autoscalers: %s", describe_failure(error))
                 published = False
             await asyncio.sleep(self._settings.interval)
             await wait_at_most(self._changed, self._settings.heartbeat - self._settings.interval)

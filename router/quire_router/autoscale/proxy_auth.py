@@ -104,13 +104,11 @@ class FrontProxy:
             identity = await self._source()
         except UnknownProxyError as error:
             if not self._failing:
-                log.warning("the cluster's front proxy cannot be found out: %s", error)
+                log.warning("cannot find the cluster's front proxy: %s", error)
             self._failing = True
             return
         if identity != self._identity:
-            log.info(
-                "the cluster's front proxy is known: it is called %s", ", ".join(sorted(identity.names)) or "anything"
-            )
+            log.info("found the cluster's front proxy: %s", ", ".join(sorted(identity.names)) or "anything")
         self._identity, self._failing = identity, False
 
 

@@ -180,7 +180,7 @@ class TlsServer:
             try:
                 connection, address = await loop.sock_accept(self._listener)
             except OSError as error:  # the client is gone, or too many files are open
-                log.debug("a connection cannot be taken: %s", type(error).__name__)
+                log.debug("cannot accept a connection: %s", type(error).__name__)
                 await asyncio.sleep(_ACCEPT_PAUSE)
                 continue
             peer = peer_key(address[0])
@@ -208,7 +208,7 @@ class TlsServer:
                 ssl_shutdown_timeout=self._handshake,
             )
         except (OSError, TimeoutError, TlsError) as error:
-            log.debug("a connection did not become one of TLS: %s", type(error).__name__)
+            log.debug("a TLS handshake failed: %s", type(error).__name__)
             connection.close()
         except asyncio.CancelledError:
             connection.close()

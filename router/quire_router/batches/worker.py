@@ -172,11 +172,11 @@ class BatchWorker:
                 await run.work()
             self.wake()  # it is forgotten, and there is room for another
         except LeaseLostError:
-            log.info("batch %s is left to the next router that looks for it", batch_id)
+            log.info("leaving batch %s to the next router that looks for it", batch_id)
         except QuireError as error:
-            log.warning("batch %s is left for a moment: %s", batch_id, error.message)
+            log.warning("pausing batch %s: %s", batch_id, error.message)
         except Exception:
-            log.exception("batch %s failed, and is tried again", batch_id)
+            log.exception("batch %s failed; trying again", batch_id)
             await asyncio.sleep(LEASE)
         finally:
             run.show("")

@@ -253,8 +253,8 @@ class SourceHealth:
         self._connected.set(0)
         problem = " ".join(problem.split())[:_MAX_PROBLEM]
         if self._unanswered == 2:
-            log.warning("%s cannot be asked, and the engines that are known stay: %s", self._source, problem)
+            log.warning("cannot query %s, keeping the engines that are known: %s", self._source, problem)
         elif self._unanswered == 1 and self._unstable == _LOGGED_BREAKS:
-            log.warning("%s answers and breaks off, again and again: %s", self._source, problem)
+            log.warning("%s keeps breaking off: %s", self._source, problem)
         else:
             log.debug("%s: %s", self._source, problem)

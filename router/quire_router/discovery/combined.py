@@ -86,7 +86,7 @@ class CombinedDiscovery:
             _count(name, view)
         found = merge_endpoints(chain.from_iterable(self._views.get(name, ()) for name in self._sources))
         if len(found) > MAX_ENGINES and not self._too_many:
-            log.error("%d engines are named, and only the first %d are connected to", len(found), MAX_ENGINES)
+            log.error("%d engines are named; connecting to the first %d only", len(found), MAX_ENGINES)
         self._too_many = len(found) > MAX_ENGINES
         return found[:MAX_ENGINES]
 

@@ -111,7 +111,7 @@ class KubernetesDiscovery:
             except (ClientError, ConfigException, OSError) as error:  # TimeoutError is an OSError
                 self._on_failure(str(error) or type(error).__name__, resumable=True)
             except Exception as error:  # discovery must survive any response
-                log.debug("%s: what cannot be understood", self._service, exc_info=True)
+                log.debug("%s: an invalid answer", self._service, exc_info=True)
                 self._on_failure(f"what cannot be understood ({type(error).__name__}: {error})", resumable=False)
             await asyncio.sleep(pause + self._backoff.next())
 

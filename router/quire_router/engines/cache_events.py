@@ -112,7 +112,7 @@ class CacheEvents:
             if changes:
                 self._waiting[engine_id] = changes
         except Exception:  # the others are fed all the same
-            log.exception("what engine %s has cached cannot be taken in, and counts as nothing", engine_id)
+            log.exception("cannot process the cache events of engine %s; its cache counts as empty", engine_id)
             if (row := self._table.row_of(engine_id)) >= 0:
                 self._index.clear(row)
         if self._waiting:

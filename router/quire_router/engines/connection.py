@@ -397,7 +397,7 @@ class EngineConnection:
         except grpc.aio.AioRpcError as error:
             if tls is None or not tls.optional or not speaks_no_tls(error.details() or ""):
                 raise
-            log.warning("engine %s speaks no TLS, and gets plain text (--engine-tls-optional)", self.address)
+            log.warning("engine %s has no TLS: using plain text (--engine-tls-optional)", self.address)
             await self._run_stream_over(None)
 
     async def _run_stream_over(self, tls: ClientTls | None) -> None:
@@ -496,7 +496,7 @@ class EngineConnection:
     def _notify_change(self, ready: bool, leaving: bool) -> None:
         """Reports what is not as it was before."""
         if self.session.draining and not leaving:
-            log.info("engine %s is leaving: it ends what it runs, and gets nothing new", self.address)
+            log.info("engine %s is shutting down: it finishes its requests and gets no new ones", self.address)
         if ready != self.ready:
             self._on_change()
 

@@ -291,4 +291,4 @@ def _log_and_continue(engine_id: str) -> Iterator[None]:
     try:
         yield
     except Exception:
-        log.exception("engine %s cannot be taken in or let go of", engine_id)
+        log.exception("cannot add or remove engine %s", engine_id)

@@ -132,7 +132,7 @@ class LoadSharing:
                 tasks.create_task(self._publish_changes())
 
     def _on_connected(self) -> None:
-        log.info("the load is shared with the other routers: %d are known", len(self._ledger))
+        log.info("sharing the load with %d other routers", len(self._ledger))
         self.available, self._failing = True, False
         self._backoff.reset()
         metrics.LOAD_SHARED.set(1)
@@ -146,7 +146,7 @@ class LoadSharing:
     def _log_outage(self, errors: BaseExceptionGroup) -> None:
         if not self._closing and not self._failing:
             why = describe_failure(errors)
-            log.warning("the load cannot be shared with the other routers (%s); requests go on", why)
+            log.warning("cannot share the load with other routers (%s); requests continue", why)
 
     # Publishing
 

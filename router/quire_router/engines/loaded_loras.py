@@ -70,5 +70,5 @@ def _read(data: bytes) -> dict[str, ServedLoRA]:
             for name, row in json.loads(data).items()
         }
     except (ValueError, TypeError, KeyError, AttributeError):
-        log.error("the list of loaded adapters is damaged, and begins anew with those that engines have")
+        log.error("the list of loaded adapters is damaged: rebuilding it from what engines have")
         return {}

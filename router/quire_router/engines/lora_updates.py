@@ -178,7 +178,7 @@ class LoRAUpdater:
             stored = await self._loaded.sync()
         except QuireError as error:
             if not self._away:
-                log.warning("which adapters clients have loaded cannot be kept: %s", error.message)
+                log.warning("cannot store the list of loaded adapters: %s", error.message)
             self._away, self._read_at = True, monotonic() + _STORE_RETRY_SECONDS
             return
         self._away, self._read_at = False, monotonic() + _RETRY_SECONDS
@@ -244,7 +244,7 @@ class LoRAUpdater:
     def _on_loaded(self, engine_id: str, task: asyncio.Task[None]) -> None:
         del self._loading[engine_id]
         if not task.cancelled() and (error := task.exception()) is not None:
-            log.error("adapters cannot be loaded at engine %s", engine_id, exc_info=error)
+            log.error("cannot load adapters on engine %s", engine_id, exc_info=error)
 
     async def _load_at(self, engine: Engine, loras: Sequence[LoRA]) -> None:
         """Loads at one engine the adapters that others have and it lacks. What fails is tried again later."""
@@ -256,10 +256,10 @@ class LoRAUpdater:
                     await engine.connection.unload_lora(lora.name)
             except (grpc.aio.AioRpcError, EngineLost) as error:
                 why = error.details() if isinstance(error, grpc.aio.AioRpcError) else error
-                log.error("engine %s does not get the adapter %s, which others have: %s", engine.id, lora.name, why)
+                log.error("engine %s cannot load the adapter %s, which others have: %s", engine.id, lora.name, why)
                 self._failed[engine.id, generation, lora] = monotonic()
             else:
-                log.info("engine %s has got the adapter %s, as others have it", engine.id, lora.name)
+                log.info("engine %s loaded the adapter %s, as others have it", engine.id, lora.name)
         await self._wait_seen([engine], [lora for lora in loras if self._remembers(lora.name, lora)][-1:])
 
 

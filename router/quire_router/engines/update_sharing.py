@@ -138,7 +138,7 @@ class UpdateSharing:
 
     def _send(self, writer: asyncio.StreamWriter, frame: bytes) -> None:
         if writer.transport.get_write_buffer_size() > MAX_UNREAD_BYTES:
-            log.warning("a worker does not read what engines report, and has to ask again")
+            log.warning("a worker fell behind on engines' reports and has to ask again")
             self._followers.discard(writer)
             writer.close()
         else:
@@ -219,7 +219,7 @@ class UpdateSharing:
                     heard = loop.time()
             if loop.time() - heard > GONE_SECONDS:
                 heard = float("inf")  # once
-                log.warning("worker %d is gone, and what it has heard of engines does not count any more", number)
+                log.warning("worker %d is gone; what it reported of engines no longer counts", number)
                 for engine_id in self._heard_by(number):
                     self.forget(engine_id)
             await asyncio.sleep(backoff.next())

@@ -345,7 +345,7 @@ class BufferedJournal(ABC):
             return
         self.start()
         if not self._buffer.add_dropped(DroppedUsage(lease, account, usage)):
-            log.warning("the usage of request %s is not counted: too much is to be written", lease.request_id)
+            log.warning("the usage of request %s is not counted: too many writes are pending", lease.request_id)
             metrics.USAGE_LOST.inc()
 
     async def settle_usage(self) -> None:

@@ -211,7 +211,7 @@ class JournalWriter:
         if failures != self._failures:
             return
         if not self.available:
-            log.info("the journal is written to %s", self._target.name)
+            log.info("writing the journal to %s", self._target.name)
         self.available, self._refusing, self._outage_logged = True, False, False
         self._backoff.reset()
         metrics.JOURNAL_AVAILABLE.set(1)
@@ -220,7 +220,7 @@ class JournalWriter:
         """The database did not take a write, of this or another task: it counts as unavailable until it takes one."""
         if not self._outage_logged:
             why = self._target.describe(error)
-            log.warning("the journal cannot be written to %s (%s); requests go on", self._target.name, why)
+            log.warning("cannot write the journal to %s (%s); requests continue", self._target.name, why)
         self.available, self._outage_logged = False, True
         self._failures += 1
         self._refusing = self._refusing or self._target.is_refusal(error)
@@ -279,7 +279,7 @@ class JournalWriter:
 
     def _drop_corrupt(self, request: BufferedRequest) -> None:
         if self._buffer.contains(request):
-            log.error("the record of request %s is damaged and is not written any more", request.lease.request_id)
+            log.error("the record of request %s is damaged; it is no longer written", request.lease.request_id)
             metrics.JOURNAL_DROPPED.inc()
             self._buffer.remove(request)
 

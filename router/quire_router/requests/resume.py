@@ -126,7 +126,7 @@ class RequestResumer:
             except QuireError as error:
                 if error.code is not ErrorCode.INTERNAL:
                     raise
-                log.error("background request %s cannot be taken up", request_id)  # the others can
+                log.error("cannot resume background request %s", request_id)  # the others can
         return adopted
 
     async def claim_orphan(self, request_id: str) -> bool:

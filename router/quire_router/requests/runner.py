@@ -245,7 +245,7 @@ class RequestRunner:
             )
             resources.enter_context(self._registry.track(state))
         except Exception:
-            log.exception("request %s cannot begin", lease.request_id)
+            log.exception("cannot start request %s", lease.request_id)
             self._journal.finish(lease, FinishReason.ERROR, encode_error(internal()))
             reservation.settle()
             raise internal() from None
@@ -322,7 +322,7 @@ class RequestRunner:
         """Logs and counts a failed attempt. Raises ``QuireError`` after too many engines were lost."""
         metrics.ATTEMPTS_LOST.labels(problem.kind).inc()
         if isinstance(problem, EngineFull):
-            log.info("engine %s did not take request %s: %s", engine_id, state.id, problem)
+            log.info("engine %s did not accept request %s: %s", engine_id, state.id, problem)
             state.count_refusal(engine_id, problem)
             self._fleet_log.add("engine_full", engine_id, state.id, reason=str(problem))
             return

@@ -238,7 +238,7 @@ class ShadowRunner:
         try:
             self._begin(state, shadow)
         except Exception:
-            log.exception("the shadow of request %s at %s cannot begin", request.request_id, shadow.model)
+            log.exception("cannot start the shadow of request %s at %s", request.request_id, shadow.model)
             count_shadow(request.served_name, shadow.model, ShadowResult.FAILED)
 
     def _begin(self, state: RequestState, shadow: ShadowTarget) -> None:

@@ -114,13 +114,13 @@ class Supervisor:
             try:
                 worker = await self._start(context, folder)
             except OSError as error:  # no memory, processes or descriptors: likely when a worker was killed for memory
-                log.error("worker %d cannot be started, which is tried again: %s", number, error)
+                log.error("cannot start worker %d, trying again: %s", number, error)
             else:
                 status = await self._wait_for_exit(number, worker)
                 mark_process_dead(number, folder)  # type: ignore[no-untyped-call]
                 if self._stopping.is_set():
                     return
-                log.error("worker %d ended with %d and is started again", number, status)
+                log.error("worker %d ended with %d; restarting it", number, status)
             if loop.time() - began > _STABLE:
                 backoff.reset()
             await wait_at_most(self._stopping, backoff.next())

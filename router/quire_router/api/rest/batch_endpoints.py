@@ -150,7 +150,7 @@ class FileEndpoints:
                         await exchange.response.write(chunk)
                 except QuireError as error:
                     # It has gone, or cannot be read now: the connection breaks, so that nobody takes a part for all.
-                    log.warning("file %s was not sent whole: %s", info.id, error.message)
+                    log.warning("file %s was sent only in part: %s", info.id, error.message)
                     raise ClientDisconnectedError from None
             await exchange.response.end()
 

@@ -114,7 +114,7 @@ class RestApp:
         try:
             await self._serve(exchange, send)
         except ClientDisconnectedError:
-            log.debug("request %s: the client left", exchange.request_id)
+            log.debug("request %s: the client disconnected", exchange.request_id)
             if response.direct is not None:
                 response.direct.abort()
         finally:

@@ -295,7 +295,7 @@ class ExternalEngine:
             self._lose(stream, str(loss))
             self._on_broken()  # a server that shuts down gives its requests back
         except BadAnswer as error:
-            log.error("engine %s answers what cannot be used: %s", self.address, error)
+            log.error("engine %s sends answers that cannot be used: %s", self.address, error)
             self._lose(stream, f"the engine answers what cannot be used: {error}")
         except TRANSPORT_ERRORS as error:
             self._lose(stream, explain(error))

@@ -101,7 +101,7 @@ class KvEventSubscriber:
             self._on_bad(error)
             return
         if sequence < self._next and batch.ts > self._last_ts:
-            log.info("engine %s has started again: what it has cached is read anew", self._address)
+            log.info("engine %s restarted: reading its cache contents again", self._address)
             self._forget()
             self._next = 0
         if sequence > self._next:
@@ -118,7 +118,7 @@ class KvEventSubscriber:
         self._next, self._last_ts = sequence + 1, batch.ts
         if not self._reads:
             self._reads = True
-            log.info("engine %s: its KV events are read", self._address)
+            log.info("reading the KV events of engine %s", self._address)
         if batch.bad:
             self._on_bad(BadEventError("an event is damaged"), batch.bad)
         dropped = self._cache.dropped

@@ -131,7 +131,7 @@ class OwnerChannel:
     def _log_outage(self, error: Exception) -> None:
         if not self._failing:
             why = describe_failure(error)
-            log.warning("other routers cannot ask for the ends of requests (%s); they read the journal alone", why)
+            log.warning("other routers cannot ask for the ends of requests (%s); they read the journal only", why)
         self._failing = True
         self._tried.set()
 

@@ -126,7 +126,7 @@ class RedisObjectStore:
             self._away = True
             raise journal_unavailable() from error
         if self._away:
-            log.info("files and batches can be read and written in Redis again")
+            log.info("files and batches are available in Redis again")
         self._away = False
         return answer
 

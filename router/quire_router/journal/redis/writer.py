@@ -117,7 +117,7 @@ class RedisTarget:
             return
         for place, answer in zip(counted, await self._connection.execute(commands), strict=False):
             if isinstance(answer, Exception) and is_corruption(answer):
-                log.error("the ledger of usage in Redis is damaged: its keys are something else's")
+                log.error("the ledger of usage in Redis is damaged: its keys have another type")
                 metrics.USAGE_LOST.inc()
             elif isinstance(answer, Exception):
                 replies[place] = answer

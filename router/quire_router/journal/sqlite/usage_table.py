@@ -45,7 +45,7 @@ def count_usage(connection: sqlite3.Connection, record: int, usage: Usage, now: 
             return
         account = decode_account(request)
     except (CorruptRecordError, TypeError, ValueError):
-        log.warning("the usage of a request is not counted, as its record is damaged")
+        log.warning("the usage of a request is not counted, because its record is damaged")
         metrics.USAGE_LOST.inc()
         return
     add_usage(connection, account, counts, now)

@@ -217,8 +217,8 @@ async def test_an_engine_whose_group_has_lost_another_does_not_say_that_it_leave
             await serving
         await engine.link.close()
         await asyncio.gather(running, return_exceptions=True)
-    assert "leaves with it" not in caplog.text
-    assert "is leaving" not in caplog.text
+    assert "stops with it" not in caplog.text
+    assert "is shutting down" not in caplog.text
 
 
 async def until_probes(engine: Served, expected: list[int]) -> None:

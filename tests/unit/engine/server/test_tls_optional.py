@@ -61,7 +61,7 @@ async def test_a_router_one_step_away_reaches_the_engine(
             link.start()
             if abs(STATES.index(other) - STATES.index(state)) <= 1:
                 await until(lambda link=link: link.ready)
-                in_plain_text = "gets plain text (--engine-tls-optional)" in caplog.text
+                in_plain_text = "using plain text (--engine-tls-optional)" in caplog.text
                 assert in_plain_text == (state == "plain" and other == "optional")
             else:
                 await until(lambda: "cannot be reached" in caplog.text)

@@ -308,7 +308,7 @@ async def test_a_new_certificate_is_shown_and_a_broken_one_is_not(
         for _ in range(3):
             assert await asyncio.to_thread(_shown, stage) == shown
         assert [record.getMessage() for record in caplog.records if "stay in use" in record.getMessage()] == [
-            f"{stage.cluster.router.key} has no private key in PEM format: the certificates from before stay in use"
+            f"{stage.cluster.router.key} has no private key in PEM format: the previous certificates stay in use"
         ]
         stage.cluster.issue(stage.cluster.servers, "router", "localhost", "127.0.0.1")
         assert await asyncio.to_thread(_shown, stage) != shown

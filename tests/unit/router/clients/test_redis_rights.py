@@ -191,5 +191,5 @@ async def test_a_cluster_is_the_reason_that_the_log_gives(caplog: pytest.LogCapt
     with redis_server(settings=["--cluster-enabled", "yes"]) as server:
         journal = RedisJournal(server.router_url, settings=JournalSettings(settle=0))
         journal.open(small_request())
-        await until(lambda: "the journal cannot be written to Redis (its cluster is down: CLUSTERDOWN)" in caplog.text)
+        await until(lambda: "cannot write the journal to Redis (its cluster is down: CLUSTERDOWN)" in caplog.text)
         await journal.close()

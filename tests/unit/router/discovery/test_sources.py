@@ -240,7 +240,7 @@ async def test_a_source_that_fails_keeps_its_last_view_beside_the_others(
         for state in ("ready", "not_ready", "terminating")
     }
     assert counts == {"ready": 1, "not_ready": 1, "terminating": 1}
-    assert "engine source of test failed and is started again" in caplog.text
+    assert "engine source of test failed; restarting it" in caplog.text
     task.cancel()
     await asyncio.wait([task])
     names = {each.get_name() for each in asyncio.all_tasks()}

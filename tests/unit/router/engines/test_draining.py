@@ -72,7 +72,7 @@ async def test_a_draining_engine_logs_no_warning(caplog: pytest.LogCaptureFixtur
     logged = [(record.levelname, record.getMessage().partition(engine.address)[2]) for record in caplog.records]
     assert logged == [
         ("INFO", " is connected (new session)"),
-        ("INFO", " is leaving: it ends what it runs, and gets nothing new"),
+        ("INFO", " is shutting down: it finishes its requests and gets no new ones"),
         ("INFO", " has left"),
         ("INFO", " is connected (new session)"),
     ]

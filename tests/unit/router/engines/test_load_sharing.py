@@ -251,7 +251,7 @@ async def test_without_redis_each_router_counts_its_own_load_and_finds_the_other
             server.start()
             await until(lambda: first.counted == second.counted == (3, 22, 0))
     assert [record.getMessage() for record in caplog.records if record.levelno == logging.WARNING] == [
-        "the load cannot be shared with the other routers (ConnectionError); requests go on"
+        "cannot share the load with other routers (ConnectionError); requests continue"
     ] * 2
 
 

@@ -391,8 +391,8 @@ async def test_a_file_that_is_taken_away_counts_as_unavailable_until_it_is_back(
         assert await journal.read("later") is not None
     told = [each.getMessage() for each in caplog.records if each.levelno >= logging.WARNING]
     assert told == [
-        f"the journal cannot be written to {path} (it was moved, deleted or replaced: put it back, or restart the "
-        "router for a new one); requests go on"
+        f"cannot write the journal to {path} (it was moved, deleted or replaced: put it back, or restart the "
+        "router for a new one); requests continue"
     ]
 
 

@@ -197,5 +197,5 @@ async def test_a_damaged_record_does_not_keep_the_file_from_being_opened(
         connection.execute("DELETE FROM usage")
     journal = SqliteJournal(tmp_path / "journal")
     assert await usage_of(journal) == []
-    assert "the usage of a request is not counted, as its record is damaged" in caplog.text
+    assert "the usage of a request is not counted, because its record is damaged" in caplog.text
     await journal.close()
