@@ -70,7 +70,7 @@ def test_the_sums_hold_and_name_every_file(dist):
 def test_wheels_are_as_large_as_the_pages_say_and_have_no_tests_and_no_pictures(dist):
     page = (ROOT / "docs" / "contributing.md").read_text()
     stated = {name: float(size) for name, size in re.findall(r"^\| wheel of `([\w-]+)`.*?\| ([\d.]+) MB", page, re.M)}
-    assert f"Quire is {sum(stated.values()):.0f} MB" in (ROOT / "README.md").read_text()
+    assert f"Quire is {sum(stated.values()):.1f} MB" in (ROOT / "README.md").read_text()
     for path in dist.glob("*.whl"):
         size = stated.pop(path.name.split("-")[0].replace("_", "-"))
         least = 0.3 if "engine" in path.name else 0.9  # of the engine's kernels, those of one level are here
@@ -99,7 +99,7 @@ def check_files(sizes: dict[str, int]) -> None:
         path = Path(name)
         assert not {"tests", "images", "docs"} & set(path.parts), name
         assert path.suffix not in (".png", ".svg", ".safetensors") or path.name == "icon.svg", name
-        assert size < (1e6 if path.suffix == ".so" else 1e5), name
+        assert size < (1e6 if path.suffix in (".so", ".gz") else 1e5), name  # kernels, and the script of Swagger UI
 
 
 @pytest.mark.soak
