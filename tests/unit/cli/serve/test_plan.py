@@ -8,7 +8,7 @@ import pytest
 from quire_cli.serve.flags import read_flags
 from quire_cli.serve.plan import Plan, make_plan
 from quire_cli.serve.ports import PortError, Ports
-from quire_cli.serve.serve_command import has_template
+from quire_cli.serve.ready_message import has_template
 from quire_engine.config import EngineConfig
 from quire_proto.cli import read_settings
 from quire_proto.engine_token import read_tokens

@@ -43,10 +43,10 @@ def test_a_terminal_shows_which_run_is_on(
     monkeypatch.delenv("NO_COLOR", raising=False)
     shown: list[str] = []
     monkeypatch.setattr(sys.stderr, "write", shown.append)
-    command(*SMALL, "--limit", "5", "--utilisation", "0.5", "--policies", "cost,random")
+    command(*SMALL, "--limit", "5", "--utilisation", "0.5", "--policies", "cost,round_robin")
     assert shown == [
         "\r\x1b[K\x1b[2mrun 1 of 2: cost at utilisation 0.5\x1b[0m",
-        "\r\x1b[K\x1b[2mrun 2 of 2: random at utilisation 0.5\x1b[0m",
+        "\r\x1b[K\x1b[2mrun 2 of 2: round_robin at utilisation 0.5\x1b[0m",
         "\r\x1b[K\x1b[2m\x1b[0m",
     ]
 
