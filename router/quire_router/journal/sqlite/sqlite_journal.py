@@ -84,6 +84,7 @@ class SqliteStore:
         self._reader = RecordReader(file.reader)
         self._writing = ThreadPoolExecutor(1, "journal writer")
         self._reading = ThreadPoolExecutor(1, "journal reader")
+        self._closed = False
         self._abandoned: deque[Lease] = deque()
         self._cleaned = 0.0
 
@@ -188,7 +189,10 @@ class SqliteStore:
         await self._write(self._records.probe)
 
     async def close(self) -> None:
-        """Waits for what was begun, then closes the file, which writes the WAL into it."""
+        """Waits for what was begun, then closes the file, which writes the WAL into it. Whoever still reads gets an
+        error of a database that is away.
+        """
+        self._closed = True
         await asyncio.to_thread(self._close)
 
     def _close(self) -> None:
@@ -197,10 +201,15 @@ class SqliteStore:
         self._file.close()
 
     def _write(self, call: Callable[P, T], *arguments: P.args, **options: P.kwargs) -> asyncio.Future[T]:
-        return asyncio.get_running_loop().run_in_executor(self._writing, partial(call, *arguments, **options))
+        return self._submit(self._writing, partial(call, *arguments, **options))
 
     def _read(self, call: Callable[P, T], *arguments: P.args, **options: P.kwargs) -> asyncio.Future[T]:
-        return asyncio.get_running_loop().run_in_executor(self._reading, partial(call, *arguments, **options))
+        return self._submit(self._reading, partial(call, *arguments, **options))
+
+    def _submit(self, thread: ThreadPoolExecutor, call: Callable[[], T]) -> asyncio.Future[T]:
+        if self._closed:
+            raise sqlite3.ProgrammingError("the journal is closed")
+        return asyncio.get_running_loop().run_in_executor(thread, call)
 
     def _abandon_claimed(self, claiming: "asyncio.Future[Lease | None]") -> None:
         lease = None if claiming.cancelled() or claiming.exception() is not None else claiming.result()

@@ -9,7 +9,7 @@ import stat
 import subprocess
 import sys
 from array import array
-from collections.abc import AsyncIterator, Callable, Iterator
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
 from contextlib import asynccontextmanager, closing, contextmanager, suppress
 from dataclasses import replace
 from pathlib import Path
@@ -539,3 +539,20 @@ async def test_a_request_that_is_dropped_loses_its_lease(path: Path) -> None:
 
         await asyncio.wait_for(is_released(), 15)
         assert await journal.claim("r") is not None
+
+
+async def test_whoever_reads_a_journal_that_has_been_closed_is_told_that_it_is_away(path: Path) -> None:
+    journal = SqliteJournal(path, owner="me")
+    follower = journal.follow("r")
+    await journal.close()
+    reads: list[Callable[[], Awaitable[object]]] = [
+        lambda: journal.read("r"),
+        lambda: journal.claim("r"),
+        follower.poll,
+        lambda: journal.objects.get("x"),
+        lambda: journal.objects.put("x", b"", 0, 60.0),
+    ]
+    for read in reads:
+        with pytest.raises(QuireError) as away:
+            await read()
+        assert away.value.code is ErrorCode.UNAVAILABLE
