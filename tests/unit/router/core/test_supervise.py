@@ -248,7 +248,7 @@ async def test_an_engine_that_cannot_be_added_does_not_block_the_others(
         announced.publish(Endpoint("127.0.0.1:1"), there)
         await until(lambda: fleet.ready("m") == 1)
         await fleet.close()
-    assert "engine 127.0.0.1:1 cannot be taken in" in caplog.text
+    assert "cannot add or remove engine 127.0.0.1:1" in caplog.text
 
 
 async def test_a_failed_discovery_source_is_not_reported_connected() -> None:

@@ -228,7 +228,7 @@ async def test_a_watch_that_is_forbidden_is_logged(tmp_path: Path, caplog: pytes
 
         server._watch = forbidden  # type: ignore[method-assign]
         server.disconnect()
-        await until(lambda: "again and again: 403 Forbidden" in caplog.text)
+        await until(lambda: "keeps breaking off: 403 Forbidden" in caplog.text)
         server.put(slice_of("a", engines("10.0.0.2")))  # so that it can only list, now and then
         await until(lambda: seen.addresses == ["10.0.0.2:9000"])
 
@@ -246,7 +246,7 @@ async def test_watches_that_all_end_at_once_are_logged(tmp_path: Path, caplog: p
     async with Stage(tmp_path) as (server, _):
         server.watched = b""
         server.disconnect()
-        await until(lambda: "again and again: the watch ended at once" in caplog.text)
+        await until(lambda: "keeps breaking off: the watch ended at once" in caplog.text)
 
 
 @pytest.mark.parametrize("wait", ["Fri, 31 Dec 1999 23:59:59 GMT", "-5", "\u00b2", ""])
