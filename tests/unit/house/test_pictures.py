@@ -109,7 +109,7 @@ def test_the_picture_of_a_placement_has_every_term_that_is_not_zero() -> None:
 
 
 @pytest.mark.parametrize("theme", [LIGHT, DARK], ids=["light", "dark"])
-def test_colors_can_be_told_from_what_is_behind_them(theme: Mapping[str, str]) -> None:
+def test_colors_contrast_with_their_background(theme: Mapping[str, str]) -> None:
     for text, behind in product(("fg", "muted"), ("page", "fill")):
         assert contrast(theme[text], theme[behind]) >= 4.5  # of WCAG for text
     for bar in ("blue", "green"):

@@ -24,7 +24,7 @@ class Example(CliSettings):
 
 
 @pytest.mark.parametrize(
-    ("arguments", "told"),
+    ("arguments", "text"),
     [
         (["--count", "abc"], "--count: must be a whole number, not abc"),
         (["--count", "1.5"], "--count: must be a whole number, not 1.5"),
@@ -37,21 +37,21 @@ class Example(CliSettings):
     ],
 )
 def test_a_wrong_value_is_named_with_what_it_must_be(
-    arguments: list[str], told: str, capsys: pytest.CaptureFixture[str]
+    arguments: list[str], text: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     with pytest.raises(SystemExit, match="2"):
         read_settings(Example, arguments)
-    assert capsys.readouterr().err == f"error: {told}\n"
+    assert capsys.readouterr().err == f"error: {text}\n"
 
 
 @pytest.mark.parametrize(
-    ("arguments", "told"),
+    ("arguments", "text"),
     [(["--count"], "--count: needs a value"), (["--plain=maybe"], "--plain/--no-plain: takes no value")],
 )
-def test_a_missing_value_is_named(arguments: list[str], told: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_missing_value_is_named(arguments: list[str], text: str, capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit, match="2"):
         read_settings(Example, arguments)
-    assert capsys.readouterr().err == f"error: {told}\ntip: example --help lists all options\n"
+    assert capsys.readouterr().err == f"error: {text}\ntip: example --help lists all options\n"
 
 
 def test_a_flag_may_have_another_name() -> None:

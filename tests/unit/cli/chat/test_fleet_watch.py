@@ -51,7 +51,7 @@ class Shown:
 
 
 @pytest.mark.usefixtures("terminal")
-def test_who_waits_for_an_engine_is_told_why(fleet: Fleet, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_reason_for_waiting_is_shown(fleet: Fleet, capsys: pytest.CaptureFixture[str]) -> None:
     shown, view = Shown(capsys), AnswerView()
     with FleetWatch(fleet, "demo", view):
         fleet.sample(engines=[{"id": "h:1", "condition": "connecting"}], models=[{"name": "demo", "ready_engines": 0}])

@@ -9,14 +9,14 @@ def test_columns_are_aligned() -> None:
 
 
 @pytest.mark.parametrize(
-    ("count", "told"), [(0, "0 B"), (999, "999 B"), (1500, "1.5 kB"), (2_500_000_000, "2.5 GB"), (3e12, "3.0 TB")]
+    ("count", "text"), [(0, "0 B"), (999, "999 B"), (1500, "1.5 kB"), (2_500_000_000, "2.5 GB"), (3e12, "3.0 TB")]
 )
-def test_sizes(count: float, told: str) -> None:
-    assert size(count) == told
+def test_sizes(count: float, text: str) -> None:
+    assert size(count) == text
 
 
 @pytest.mark.parametrize(
-    ("seconds", "told"), [(0.4, "0 seconds"), (1, "1 second"), (125, "2 minutes"), (7200, "2 hours"), (1e6, "11 days")]
+    ("seconds", "text"), [(0.4, "0 seconds"), (1, "1 second"), (125, "2 minutes"), (7200, "2 hours"), (1e6, "11 days")]
 )
-def test_durations(seconds: float, told: str) -> None:
-    assert duration(seconds) == told
+def test_durations(seconds: float, text: str) -> None:
+    assert duration(seconds) == text

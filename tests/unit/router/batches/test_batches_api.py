@@ -504,15 +504,14 @@ async def test_batches_are_listed_with_their_metadata():
         assert [each.metadata async for each in api.batches.list()] == [{"n": "2"}, {"n": "1"}, {"n": "0"}]
 
 
+def service_of(runner: ScriptedRunner) -> ApiService:
+    tokenizers = dict.fromkeys([MODEL], tokenizer_with(CHAT_TEMPLATE))
+    return ApiService(tokenizers, ScriptedPool(), runner, Authenticator(()), ConcurrencyLimit(8))
+
+
 async def test_lines_of_a_tenant_that_was_removed_wait_until_it_is_there_again():
     runner, tenants, now = ScriptedRunner(), Tenants([Tenant("a", listed=True)]), int(time())
-    service = ApiService(
-        dict.fromkeys([MODEL], tokenizer_with(CHAT_TEMPLATE)),
-        ScriptedPool(),
-        runner,
-        Authenticator(()),
-        ConcurrencyLimit(8),
-    )
+    service = service_of(runner)
     lines, batch = BatchLines(service, tenants), Batch("batch_1", "a", "", CHAT, "file-1", now, now + 1000, listed=True)
     body = json.dumps(line("x")).encode()
     assert (await lines.run(batch, Line(0, "x", body))).status == 200
@@ -542,13 +541,7 @@ class LosingRunner(ScriptedRunner):
 @pytest.mark.parametrize(("losses", "status"), [(1, 200), (MAX_RUNS - 1, 200), (MAX_RUNS, 503), (1000, 503)])
 async def test_a_line_whose_engines_were_lost_is_run_again_and_fails_when_it_brings_all_of_them_down(losses, status):
     runner, now = LosingRunner(losses=losses), int(time())
-    service = ApiService(
-        dict.fromkeys([MODEL], tokenizer_with(CHAT_TEMPLATE)),
-        ScriptedPool(),
-        runner,
-        Authenticator(()),
-        ConcurrencyLimit(8),
-    )
+    service = service_of(runner)
     lines, batch = BatchLines(service, Tenants()), Batch("batch_1", "", "", CHAT, "file-1", now, now + 1000)
     answer, tries = None, 0
     while answer is None:
