@@ -46,11 +46,12 @@ COPY proto ./proto
 COPY engine ./engine
 RUN python -m pip --python /opt/quire/bin/python install --quiet --constraint constraints.txt ./proto "./engine[cuda]"
 # FlashInfer's kernels, compiled by its makers, of exactly the version that was installed, and for torch's CUDA. Without
-# them it would compile at the first start, which takes minutes, nvcc, and a root that can be written to.
+# them it would compile at the first start, which takes minutes, nvcc, and a root that can be written to. From 0.7 on this
+# package is empty: the kernels of each kind of GPU are packages that it depends on.
 ARG FLASHINFER_INDEX=
 RUN test -n "${FLASHINFER_INDEX}" || { echo "Set FLASHINFER_INDEX: the index of flashinfer-jit-cache for torch's CUDA." >&2; exit 1; } \
  && version=$(/opt/quire/bin/python -c "from importlib.metadata import version; print(version('flashinfer-python'))") \
- && python -m pip --python /opt/quire/bin/python install --quiet --no-deps \
+ && python -m pip --python /opt/quire/bin/python install --quiet \
       --index-url "${FLASHINFER_INDEX}" "flashinfer-jit-cache==${version}"
 RUN /opt/quire/bin/python -m quire_engine.kernels
 

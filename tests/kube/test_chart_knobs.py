@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import yaml
+from quire_router.api.rest.openapi import OPERATIONS
 
 from tests.kube.conftest import Examples
 from tests.kube.helm import CHART, Helm, Release
@@ -223,9 +224,39 @@ def test_grpc_has_an_ingress_of_its_own_for_the_annotations_that_it_needs(helm: 
     assert calls["spec"]["ingressClassName"] == rest["spec"]["ingressClassName"]
     ((path, port),) = paths(calls)
     assert (path, port) == ("/quire.v1.Inference", "grpc")
-    assert paths(rest) == [(each, "http") for each in ("/v1", "/tokenize", "/detokenize")]
+    assert {port for _, port in paths(rest)} == {"http"}
     alone = with_values(example_values("tls"), ingress__enabled=False, ingress__grpc={"enabled": True})
     assert [each["metadata"]["name"] for each in helm.render(alone).of("Ingress")] == [calls["metadata"]["name"]]
+
+
+def test_ingress_and_gateway_lead_to_what_the_router_publishes(helm: Helm) -> None:
+    """``/version`` alone stays inside, with health, metrics, the page and its description of the API."""
+    (ingress,) = helm.render(example_values("tls")).of("Ingress")
+    (route,) = helm.render(example_values("gateway")).of("HTTPRoute")
+    (rule,) = route["spec"]["rules"]
+    prefixes = [path for path, _ in paths(ingress)]
+    assert [each["path"] for each in rule["matches"]] == [{"type": "PathPrefix", "value": each} for each in prefixes]
+    found = {path: [each for each in prefixes if f"{path}/".startswith(f"{each}/")] for path in OPERATIONS}
+    assert [path for path, led in found.items() if not led] == ["/version"]
+    assert {each for led in found.values() for each in led} == set(prefixes), "a prefix leads to nothing"
+
+
+def test_grpc_can_be_closed(helm: Helm) -> None:
+    release = helm.render(with_values(example_values("cpu-demo"), router__service__grpc=False))
+    assert problems(helm, release.everything, "1.37") == {}
+    (service,) = [item for item in release.of("Service") if item["metadata"]["name"] == "quire-router"]
+    assert [port["name"] for port in service["spec"]["ports"]] == ["http"]
+    open_ports = {
+        port["port"]
+        for policy in release.of("NetworkPolicy")
+        if policy["metadata"]["name"] in ("quire-router", "quire-test")
+        for rules in (policy["spec"].get("ingress", []), policy["spec"]["egress"])
+        for rule in rules
+        for port in rule["ports"]
+    }
+    assert 8000 in open_ports
+    assert 8001 not in open_ports
+    assert [pod.name for pod in pods(release) if pod.component == "test"] == ["Pod/quire-test-rest"]
 
 
 def paths(ingress: dict[str, Any]) -> list[tuple[str, str]]:

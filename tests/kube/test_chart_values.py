@@ -107,6 +107,14 @@ CONTRADICTIONS: dict[str, tuple[dict[str, Any], list[str]]] = {
         {"models__demo__autoscaling": {"minReplicas": 3, "maxReplicas": 2}},
         ["models.demo.autoscaling.minReplicas", "maxReplicas"],
     ),
+    "more engines than autoscaling allows": (
+        {"autoscaling__mode": "hpa", "models__demo__replicas": 8},
+        ["models.demo.replicas is 8", "models.demo.autoscaling.maxReplicas is 4", "Raise maxReplicas"],
+    ),
+    "an Ingress for a port that is closed": (
+        {"router__service__grpc": False, "ingress__grpc": {"enabled": True}},
+        ["router.service.grpc", "ingress.grpc.enabled"],
+    ),
     "two models of one name for metrics": (
         {"models__other": {"servedName": "a/b", "source": {"path": "/x"}}, "models__demo__servedName": "a_b"},
         ["models.demo", "models.other"],

@@ -12,6 +12,7 @@ VERSIONS = tuple(f"1.{minor}" for minor in range(29, 38))
 EXAMPLES = tuple(sorted(path.name.removesuffix("-values.yaml") for path in (CHART / "ci").glob("*-values.yaml")))
 
 NEEDS = {
+    "eks-production": ["monitoring.coreos.com/v1"],
     "endpoint-picker": ["inference.networking.k8s.io/v1"],
     "gateway": ["gateway.networking.k8s.io/v1", "cert-manager.io/v1"],
     "keda": ["keda.sh/v1alpha1"],
@@ -20,7 +21,7 @@ NEEDS = {
     "nodes": ["leaderworkerset.x-k8s.io/v1", "keda.sh/v1alpha1", "cert-manager.io/v1"],
 }
 """The API versions that an example needs besides those that every cluster has."""
-NEW = {"canary", "endpoint-picker", "nodes"}
+NEW = {"canary", "eks-production", "endpoint-picker", "nodes"}
 """Examples of what the previous version of the chart cannot do: their releases begin with this one."""
 EVERY_POD = ("cpu-demo", "nodes")
 """Examples that together have every kind of pod that the chart makes."""

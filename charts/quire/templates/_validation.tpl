@@ -216,6 +216,9 @@
 {{- if gt (int .minReplicas) (int .maxReplicas) -}}
 {{- fail (printf "%s.autoscaling.minReplicas is %d and maxReplicas is %d." $path (int .minReplicas) (int .maxReplicas)) -}}
 {{- end -}}
+{{- if and (include "quire.isScaled" (dict "root" $.root "model" $.model)) (gt (int $.model.replicas) (int .maxReplicas)) -}}
+{{- fail (printf "%s.replicas is %d and %s.autoscaling.maxReplicas is %d: autoscaling.mode %s ignores replicas, and there would be at most %d engines. Raise maxReplicas, or lower replicas to it." $path (int $.model.replicas) $path (int .maxReplicas) $.root.Values.autoscaling.mode (int .maxReplicas)) -}}
+{{- end -}}
 {{- $asked := and (eq $.root.Values.autoscaling.mode "hpa") .enabled (eq (int .minReplicas) 0) -}}
 {{- if and $asked (semverCompare "<1.37.0-0" $.root.Capabilities.KubeVersion.Version) (not $.root.Values.autoscaling.hpa.scaleToZero) -}}
 {{- fail (printf "%s.autoscaling.minReplicas is 0 with autoscaling.mode hpa: a HorizontalPodAutoscaler can do that from Kubernetes 1.37 on, and this cluster has %s. Set minReplicas to 1, autoscaling.mode to keda, or autoscaling.hpa.scaleToZero where the feature gate HPAScaleToZero is on." $path $.root.Capabilities.KubeVersion.Version) -}}
@@ -283,6 +286,11 @@
 {{- end -}}
 {{- if and (eq $service.type "ClusterIP") (or $service.externalTrafficPolicy $ports.http $ports.grpc) -}}
 {{- fail "router.service.externalTrafficPolicy or router.service.nodePorts is set and router.service.type is ClusterIP: they are for NodePort and LoadBalancer." -}}
+{{- end -}}
+{{- if not (include "quire.grpc" .) -}}
+{{- if or $ports.grpc .Values.gateway.grpcRoute.enabled (default dict .Values.ingress.grpc).enabled -}}
+{{- fail "router.service.grpc is false, and router.service.nodePorts.grpc, gateway.grpcRoute.enabled or ingress.grpc.enabled leads to gRPC: leave those out, or set router.service.grpc to true." -}}
+{{- end -}}
 {{- end -}}
 {{- if and $ports.http (eq (int $ports.http) (int $ports.grpc)) -}}
 {{- fail (printf "router.service.nodePorts.http and router.service.nodePorts.grpc are both %d: each needs its own." (int $ports.http)) -}}

@@ -7,6 +7,7 @@ is true), what must be open as if it did not.
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from ipaddress import ip_address, ip_network
 from typing import Any
 
 from tests.kube.helm import Manifest, Release
@@ -25,6 +26,7 @@ class End:
 
     labels: Mapping[str, str] | None = None
     namespace: str = "default"
+    address: str = ""
 
     @property
     def namespace_labels(self) -> dict[str, str]:
@@ -35,6 +37,8 @@ class End:
 ANYWHERE = End()
 STRANGER = End({"app": "stranger"})
 DNS = End({"k8s-app": "kube-dns"}, "kube-system")
+CLIENTS = (End({"app": "gateway"}, "gateways"), End(address="10.0.0.9"))
+"""A gateway in the cluster, and a load balancer with an address: an example opens the routers to one of them."""
 PROMETHEUS = End({"app": "prometheus"}, "monitoring")
 URL = re.compile(r"(?:redis|rediss|http|https)://(?:[^@/]*@)?([A-Za-z0-9.-]+):([0-9]+)")
 
@@ -70,15 +74,22 @@ def needed_paths_are_open(release: Release) -> Iterator[str]:
             yield from _path(release, router, engine, engine.ports["grpc"])
         for redis in components(release, "redis"):
             yield from _path(release, router, redis, next(iter(redis.ports.values())))
-        for port in ("http", "grpc"):
-            if not accepts(release, router, End({"app": "gateway"}, "gateways"), router.ports[port]):
+        for port in _offered(release, router):
+            if not any(accepts(release, router, each, router.ports[port]) for each in CLIENTS):
                 yield f"clients cannot reach {port} of {router.name}"
-        for test in (pod for pod in pods(release) if _is_test(pod)):
-            for port in ("http", "grpc"):
+            for test in (pod for pod in pods(release) if _is_test(pod)):
                 yield from _path(release, test, router, router.ports[port])
     for pod in components(release, "router", "engine"):
         yield from _surroundings(release, pod)
         yield from _nodes(release, pod)
+
+
+def _offered(release: Release, router: Pod) -> Iterator[str]:
+    """The ports of the Service that clients use: always that of REST."""
+    yield "http"
+    for service in release.of("Service"):
+        if matches({"matchLabels": service["spec"]["selector"]}, router.labels):
+            yield from (port["targetPort"] for port in service["spec"]["ports"] if port["targetPort"] == "grpc")
 
 
 def _nodes(release: Release, pod: Pod) -> Iterator[str]:
@@ -224,6 +235,8 @@ def _peers(entries: Sequence[Rule] | None, end: End, blocks: bool) -> bool:
 
 def _peer(entry: Rule, end: End, blocks: bool) -> bool:
     if "ipBlock" in entry:
+        if end.address and ip_address(end.address) in ip_network(entry["ipBlock"]["cidr"]):
+            return True
         return entry["ipBlock"]["cidr"] == "0.0.0.0/0" and (blocks or end.labels is None)
     if end.labels is None:
         return False

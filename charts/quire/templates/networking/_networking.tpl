@@ -1,4 +1,14 @@
-{{/* Peers and rules that several NetworkPolicies have. */}}
+{{/* What Ingress and routes have in common, and peers and rules that several NetworkPolicies have. */}}
+
+{{/* Prefixes of the paths that clients use. Health, metrics, the page and the API's description stay inside. */}}
+{{- define "quire.apiPaths" -}}
+paths: [/v1, /v2/rerank, /rerank, /score, /tokenize, /detokenize]
+{{- end -}}
+
+{{/* Whether clients may use gRPC. Takes the root. Upgrades that reuse the values of a release before this one have no such value. */}}
+{{- define "quire.grpc" -}}
+{{- if ne (toString .Values.router.service.grpc) "false" -}}true{{- end -}}
+{{- end -}}
 
 {{/* Egress to the cluster's DNS. Takes the root. */}}
 {{- define "quire.dnsEgress" -}}
