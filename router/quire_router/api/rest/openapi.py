@@ -60,6 +60,15 @@ class Operation:
     needs_body: bool = True
 
 
+@dataclass(frozen=True, slots=True)
+class Section:
+    """A tag of the document: the ``paths`` that belong together, in the order in which a reader meets them."""
+
+    name: str
+    description: str
+    paths: Mapping[str, Mapping[str, Operation]]
+
+
 def _query(name: str, description: str, **schema: Any) -> DescribedParameter:
     return DescribedParameter(name, "query", schema, description)
 
@@ -145,154 +154,242 @@ def _pooling(summary: str, body: type[BaseModel], answer: Any) -> Operation:
     return Operation(summary, body, answer, parameters=(_SESSION, _TIMEOUT))
 
 
-OPERATIONS: Mapping[str, Mapping[str, Operation]] = {
-    "/v1/chat/completions": {"post": _generating("Answers a conversation.", ChatRequest, answers.ChatCompletion)},
-    "/v1/completions": {"post": _generating("Continues a text.", CompletionRequest, answers.Completion)},
-    "/v1/messages": {
-        "post": Operation(
-            "Answers a conversation of the Messages API.",
-            MessagesRequest,
-            answers.WholeMessage,
-            (_EVENTS,),
-            None,
-            _GENERATE,
-        )
-    },
-    "/v1/messages/count_tokens": {
-        "post": Operation("Counts a conversation's tokens.", CountTokensRequest, answers.TokenCount)
-    },
-    "/v1/responses": {
-        "post": Operation(
-            "Answers a conversation of the Responses API.",
-            ResponsesRequest,
-            answers.ResponseObject,
-            (_EVENTS,),
-            None,
-            _GENERATE,
-        )
-    },
-    "/v1/responses/input_tokens": {
-        "post": Operation("Counts a conversation's tokens.", InputTokensRequest, answers.InputTokens, needs_body=False)
-    },
-    "/v1/responses/{id}": {
-        "get": Operation(
-            "A stored response, or its events.",
-            answer=answers.ResponseObject,
-            others=(_EVENTS,),
-            parameters=(
-                _query("stream", "Whether to send its events.", type="boolean"),
-                _query("starting_after", "The number of the last event that the client has.", **_EVENT_NUMBER),
-                _LAST_EVENT,
-                _TIMEOUT,
-            ),
-        ),
-        "delete": Operation("Ends and forgets a response.", answer=answers.Deleted),
-    },
-    "/v1/responses/{id}/cancel": {"post": Operation("Ends a response.", answer=answers.ResponseObject)},
-    "/v1/responses/{id}/input_items": {
-        "get": Operation("The conversation that a response answers.", answer=_ITEM_PAGE, parameters=_ITEMS)
-    },
-    CONVERSATIONS: {
-        "post": Operation("Makes a conversation.", ConversationBody, answers.ConversationObject, needs_body=False)
-    },
-    f"{CONVERSATIONS}/{{id}}": {
-        "get": Operation("A conversation, without its items.", answer=answers.ConversationObject),
-        "post": Operation("Gives a conversation other metadata.", ConversationUpdate, answers.ConversationObject),
-        "delete": Operation("Deletes a conversation.", answer=answers.Deleted),
-    },
-    f"{CONVERSATIONS}/{{id}}/items": {
-        "get": Operation("The items of a conversation.", answer=_ITEM_PAGE, parameters=_ITEMS),
-        "post": Operation("Adds items to a conversation.", NewItems, _ITEM_PAGE),
-    },
-    f"{CONVERSATIONS}/{{id}}/items/{{item_id}}": {
-        "get": Operation("An item of a conversation.", answer=answers.ConversationItem),
-        "delete": Operation("Removes an item from a conversation.", answer=answers.ConversationObject),
-    },
-    EMBEDDINGS: {"post": _pooling("Makes embeddings of texts or of tokens.", EmbeddingRequest, _EMBEDDINGS)},
-    **{path: {"post": _pooling("Scores pairs of texts.", ScoreRequest, _SCORES)} for path in SCORE},
-    **{path: {"post": _pooling(_RERANKS, RerankRequest, answers.Ranking)} for path in RERANK},
-    FILES: {
-        "get": Operation(
-            "The caller's files.",
-            answer=answers.ListPage[answers.File],
-            parameters=(_AFTER, _ORDER, _limit(10_000), _query("purpose", "Files of this purpose.", type="string")),
-        ),
-        "post": Operation("Stores a file for a batch.", answer=answers.File, form=_UPLOAD),
-    },
-    f"{FILES}/{{id}}": {
-        "get": Operation("Describes a file.", answer=answers.File),
-        "delete": Operation("Deletes a file.", answer=answers.Deleted),
-    },
-    f"{FILES}/{{id}}/content": {"get": Operation("What a file holds.", others=(_BYTES,))},
-    BATCHES: {
-        "get": Operation(
-            "The caller's batches.",
-            answer=answers.ListPage[answers.BatchObject],
-            parameters=(_AFTER, _limit(MAX_LISTED)),
-        ),
-        "post": Operation("Begins a batch.", BatchBody, answers.BatchObject),
-    },
-    f"{BATCHES}/{{id}}": {"get": Operation("A batch as it is now.", answer=answers.BatchObject)},
-    f"{BATCHES}/{{id}}/cancel": {"post": Operation("Ends a batch.", answer=answers.BatchObject)},
-    "/v1/models": {
-        "get": Operation(
-            "The models that the caller may use.",
-            answer=answers.ModelList | answers.ModelInfos,
-            parameters=(
-                _ANTHROPIC_VERSION,
-                _query("limit", "The most models, in the form of Anthropic's API.", **_UP_TO_A_THOUSAND),
-                _query("after_id", "The last model that the client has, in that form.", type="string"),
-                _query("before_id", "The first model that the client has, in that form.", type="string"),
-            ),
-        )
-    },
-    "/v1/models/{model}": {
-        "get": Operation("One model.", answer=answers.Model | answers.ModelInfo, parameters=(_ANTHROPIC_VERSION,))
-    },
-    "/v1/requests/{id}": {
-        "get": Operation("The state of a request, and its answer once that is complete.", answer=answers.RequestObject),
-        "delete": Operation("Ends and forgets a request.", answer=answers.RequestObject),
-    },
-    "/v1/requests/{id}/cancel": {"post": Operation("Ends a request.", answer=answers.RequestObject)},
-    "/v1/requests/{id}/events": {
-        "get": Operation(
-            "The answer from Last-Event-ID on.",
-            others=(_EVENTS,),
-            parameters=(
-                _header("Last-Event-ID", "The last event that the client has."),
-                _query("after", "The same, for clients that cannot set headers.", type="string"),
-                _TIMEOUT,
-            ),
-        )
-    },
-    "/v1/usage": {
-        "get": Operation(
-            "What the caller's tenant used, by hour or day and model.",
-            answer=answers.UsagePageObject,
-            parameters=_USAGE,
-        )
-    },
-    FLEET: {"get": Operation("The fleet, live.", others=(_EVENTS,))},
-    LOAD_LORA: {"post": Operation("Loads a LoRA adapter at all engines.", LoadLoRABody, others=(_TEXT,))},
-    UNLOAD_LORA: {"post": Operation("Unloads a LoRA adapter at all engines.", UnloadLoRABody, others=(_TEXT,))},
-    "/tokenize": {"post": Operation("The tokens of a text or of a conversation.", TokenizeRequest, answers.Tokens)},
-    "/detokenize": {"post": Operation("The text of tokens.", DetokenizeRequest, answers.Text)},
-    "/version": {"get": Operation("The router's version.", answer=answers.Version)},
-}
-"""All routes but those of probes, of the page's files and of this document, by path."""
+_SECTIONS: Final = (
+    Section(
+        "Chat",
+        "OpenAI's Chat Completions answer a conversation that the client keeps.",
+        {
+            "/v1/chat/completions": {
+                "post": _generating("Answers a conversation.", ChatRequest, answers.ChatCompletion)
+            },
+        },
+    ),
+    Section(
+        "Completions",
+        "OpenAI's Completions continue a text without a chat template.",
+        {
+            "/v1/completions": {"post": _generating("Continues a text.", CompletionRequest, answers.Completion)},
+        },
+    ),
+    Section(
+        "Responses",
+        "OpenAI's Responses answer a conversation that the server can keep.",
+        {
+            "/v1/responses": {
+                "post": Operation(
+                    "Answers a conversation of the Responses API.",
+                    ResponsesRequest,
+                    answers.ResponseObject,
+                    (_EVENTS,),
+                    None,
+                    _GENERATE,
+                )
+            },
+            "/v1/responses/input_tokens": {
+                "post": Operation(
+                    "Counts a conversation's tokens.", InputTokensRequest, answers.InputTokens, needs_body=False
+                )
+            },
+            "/v1/responses/{id}": {
+                "get": Operation(
+                    "A stored response, or its events.",
+                    answer=answers.ResponseObject,
+                    others=(_EVENTS,),
+                    parameters=(
+                        _query("stream", "Whether to send its events.", type="boolean"),
+                        _query("starting_after", "The number of the last event that the client has.", **_EVENT_NUMBER),
+                        _LAST_EVENT,
+                        _TIMEOUT,
+                    ),
+                ),
+                "delete": Operation("Ends and forgets a response.", answer=answers.Deleted),
+            },
+            "/v1/responses/{id}/cancel": {"post": Operation("Ends a response.", answer=answers.ResponseObject)},
+            "/v1/responses/{id}/input_items": {
+                "get": Operation("The conversation that a response answers.", answer=_ITEM_PAGE, parameters=_ITEMS)
+            },
+        },
+    ),
+    Section(
+        "Conversations",
+        "The server keeps conversations for the Responses API.",
+        {
+            CONVERSATIONS: {
+                "post": Operation(
+                    "Makes a conversation.", ConversationBody, answers.ConversationObject, needs_body=False
+                )
+            },
+            f"{CONVERSATIONS}/{{id}}": {
+                "get": Operation("A conversation, without its items.", answer=answers.ConversationObject),
+                "post": Operation(
+                    "Gives a conversation other metadata.", ConversationUpdate, answers.ConversationObject
+                ),
+                "delete": Operation("Deletes a conversation.", answer=answers.Deleted),
+            },
+            f"{CONVERSATIONS}/{{id}}/items": {
+                "get": Operation("The items of a conversation.", answer=_ITEM_PAGE, parameters=_ITEMS),
+                "post": Operation("Adds items to a conversation.", NewItems, _ITEM_PAGE),
+            },
+            f"{CONVERSATIONS}/{{id}}/items/{{item_id}}": {
+                "get": Operation("An item of a conversation.", answer=answers.ConversationItem),
+                "delete": Operation("Removes an item from a conversation.", answer=answers.ConversationObject),
+            },
+        },
+    ),
+    Section(
+        "Messages",
+        "Anthropic's Messages answer a conversation that the client keeps.",
+        {
+            "/v1/messages": {
+                "post": Operation(
+                    "Answers a conversation of the Messages API.",
+                    MessagesRequest,
+                    answers.WholeMessage,
+                    (_EVENTS,),
+                    None,
+                    _GENERATE,
+                )
+            },
+            "/v1/messages/count_tokens": {
+                "post": Operation("Counts a conversation's tokens.", CountTokensRequest, answers.TokenCount)
+            },
+        },
+    ),
+    Section(
+        "Embeddings and ranking",
+        "Models that pool their prompts make vectors of texts, score pairs and rank documents.",
+        {
+            EMBEDDINGS: {"post": _pooling("Makes embeddings of texts or of tokens.", EmbeddingRequest, _EMBEDDINGS)},
+            **{path: {"post": _pooling("Scores pairs of texts.", ScoreRequest, _SCORES)} for path in SCORE},
+            **{path: {"post": _pooling(_RERANKS, RerankRequest, answers.Ranking)} for path in RERANK},
+        },
+    ),
+    Section(
+        "Tokens",
+        "The model's tokenizer turns texts into tokens, and tokens into text.",
+        {
+            "/tokenize": {
+                "post": Operation("The tokens of a text or of a conversation.", TokenizeRequest, answers.Tokens)
+            },
+            "/detokenize": {"post": Operation("The text of tokens.", DetokenizeRequest, answers.Text)},
+        },
+    ),
+    Section(
+        "Requests",
+        "An answer outlives its connection: continue to read it, ask for its state, or cancel it.",
+        {
+            "/v1/requests/{id}": {
+                "get": Operation(
+                    "The state of a request, and its answer once that is complete.", answer=answers.RequestObject
+                ),
+                "delete": Operation("Ends and forgets a request.", answer=answers.RequestObject),
+            },
+            "/v1/requests/{id}/cancel": {"post": Operation("Ends a request.", answer=answers.RequestObject)},
+            "/v1/requests/{id}/events": {
+                "get": Operation(
+                    "The answer from Last-Event-ID on.",
+                    others=(_EVENTS,),
+                    parameters=(
+                        _header("Last-Event-ID", "The last event that the client has."),
+                        _query("after", "The same, for clients that cannot set headers.", type="string"),
+                        _TIMEOUT,
+                    ),
+                )
+            },
+        },
+    ),
+    Section(
+        "Files and batches",
+        "OpenAI's Batch API runs files of requests in the background.",
+        {
+            FILES: {
+                "get": Operation(
+                    "The caller's files.",
+                    answer=answers.ListPage[answers.File],
+                    parameters=(
+                        _AFTER,
+                        _ORDER,
+                        _limit(10_000),
+                        _query("purpose", "Files of this purpose.", type="string"),
+                    ),
+                ),
+                "post": Operation("Stores a file for a batch.", answer=answers.File, form=_UPLOAD),
+            },
+            f"{FILES}/{{id}}": {
+                "get": Operation("Describes a file.", answer=answers.File),
+                "delete": Operation("Deletes a file.", answer=answers.Deleted),
+            },
+            f"{FILES}/{{id}}/content": {"get": Operation("What a file holds.", others=(_BYTES,))},
+            BATCHES: {
+                "get": Operation(
+                    "The caller's batches.",
+                    answer=answers.ListPage[answers.BatchObject],
+                    parameters=(_AFTER, _limit(MAX_LISTED)),
+                ),
+                "post": Operation("Begins a batch.", BatchBody, answers.BatchObject),
+            },
+            f"{BATCHES}/{{id}}": {"get": Operation("A batch as it is now.", answer=answers.BatchObject)},
+            f"{BATCHES}/{{id}}/cancel": {"post": Operation("Ends a batch.", answer=answers.BatchObject)},
+        },
+    ),
+    Section(
+        "Models",
+        "The router lists its models, and loads LoRA adapters while it runs.",
+        {
+            "/v1/models": {
+                "get": Operation(
+                    "The models that the caller may use.",
+                    answer=answers.ModelList | answers.ModelInfos,
+                    parameters=(
+                        _ANTHROPIC_VERSION,
+                        _query("limit", "The most models, in the form of Anthropic's API.", **_UP_TO_A_THOUSAND),
+                        _query("after_id", "The last model that the client has, in that form.", type="string"),
+                        _query("before_id", "The first model that the client has, in that form.", type="string"),
+                    ),
+                )
+            },
+            "/v1/models/{model}": {
+                "get": Operation(
+                    "One model.", answer=answers.Model | answers.ModelInfo, parameters=(_ANTHROPIC_VERSION,)
+                )
+            },
+            LOAD_LORA: {"post": Operation("Loads a LoRA adapter at all engines.", LoadLoRABody, others=(_TEXT,))},
+            UNLOAD_LORA: {"post": Operation("Unloads a LoRA adapter at all engines.", UnloadLoRABody, others=(_TEXT,))},
+        },
+    ),
+    Section(
+        "Fleet and usage",
+        "The router shows its engines, each tenant's usage, and its version.",
+        {
+            "/v1/usage": {
+                "get": Operation(
+                    "What the caller's tenant used, by hour or day and model.",
+                    answer=answers.UsagePageObject,
+                    parameters=_USAGE,
+                )
+            },
+            FLEET: {"get": Operation("The fleet, live.", others=(_EVENTS,))},
+            "/version": {"get": Operation("The router's version.", answer=answers.Version)},
+        },
+    ),
+)
+"""All routes but those of probes, of the page's files and of this document."""
 
 
 def openapi(version: str, absent: Container[str] = ()) -> dict[str, Any]:
     """The document, in OpenAPI 3.1, without the paths that are ``absent`` from this router."""
     schemas = Schemas()
-    paths = {
-        path: {method: _operation(path, operation, schemas) for method, operation in methods.items()}
-        for path, methods in OPERATIONS.items()
-        if path not in absent
-    }
+    tags, paths = list[dict[str, str]](), dict[str, dict[str, Any]]()
+    for section in _SECTIONS:
+        present = {path: methods for path, methods in section.paths.items() if path not in absent}
+        tags += [{"name": section.name, "description": section.description}] if present else []
+        for path, methods in present.items():
+            described = {method: _operation(path, operation, schemas) for method, operation in methods.items()}
+            paths[path] = {method: {"tags": [section.name], **each} for method, each in described.items()}
     return {
         "openapi": "3.1.0",
         "info": {"title": "Quire", "version": version, "description": _DESCRIPTION},
+        "tags": tags,
         "paths": paths,
         "components": {
             "schemas": schemas.components,

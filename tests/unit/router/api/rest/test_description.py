@@ -9,7 +9,7 @@ import pytest
 from quire_router.api.auth import Authenticator
 from quire_router.api.fleet_feed import FleetFeed
 from quire_router.api.rest.endpoints import FleetEndpoint
-from quire_router.api.rest.openapi import FLEET, LORA_UPDATES, openapi
+from quire_router.api.rest.openapi import BATCH_PATHS, FLEET, LORA_UPDATES, openapi
 from quire_router.api.rest.page import DOCS, HOME, Page
 from quire_router.api.rest.rest_app import PUBLIC_PATHS
 from quire_router.api.rest.sse import KEEPALIVE
@@ -60,6 +60,24 @@ def test_what_answers_with_events_alone_is_described_so():
         "/v1/requests/{id}/events",
         FLEET,
     }
+
+
+def test_every_route_is_in_one_section_and_the_sections_begin_with_what_generates():
+    document = openapi("1")
+    listed = [tag["name"] for tag in document["tags"]]
+    used = [each["tags"] for methods in document["paths"].values() for each in methods.values()]
+    assert all(len(tags) == 1 for tags in used)
+    assert list(dict.fromkeys(tags[0] for tags in used)) == listed
+    assert listed[:5] == ["Chat", "Completions", "Responses", "Conversations", "Messages"]
+    assert document["paths"]["/v1/batches/{id}/cancel"]["post"]["tags"] == ["Files and batches"]
+    for tag in document["tags"]:
+        assert re.fullmatch(r"[A-Z][^.]+\.", tag["description"]), tag
+
+
+def test_a_section_is_absent_when_the_router_has_none_of_its_routes():
+    names = {tag["name"] for tag in openapi("1", BATCH_PATHS | LORA_UPDATES)["tags"]}
+    assert "Files and batches" not in names
+    assert {"Chat", "Models"} <= names
 
 
 async def test_the_document_follows_its_own_references():
