@@ -80,7 +80,7 @@ COMMANDS = (
     Command(
         _LOOK,
         "stop",
-        "end a server as Ctrl-C does, and wait for its end",
+        "end a server, and wait for its end",
         "quire_cli.running.stop_command:stop_parser",
         "quire_cli.running.stop_command:stop",
         operands="[URL|PID]",

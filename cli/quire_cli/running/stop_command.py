@@ -1,4 +1,7 @@
-"""The command ``quire stop``: ends a server as Ctrl-C in its terminal does."""
+"""The command ``quire stop``: ends a server, and waits until it has ended.
+
+It sends SIGTERM rather than SIGINT: of the latter, the second one kills, and a command that is typed again must not.
+"""
 
 import os
 import select
@@ -8,39 +11,67 @@ from collections.abc import Sequence
 from time import monotonic
 
 from quire_proto.cli import EXIT_USAGE, FlagParser
-from quire_proto.terminal import INTERRUPTED, fail
+from quire_proto.terminal import CLEAR_LINE, DIM, INTERRUPTED, colored, fail, has_color
 
 from quire_cli.machine.running import RunningServer, running_servers, start_ticks
 from quire_cli.machine.server import base_url
 
-DESCRIPTION = """Ends a server that quire serve runs on this machine, as Ctrl-C in its terminal does, and waits for its
-end. Without URL or PID there has to be only one."""
+DESCRIPTION = """Ends a server that quire serve runs on this machine, and waits for its end. Running requests have the
+seconds of the server's --shutdown-timeout. Without URL or PID there has to be only one server."""
+TIMEOUT = 60.0  # seconds; longer than a server takes by default
+_PERIOD = 0.5  # seconds between two states of the line that moves
 
 
 def stop(arguments: Sequence[str]) -> None:
-    """Runs the subcommand. Exits with 1 if there is no such server, and with 2 if several could be meant."""
+    """Runs the subcommand. Exits with 1 if there is no such server or if it does not end in time, and with 2 if several
+    could be meant.
+    """
     flags = stop_parser().parse_args(list(arguments))
     server = _choose(flags.server, running_servers())
-    name = f"{server.model} at {server.url}"
-    began = monotonic()
+    name, began = f"{server.model} at {server.url}", monotonic()
     try:
         process = os.pidfd_open(server.pid)
     except OSError:
         return _say(f"{name} has ended by itself")
+    ended = "stopped"
     if start_ticks(server.pid) == server.ticks:  # now that its id cannot become another's
         _say(f"stopping {name}")
-        signal.pidfd_send_signal(process, signal.SIGINT)
+        signal.pidfd_send_signal(process, signal.SIGTERM)
         try:
-            select.select([process], [], [])  # readable once it has ended
+            if not _wait(process, name, flags.timeout):
+                if not flags.force:
+                    tip = f"quire stop --force {server.pid} kills it, and --timeout SECONDS waits longer"
+                    fail(f"{name} has not ended after {flags.timeout:g} s", tip)
+                signal.pidfd_send_signal(process, signal.SIGKILL)  # its engines and its router die with it
+                select.select([process], [], [])
+                ended = "killed"
         except KeyboardInterrupt:
             fail(f"{name} has not ended yet", status=INTERRUPTED)
-    _say(f"stopped after {monotonic() - began:.1f} s")
+    _say(f"{ended} after {monotonic() - began:.1f} s")
+
+
+def _wait(process: int, name: str, timeout: float) -> bool:
+    """Returns whether a process ends within ``timeout`` seconds. In a terminal a line counts those that have passed."""
+    began = monotonic()
+    moves = has_color(sys.stdout)
+    while (left := began + timeout - monotonic()) > 0:
+        if select.select([process], [], [], min(left, _PERIOD))[0]:  # readable once it has ended
+            break
+        if moves:
+            text = f"waiting for the end of {name} ({monotonic() - began:.0f} s)"
+            sys.stdout.write(f"{CLEAR_LINE}{colored(text, DIM, sys.stdout)}")
+            sys.stdout.flush()
+    if moves:
+        sys.stdout.write(CLEAR_LINE)
+    return bool(select.select([process], [], [], 0)[0])
 
 
 def stop_parser() -> FlagParser:
     """Returns the parser of the command's flags."""
     parser = FlagParser("quire stop", DESCRIPTION, {})
     parser.add_argument("server", nargs="?", metavar="URL|PID", help="which one, as quire ps lists it")
+    parser.add_argument("--timeout", type=float, default=TIMEOUT, metavar="SECONDS", help="how long to wait")
+    parser.add_argument("--force", action="store_true", help="kill it if it has not ended by then")
     return parser
 
 

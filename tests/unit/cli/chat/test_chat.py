@@ -1,8 +1,6 @@
 """``quire chat`` and ``quire complete`` print an answer once, whatever happens to its connections."""
 
 import json
-import os
-import pty
 import re
 import signal
 import socket
@@ -27,6 +25,7 @@ from quire_cli.machine.running import registered
 from tests.support.ports import free_port
 from tests.support.processes import eventually
 from tests.support.running_servers import a_server
+from tests.support.terminals import terminal
 
 WORDS = ["Once", " upon", " a", " time", ",", " there", " was", " a", " fox", "."]
 
@@ -332,7 +331,7 @@ def test_ctrl_c_cancels_the_request() -> None:
 
 
 def test_the_model_sees_the_conversation_until_another_one_begins() -> None:
-    with serving() as server, terminal(command(server, "chat", "--system", "Be brief.")) as (type_in, shown):
+    with serving() as server, conversation(command(server, "chat", "--system", "Be brief.")) as (type_in, shown):
         answer = "".join(WORDS)
         lines = ("first", "second", "/help", "/modle", "/clear", " /etc is a folder", "/etc/hosts", "/system Be kind.")
         for number, line in enumerate([*lines, '"""one', 'two"""'], 1):
@@ -354,7 +353,8 @@ def test_the_model_sees_the_conversation_until_another_one_begins() -> None:
 
 def test_a_conversation_continues_with_another_model_and_is_saved(tmp_path: Path) -> None:
     file = tmp_path / "saved.json"
-    with serving(models=("a", "b")) as server, terminal(command(server, "chat", "--model", "a")) as (type_in, shown):
+    asking = ("chat", "--model", "a")
+    with serving(models=("a", "b")) as server, conversation(command(server, *asking)) as (type_in, shown):
         for number, line in enumerate(("/model", "/model b", "hello", f"/save {file}", f"/save {file}"), 1):
             type_in(f"{line}\n")
             eventually(lambda number=number: shown().count("> ") > number)
@@ -368,7 +368,7 @@ def test_a_conversation_continues_with_another_model_and_is_saved(tmp_path: Path
 
 
 def test_ctrl_c_at_the_prompt_clears_the_line_and_says_how_to_leave() -> None:
-    with serving() as server, terminal(command(server, "chat")) as (type_in, shown):
+    with serving() as server, conversation(command(server, "chat")) as (type_in, shown):
         type_in("half a sentence\x03")
         eventually(lambda: shown().count("/bye or Ctrl-D ends") == 2)
         type_in("whole\n")
@@ -378,7 +378,7 @@ def test_ctrl_c_at_the_prompt_clears_the_line_and_says_how_to_leave() -> None:
 
 
 def test_ctrl_c_ends_an_answer_and_not_the_conversation() -> None:
-    with serving(hangs=True) as server, terminal(command(server, "chat")) as (type_in, shown):
+    with serving(hangs=True) as server, conversation(command(server, "chat")) as (type_in, shown):
         type_in("first\n")
         eventually(lambda: "Once" in shown())
         sleep(0.2)
@@ -393,13 +393,13 @@ def test_ctrl_c_ends_an_answer_and_not_the_conversation() -> None:
 
 def test_lines_are_remembered_for_the_next_conversation_and_private(state_folder: Path) -> None:
     with serving() as server:
-        with terminal(command(server, "chat")) as (type_in, shown):
+        with conversation(command(server, "chat")) as (type_in, shown):
             type_in("a secret\n")
             eventually(lambda: "fox." in shown())
             type_in("/bye\n")
         file = state_folder / "quire/chat_history"
         assert file.stat().st_mode & 0o777 == 0o600
-        with terminal(command(server, "chat")) as (type_in, shown):
+        with conversation(command(server, "chat")) as (type_in, shown):
             type_in("\x1b[A\x1b[A\n")
             eventually(lambda: "fox." in shown())
             type_in("/bye\n")
@@ -420,35 +420,14 @@ def test_a_server_that_is_starting_is_waited_for() -> None:
 
 @pytest.mark.parametrize("word", ["/exit", "/bye"])
 def test_a_conversation_ends_by_a_word(word: str) -> None:
-    with serving() as server, terminal(command(server, "chat")) as (type_in, _):
+    with serving() as server, conversation(command(server, "chat")) as (type_in, _):
         type_in(f"{word}\n")
     assert not server.of("/chat")
 
 
 @contextmanager
-def terminal(arguments: list[str]) -> Iterator[tuple[Callable[[str], None], Callable[[], str]]]:
+def conversation(arguments: list[str]) -> Iterator[tuple[Callable[[str], None], Callable[[], str]]]:
     """Runs a command in a terminal; it has to end by itself, with 0."""
-    ours, theirs = pty.openpty()
-    # It is the controlling terminal, so that its Ctrl-C is a signal.
-    process = subprocess.Popen(["setsid", "--ctty", *arguments], stdin=theirs, stdout=theirs, stderr=theirs)
-    os.close(theirs)
-    seen: list[bytes] = []
-
-    def read() -> None:
-        try:
-            while piece := os.read(ours, 4096):
-                seen.append(piece)
-        except OSError:  # the other end is closed
-            return
-
-    reader = Thread(target=read, daemon=True)
-    reader.start()
-    try:
-        eventually(lambda: b"> " in b"".join(seen))
-        yield lambda text: os.write(ours, text.encode()) and None, lambda: b"".join(seen).decode()
-        assert process.wait(30) == 0
-    finally:
-        process.kill()
-        process.wait()
-        reader.join(10)
-        os.close(ours)
+    with terminal(arguments, prompt="> ") as running:
+        yield running.type_in, lambda: running.shown
+        assert running.end() == 0

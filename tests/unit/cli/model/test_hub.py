@@ -2,13 +2,9 @@
 leaves.
 """
 
-import fcntl
 import json
-import os
-import struct
 import subprocess
 import sys
-import termios
 from contextlib import suppress
 from pathlib import Path
 
@@ -16,6 +12,7 @@ import pytest
 from quire_cli.model import check
 
 from tests.support.hub_server import GRANTED
+from tests.support.terminals import in_terminal
 from tests.unit.cli.model.conftest import WEIGHT_FILE, User, model_files
 
 BIG = 8 << 20
@@ -316,18 +313,7 @@ os.write(1, b"engine-0 | a line of the log\\n")
 def test_what_is_printed_after_a_download_begins_a_line_of_its_own(user: User, tmp_path: Path) -> None:
     """In a terminal, where there are bars."""
     user.hub.add("org/small", model_files())
-    ours, terminal = os.openpty()
-    fcntl.ioctl(terminal, termios.TIOCSWINSZ, struct.pack("HHHH", 24, 100, 0, 0))
-    environment = {**os.environ, "HF_ENDPOINT": user.hub.url, "HF_HOME": str(tmp_path)}
-    process = subprocess.Popen(
-        [sys.executable, "-c", DOWNLOAD], env=environment, stdin=terminal, stdout=terminal, stderr=terminal
-    )
-    os.close(terminal)
-    shown = b""
-    with suppress(OSError):  # a terminal that nobody has any more
-        while piece := os.read(ours, 1 << 16):
-            shown += piece
-    os.close(ours)
-    assert process.wait(60) == 0, shown
-    assert b"org/small: 100%" in shown
-    assert shown.endswith(b"\r\nengine-0 | a line of the log\r\n")
+    environment = {"HF_ENDPOINT": user.hub.url, "HF_HOME": str(tmp_path)}
+    shown = in_terminal([sys.executable, "-c", DOWNLOAD], columns=100, environment=environment)
+    assert "org/small: 100%" in shown
+    assert shown.endswith("\r\nengine-0 | a line of the log\r\n")

@@ -1,6 +1,7 @@
 """``quire ps`` and ``quire stop``."""
 
 import json
+import re
 import signal
 import subprocess
 import sys
@@ -16,6 +17,7 @@ from quire_cli.running.stop_command import stop
 
 from tests.support.ports import free_port
 from tests.support.running_servers import a_server
+from tests.support.terminals import in_terminal, plain
 
 
 class Health(BaseHTTPRequestHandler):
@@ -37,9 +39,13 @@ def router() -> Iterator[int]:
 
 
 @contextmanager
-def program(server_url: str = "http://127.0.0.1:8000") -> Iterator[tuple[RunningServer, subprocess.Popen[bytes]]]:
-    """A process that ends by Ctrl-C alone, as a server that is listed."""
-    code = "import signal; signal.signal(signal.SIGTERM, signal.SIG_IGN); print(flush=True); signal.pause()"
+def program(
+    server_url: str = "http://127.0.0.1:8000", *, ends: bool = True
+) -> Iterator[tuple[RunningServer, subprocess.Popen[bytes]]]:
+    """A process, as a server that is listed. Ctrl-C does not end it, and SIGTERM only if it ``ends``."""
+    numbers = ("SIGINT",) if ends else ("SIGINT", "SIGTERM")
+    ignored = "".join(f"signal.signal(signal.{number}, signal.SIG_IGN); " for number in numbers)
+    code = f"import signal; {ignored}print(flush=True)\nwhile True: signal.pause()"
     with subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, stderr=subprocess.DEVNULL) as process:
         assert process.stdout is not None
         process.stdout.readline()
@@ -74,13 +80,50 @@ def test_nothing_to_list_is_a_sentence(capsys: pytest.CaptureFixture[str]) -> No
 
 
 @pytest.mark.parametrize("named", [False, True])
-def test_a_server_ends_as_by_ctrl_c(named: bool, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_server_ends(named: bool, capsys: pytest.CaptureFixture[str]) -> None:
     with program() as (server, process):
         stop(["127.0.0.1:8000/v1"] if named else [])
-        assert process.wait(10) == -signal.SIGINT
+        assert process.wait(10) == -signal.SIGTERM
         first, second = capsys.readouterr().out.splitlines()
         assert first == f"stopping demo at {server.url}"
         assert second.startswith("stopped after ")
+
+
+def test_a_server_that_does_not_end_is_left_running_and_the_sentence_says_how_to_kill_it(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    with program(ends=False) as (server, process):
+        with pytest.raises(SystemExit, match="1"):
+            stop(["--timeout", "0.2"])
+        assert process.poll() is None
+        told = capsys.readouterr()
+        assert told.out == f"stopping demo at {server.url}\n"
+        assert told.err == (
+            f"error: demo at {server.url} has not ended after 0.2 s\n"
+            f"tip: quire stop --force {server.pid} kills it, and --timeout SECONDS waits longer\n"
+        )
+
+
+def test_a_server_that_does_not_end_in_time_is_killed_by_force(capsys: pytest.CaptureFixture[str]) -> None:
+    with program(ends=False) as (_, process):
+        stop(["--timeout", "0.2", "--force"])
+        assert process.wait(10) == -signal.SIGKILL
+        assert re.fullmatch(r"killed after 0\.[2-9] s", capsys.readouterr().out.splitlines()[1])
+
+
+def test_force_leaves_a_server_the_time_to_end(capsys: pytest.CaptureFixture[str]) -> None:
+    with program() as (_, process):
+        stop(["--force"])
+        assert process.wait(10) == -signal.SIGTERM
+        assert "stopped after" in capsys.readouterr().out
+
+
+def test_in_a_terminal_a_line_counts_the_seconds() -> None:
+    with program(ends=False) as (server, _):
+        command = [sys.executable, "-m", "quire_cli.main", "stop", "--timeout", "1.3", str(server.pid)]
+        shown = plain(in_terminal(command, status=1))
+    assert f"waiting for the end of demo at {server.url} (1 s)" in shown
+    assert "has not ended after 1.3 s" in shown
 
 
 def test_of_several_servers_one_is_named(capsys: pytest.CaptureFixture[str]) -> None:
@@ -92,7 +135,7 @@ def test_of_several_servers_one_is_named(capsys: pytest.CaptureFixture[str]) -> 
         assert f"quire stop {first.pid} (demo)" in told
         assert f"quire stop {second.pid} (demo)" in told
         stop([str(second.pid)])
-        assert other.wait(10) == -signal.SIGINT
+        assert other.wait(10) == -signal.SIGTERM
         assert process.poll() is None
 
 
