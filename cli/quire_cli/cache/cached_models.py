@@ -48,9 +48,15 @@ def cached_models() -> list[CachedModel]:
 
 
 def find_cached(text: str) -> CachedModel | None:
-    """Returns the model that ``text`` names, as ``quire list`` does; ``ORG/NAME@REVISION`` is one revision of it."""
+    """Returns the model that ``text`` names, as ``quire list`` or ``quire serve`` does; ``ORG/NAME@REVISION`` is one
+    revision of it.
+    """
+    models = {each.name: each for each in reversed(cached_models())}  # of two with one name, the last used
+    with suppress(ModelNotFoundError):
+        if text not in models and not isinstance(source := read_name(text), Path):
+            text = str(source)  # with a registry's default tag, without a prefix of the Hub or a last slash
     name, _, revision = text.partition("@")
-    model = next((each for each in cached_models() if text == each.name), None)
+    model = models.get(text)
     if model is not None or not revision:
         return model
     for cache, repository in _repositories():

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 from quire_proto.extras import install_command
 
-from tests.support.registry_server import MANIFEST, PASSWORD, USER, Registry, build_registry, registry_server
+from tests.support.registry_server import MANIFEST, PASSWORD, USER, Registry, registry_server
 from tests.unit.cli.model.conftest import User, model_files
 
 BIG = 24 << 20
@@ -43,17 +43,9 @@ class OciUser(User):
         self.variables["DOCKER_CONFIG"] = str(folder)
 
 
-@pytest.fixture(scope="module")
-def program(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    built = build_registry(tmp_path_factory.mktemp("registry"))
-    if isinstance(built, str):
-        pytest.skip(built)
-    return built
-
-
 @pytest.fixture
-def oci(user: User, program: Path) -> Iterator[OciUser]:
-    with registry_server(program) as registry:
+def oci(user: User, registry_program: Path) -> Iterator[OciUser]:
+    with registry_server(registry_program) as registry:
         yield OciUser(user.hub, user.home, user.finders, {"HOME": str(user.home)}, registry)
 
 
