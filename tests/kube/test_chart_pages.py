@@ -35,9 +35,16 @@ def test_the_secrets_that_the_operations_guide_creates_are_those_that_its_values
     assert created == set(named)
 
 
+def test_the_page_for_clouds_creates_the_secrets_of_its_values_for_production() -> None:
+    _, _, section = CLOUDS.read_text().partition("\n## Production\n")
+    created = re.findall(r"create secret generic (\S+)", section)
+    named = re.findall(r"(?:existingSecret|apiKeySecret)': '([a-z-]+)", str(example_values("eks-production")))
+    assert sorted(created) == sorted(named)
+
+
 def test_the_values_for_clouds_go_with_the_example_of_eight_gpus(helm: Helm) -> None:
     shown = [block[0] for block in blocks_of(CLOUDS) if "kind" not in block[0]]
-    assert len(shown) == 4
+    assert len(shown) == 7
     for values in shown:
         assert problems(helm, helm.render(over(example_values("eight-gpu"), values)).everything, "1.37") == {}
 
@@ -51,12 +58,13 @@ def test_kubernetes_takes_the_manifests_for_clouds(helm: Helm) -> None:
 
 def test_the_job_of_the_page_for_clouds_fills_the_claim_of_its_values() -> None:
     edit = re.findall(r"^sed .*?(?=\s*\\?\n? *\| kubectl)", CLOUDS.read_text(), re.MULTILINE | re.DOTALL)
-    done = subprocess.run(["bash", "-c", *edit], cwd=ROOT, check=True, capture_output=True, text=True)
+    edited = f"REGISTRY=registry.example.com; {edit[0]}"
+    done = subprocess.run(["bash", "-c", edited], cwd=ROOT, check=True, capture_output=True, text=True)
     claim, _, job = yaml.safe_load_all(done.stdout)
     assert claim["spec"]["storageClassName"] == "CLASS"
     model = example_values("eight-gpu")["models"]["chat"]
     (container,) = job["spec"]["template"]["spec"]["containers"]
-    assert container["image"] == "REGISTRY/quire-engine:0.1.0-cuda"
+    assert container["image"] == "registry.example.com/quire-engine:0.1.0-cuda"
     assert model["servedName"] in container["command"]
     assert f"/models/{model['source']['pvc']['folder']}" in container["command"]
     assert claim["metadata"]["name"] == model["source"]["pvc"]["claimName"]
