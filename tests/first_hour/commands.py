@@ -14,8 +14,13 @@ NOT_RUN: Mapping[Path, Mapping[str, str]] = {
     ONE_GPU: {
         "scripts/install.sh --cuda && . .venv/bin/activate": "takes 6 GB and a GPU; the README's line runs the script",
         "quire    | 1 of 1 engines ready after … s": "what is printed: tests/first_hour compares it",
-        "quire-engine bench --shape qwen3-0.6b --num-prompts 256 --input-len 100..1024 --output-len 100..1024 "
-        "--measure throughput --against none": "takes half an hour without a GPU; tests/bench/gpu_rows.py runs it",
+        "quire stop": "the next line takes half an hour without a GPU; tests/bench/gpu_rows.py runs it",
+        '{"id": "chatcmpl-92966307…", "object": "chat.completion", "model": "quire-demo",': "what is printed",
+        "export QUIRE_ROUTER_API_KEY=$(openssl rand -hex 16)": "opens the machine; tests/service/test_serve.py has keys",
+        'curl http://SERVER:8000/v1/chat/completions -H "Authorization: Bearer $QUIRE_ROUTER_API_KEY" '
+        "-H 'Content-Type: application/json' -d "
+        '\'{"model": "Qwen/Qwen3-8B", "messages": [{"role": "user", "content": "What is 7 plus 5?"}]}\'': "the same",
+        "[Unit]": "a file of systemd",
     },
     RECIPES: {
         "from langchain.agents import create_agent": BY_CLIENTS,
