@@ -16,7 +16,7 @@ NOT_RUN: Mapping[Path, Mapping[str, str]] = {
         "quire    | 1 of 1 engines ready after … s": "what is printed: tests/first_hour compares it",
         "quire stop": "the next line takes half an hour without a GPU; tests/bench/gpu_rows.py runs it",
         '{"id": "chatcmpl-92966307…", "object": "chat.completion", "model": "quire-demo",': "what is printed",
-        "export QUIRE_ROUTER_API_KEY=$(openssl rand -hex 16)": "opens the machine; tests/service/test_serve.py has keys",
+        "export QUIRE_ROUTER_API_KEY=$(openssl rand -hex 16)": "opens the machine; tests/service/test_serve.py does",
         'curl http://SERVER:8000/v1/chat/completions -H "Authorization: Bearer $QUIRE_ROUTER_API_KEY" '
         "-H 'Content-Type: application/json' -d "
         '\'{"model": "Qwen/Qwen3-8B", "messages": [{"role": "user", "content": "What is 7 plus 5?"}]}\'': "the same",
