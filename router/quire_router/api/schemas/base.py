@@ -337,7 +337,7 @@ def _integers(tokens: list[float]) -> list[int]:
 
 
 WHOLE: Final = BeforeValidator(_whole)
-Whole = Annotated[int, WHOLE]
+Whole = Annotated[int, Field(gt=-_MAX_ABS, lt=_MAX_ABS), WHOLE]  # the true ranges are quire_proto's
 _Token = Annotated[int, Field(ge=0, lt=2**31)]
 _WholeToken = Annotated[float, Field(ge=0, lt=2**31, multiple_of=1)]
 _TOKENS: Any = Field(max_length=MAX_PROMPT_TOKENS, fail_fast=True)
@@ -393,7 +393,7 @@ StopTokenIds = Annotated[list[Whole], Field(max_length=MAX_STOP_TOKEN_IDS)]
 ModelName = Annotated[str, BeforeValidator(_model_name, json_schema_input_type=str | None), Field(max_length=128)]
 """What a request names its model; empty where it names none, and its caller may have only one."""
 Number = float | None
-Integer = Annotated[int, Field(gt=-_MAX_ABS, lt=_MAX_ABS), WHOLE] | None  # the true ranges are quire_proto's
+Integer = Whole | None
 Seed = Annotated[int, Field(gt=-_MAX_ABS, lt=_MAX_ABS), AfterValidator(_seed), WHOLE] | None
 Label = Annotated[str, Field(max_length=MAX_LABEL_CHARACTERS)] | None
 Effort = Annotated[

@@ -185,6 +185,9 @@ class InputBody(StrictModel):
             items.append(history.referenced[item.id or ""] if item.type == REFERENCE else item)
         if not items and not self.may_be_empty:
             raise invalid("input", "input is missing.")
+        if not (self.may_be_empty or self.instructions) and all(item.other is not None for item in items):
+            kinds = ", ".join(sorted({item.type[:32] for item in items})[:4])
+            raise invalid("input", f"input has nothing that a model is shown: its items are all of type {kinds}.")
         check_conversation(items, len(history.items))
         return items
 

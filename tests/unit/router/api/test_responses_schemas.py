@@ -278,7 +278,7 @@ def test_reasoning_effort_and_limits_go_to_the_chat():
     ("fields", "param", "words"),
     [
         ({"input": [{"role": "user", "content": [{"type": "input_image"}]}]}, "input[0].content", "only text is"),
-        ({"input": [{"type": "web_search_call"}]}, "input", "at least 1"),
+        ({"input": [{"type": "web_search_call"}]}, "input", "all of type web_search_call"),
         ({"input": [{"type": "mesage", "role": "user", "content": "x"}]}, "input[0]", "have no role"),
         ({"input": [{"type": ["message"]}]}, "input[0].type", "a string"),
         ({"input": [{"type": 5}]}, "input[0].type", "a string"),

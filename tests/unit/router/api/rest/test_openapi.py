@@ -54,7 +54,7 @@ ACROSS_FIELDS: Mapping[str, str] = {
     r"Each of bad_words must have 1 to \d+ tokens": "the model's tokenizer",
     r"model's vocabulary|must be -1, or between 1 and": "the model's size",
     r"bad_words holds \d+ texts": "its texts, which have two forms each",
-    r"have no role": "the type of the item",
+    r"have no role|nothing that a model is shown": "the type of the item",
     r"no prompt named|makes no embeddings": "what the model's folder has",
     r"is not taken|only 0 is|cannot be stored|not kept": "the router's settings",
     r"not found|is not there|expired": "what is stored",
@@ -186,6 +186,14 @@ def test_every_answer_is_one_that_the_document_has(stage: Stage, document: dict[
 
 def test_no_field_has_a_schema_looser_than_its_validator(stage: Stage, document: dict[str, Any]) -> None:
     check_fields(stage, document, FAST)
+
+
+def test_limits_of_the_output_have_the_bounds_that_they_are_held_to(document: dict[str, Any]) -> None:
+    limits = {"ChatRequest": "max_tokens", "MessagesRequest": "max_tokens", "ResponsesRequest": "max_output_tokens"}
+    for name, field in limits.items():
+        schema = document["components"]["schemas"][name]["properties"][field]
+        (bounded,) = [form for form in (schema, *schema.get("anyOf", ())) if form.get("type") == "integer"]
+        assert bounded["exclusiveMaximum"] == 2**64, name
 
 
 @pytest.mark.soak
