@@ -25,7 +25,7 @@ help:
 	@echo "make up [MODEL=/path/to/folder] [NAME=name] [ENGINES=2] [ARGS='--port 80']   quire serve, from this checkout"
 	@echo "make test [ARGS=tests/unit/house/test_make.py]      every test, real processes included; or those that ARGS names"
 	@echo "make cluster-test                             every row of docs/evidence/failures.md on your cluster (tests/cluster/README.md; an hour)"
-	@echo "make soak [ARGS=tests/unit/engine/core]       100,000 simulated requests, 10,000 schemas, ten kills of one answer, wheels (an hour or more)"
+	@echo "make soak [ARGS=tests/unit/engine/core]       100,000 simulated requests, 10,000 schemas, ten kills of one answer, wheels, Firefox (an hour or more)"
 	@echo "make chaos [ARGS='--rounds 10']               routers, engines and Redis die under streams, again and again (some minutes)"
 	@echo "make lint                                     style, types, stale stubs"
 	@echo "make bench [ARGS='--rounds 3']                speed, offline and served, beside installed peers', and more; then one table"
@@ -106,7 +106,8 @@ LONG := --timeout 5400 -o faulthandler_timeout=7200
 
 soak: $(READY)
 	@scripts/redis.sh
-	$(BIN)/python -m pytest -m soak $(LONG) $(or $(ARGS),tests/unit tests/sim tests/kube tests/service tests/model)
+	@scripts/firefox.sh $(BIN)
+	$(BIN)/python -m pytest -m soak $(LONG) $(or $(ARGS),tests/unit tests/sim tests/kube tests/service tests/model tests/browser)
 
 chaos: $(READY)
 	@scripts/redis.sh

@@ -1,9 +1,14 @@
-"""A real Chromium, and a real Quire for it to look at: engines on the demo model behind a router."""
+"""Real browsers, and a real Quire for them to look at: engines on the demo model behind a router.
+
+``make test`` runs the tests in Chromium, and ``make soak`` in Firefox.
+"""
 
 import json
 import os
 import shutil
+import sys
 import time
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -11,6 +16,7 @@ from gzip import decompress as gunzip
 from io import BytesIO
 from pathlib import Path
 from typing import Any
+from urllib.parse import urljoin
 
 import pytest
 from PIL import Image
@@ -19,8 +25,11 @@ from selenium.webdriver.chrome.options import Options
 from selenium.webdriver.chrome.service import Service
 from selenium.webdriver.common.by import By
 from selenium.webdriver.common.keys import Keys
+from selenium.webdriver.firefox.options import Options as FirefoxOptions
+from selenium.webdriver.firefox.service import Service as FirefoxService
 from selenium.webdriver.remote.webelement import WebElement
 from selenium.webdriver.support.ui import Select
+from typing_extensions import override
 
 from tests.support.forked_engines import ForkedEngine, ForkedRouter
 from tests.support.processes import Router, eventually
@@ -36,6 +45,15 @@ CHROMIUM, DRIVER = shutil.which("chromium"), shutil.which("chromedriver")
 needs_chromium = pytest.mark.skipif(
     not (CHROMIUM and DRIVER), reason="needs chromium and chromedriver, which scripts/chromium.sh installs"
 )
+FIREFOX = shutil.which("firefox-esr") or shutil.which("firefox")
+GECKODRIVER = shutil.which("geckodriver", path=f"{Path(sys.executable).parent}{os.pathsep}{os.environ.get('PATH', '')}")
+needs_firefox = pytest.mark.skipif(
+    not (FIREFOX and GECKODRIVER), reason="needs Firefox and geckodriver, which scripts/firefox.sh installs"
+)
+# What a page's policy forbids, Firefox reports to the page alone, which says it where errors are read.
+REPORT = """() => addEventListener("securitypolicyviolation", (event) => {
+  console.error(`Content Security Policy: ${event.effectiveDirective} forbids ${event.blockedURI} ${event.sample}`);
+})"""
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
@@ -89,14 +107,26 @@ def stack(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Stack]:
 
 
 @dataclass
-class Browser:
-    """A tab of a Chromium, and all that it asked for and complained about."""
+class Browser(ABC):
+    """A tab of a browser, and all that it asked for and complained about."""
 
-    driver: webdriver.Chrome
+    driver: Any
     screenshots: bool = False
     requests: set[str] = field(default_factory=set)
     complaints: list[str] = field(default_factory=list)
     is_new: bool = True
+
+    @abstractmethod
+    def emulate(self, size: tuple[int, int] = DESKTOP, *, dark: bool = False) -> None:
+        """Makes this tab a screen of this size, whose user likes it dark or light."""
+
+    @abstractmethod
+    def download_to(self, folder: Path) -> None:
+        """Saves downloads in this folder from now on."""
+
+    @abstractmethod
+    def read_logs(self) -> None:
+        """Adds to ``requests`` and ``complaints`` what they lack."""
 
     def find(self, selector: str) -> WebElement:
         return self.driver.find_element(By.CSS_SELECTOR, selector)
@@ -112,14 +142,6 @@ class Browser:
     def wait(self, condition: Callable[[], object], message: str = "the page never showed it") -> None:
         eventually(condition, PATIENCE, f"{message}:\n{self.text('body')[:2000]}")
 
-    def emulate(self, size: tuple[int, int] = DESKTOP, *, dark: bool = False) -> None:
-        """Makes this tab a screen of this size, whose user likes it dark or light."""
-        # The width of a window has a least value; that of a device has none.
-        metrics = {"width": size[0], "height": size[1], "deviceScaleFactor": 1, "mobile": size == PHONE}
-        self.driver.execute_cdp_cmd("Emulation.setDeviceMetricsOverride", metrics)
-        scheme = {"name": "prefers-color-scheme", "value": "dark" if dark else "light"}
-        self.driver.execute_cdp_cmd("Emulation.setEmulatedMedia", {"features": [scheme]})
-
     def settled(self, selector: str) -> str:
         """The text of all that match, once nothing more comes: it has been the same for half a second."""
         texts = [self.text(selector)]
@@ -131,8 +153,8 @@ class Browser:
     def open(self, url: str, *, ready: bool = True) -> None:
         """Opens a page; ``ready`` waits until it knows the models. A test's first one finds nothing stored."""
         if self.is_new:
-            origin = {"origin": "/".join(url.split("/")[:3]), "storageTypes": "local_storage"}
-            self.driver.execute_cdp_cmd("Storage.clearDataForOrigin", origin)
+            self.driver.get(urljoin(url, "/page/base.css"))  # stores nothing
+            self.driver.execute_script("localStorage.clear()")
             self.is_new = False
         self.driver.get(url)
         if ready:
@@ -182,7 +204,7 @@ class Browser:
 
     def violations(self) -> list[str]:
         """What the page asked of another origin, what its own policy forbade, and its uncaught errors."""
-        self._read_logs()
+        self.read_logs()
         origin = "/".join(self.driver.current_url.split("/")[:3])
         foreign = [url for url in self.requests if not url.startswith((origin + "/", "data:", "chrome:", "about:"))]
         return foreign + self.complaints
@@ -204,7 +226,25 @@ class Browser:
                     self.picture(f"{name}-{size[0]}-{'dark' if dark else 'light'}")
             self.emulate()
 
-    def _read_logs(self) -> None:
+
+class Chromium(Browser):
+    """Reads the console, where Chromium reports what a policy forbids and errors that nobody caught."""
+
+    @override
+    def emulate(self, size: tuple[int, int] = DESKTOP, *, dark: bool = False) -> None:
+        # The width of a window has a least value; that of a device has none.
+        metrics = {"width": size[0], "height": size[1], "deviceScaleFactor": 1, "mobile": size == PHONE}
+        self.driver.execute_cdp_cmd("Emulation.setDeviceMetricsOverride", metrics)
+        scheme = {"name": "prefers-color-scheme", "value": "dark" if dark else "light"}
+        self.driver.execute_cdp_cmd("Emulation.setEmulatedMedia", {"features": [scheme]})
+
+    @override
+    def download_to(self, folder: Path) -> None:
+        behaviour = {"behavior": "allow", "downloadPath": str(folder)}
+        self.driver.execute_cdp_cmd("Browser.setDownloadBehavior", behaviour)
+
+    @override
+    def read_logs(self) -> None:
         for entry in self.driver.get_log("performance"):
             message: dict[str, Any] = json.loads(entry["message"])["message"]
             if message["method"] == "Network.requestWillBeSent":
@@ -213,9 +253,49 @@ class Browser:
         self.complaints += [text for text in found if any(word in text for word in REFUSED)]
 
 
+class Firefox(Browser):
+    """Hears of requests, messages and errors through WebDriver BiDi."""
+
+    def listen(self) -> None:
+        self.driver.network.add_event_handler("before_request_sent", self.on_request)
+        self.driver.script.add_preload_script(REPORT)
+        self.driver.script.add_console_message_handler(self.on_message)
+        self.driver.script.add_javascript_error_handler(self.on_error)
+
+    def on_request(self, event: Any) -> None:
+        self.requests.add(event["request"]["url"])
+
+    def on_message(self, entry: Any) -> None:
+        if any(word in entry.text for word in REFUSED):
+            self.complaints.append(entry.text)
+
+    def on_error(self, entry: Any) -> None:
+        self.complaints.append(entry.text)
+
+    @override
+    def emulate(self, size: tuple[int, int] = DESKTOP, *, dark: bool = False) -> None:
+        viewport = {"width": size[0], "height": size[1]}
+        self.driver.browsing_context.set_viewport(self.driver.current_window_handle, viewport)
+        with self.driver.context(self.driver.CONTEXT_CHROME):  # WebDriver BiDi can do this from Firefox 159 on
+            setting = "layout.css.prefers-color-scheme.content-override"
+            self.driver.execute_script("Services.prefs.setIntPref(...arguments)", setting, 0 if dark else 1)
+        script = "return matchMedia('(prefers-color-scheme: dark)').matches"
+        self.wait(
+            lambda: self.driver.execute_script(script) == dark
+        )  # the tab is another process, which hears of it later
+
+    @override
+    def download_to(self, folder: Path) -> None:
+        self.driver.browser.set_download_behavior(allowed=True, destination_folder=str(folder))
+
+    @override
+    def read_logs(self) -> None:
+        pass  # all has been heard
+
+
 @contextmanager
 def chromium(*, screenshots: bool = False) -> Iterator[Browser]:
-    """A browser without anything stored, until the block ends."""
+    """A Chromium without anything stored, until the block ends."""
     options = Options()
     options.binary_location = str(CHROMIUM)
     for flag in ("--headless=new", "--disable-gpu", "--disable-dev-shm-usage", "--hide-scrollbars"):
@@ -225,14 +305,37 @@ def chromium(*, screenshots: bool = False) -> Iterator[Browser]:
     options.set_capability("goog:loggingPrefs", {"performance": "ALL", "browser": "ALL"})
     driver = webdriver.Chrome(options=options, service=Service(DRIVER))
     try:
-        yield Browser(driver, screenshots)
+        yield Chromium(driver, screenshots)
     finally:
         driver.quit()
 
 
-@pytest.fixture(scope="session")
+@contextmanager
+def firefox(*, screenshots: bool = False) -> Iterator[Browser]:
+    """A Firefox without anything stored, until the block ends. It takes no pictures: the docs have Chromium's."""
+    options = FirefoxOptions()
+    options.binary_location = str(FIREFOX)
+    options.add_argument("-headless")
+    options.enable_bidi = True
+    service = FirefoxService(GECKODRIVER, service_args=["--allow-system-access"])  # to settings that a test changes
+    driver = webdriver.Firefox(options=options, service=service)
+    try:
+        browser = Firefox(driver)
+        browser.listen()
+        yield browser
+    finally:
+        driver.quit()
+
+
+BROWSERS = [
+    pytest.param(chromium, marks=needs_chromium, id="chromium"),
+    pytest.param(firefox, marks=[needs_firefox, pytest.mark.soak], id="firefox"),
+]
+
+
+@pytest.fixture(scope="session", params=BROWSERS)
 def _browser(request: pytest.FixtureRequest) -> Iterator[Browser]:
-    with chromium(screenshots=request.config.getoption("--screenshots")) as browser:
+    with request.param(screenshots=request.config.getoption("--screenshots")) as browser:
         yield browser
 
 

@@ -7,16 +7,17 @@ import re
 import time
 from pathlib import Path
 
-from tests.browser.conftest import DESKTOP, PHONE, Browser, Stack, needs_chromium
+from selenium.webdriver.common.keys import Keys
+
+from tests.browser.conftest import DESKTOP, PHONE, Browser, Stack
 from tests.browser.test_chat import DARK, LIGHT, STORY
 
-pytestmark = needs_chromium
 ANSWERS = "return [...document.querySelectorAll('.message.assistant .text')].map((node) => node.textContent)"
 SENT = """
-    globalThis.sent = [];
-    const real = globalThis.fetch;
-    globalThis.fetch = (url, options) => {
-      if (options?.body) globalThis.sent.push(JSON.parse(options.body).messages.map((message) => message.content));
+    window.sent = [];
+    const real = window.fetch;
+    window.fetch = (url, options) => {
+      if (options?.body) window.sent.push(JSON.parse(options.body).messages.map((message) => message.content));
       return real(url, options);
     };
 """
@@ -50,7 +51,7 @@ def test_conversations_are_kept_renamed_deleted_and_come_back(stack: Stack, brow
     assert names(browser) == ["What is 7 plus 5?", "Tell me a story about a fox."]
 
     press(browser, "Rename What")
-    browser.find(".conversation-row input").send_keys("Sums\n")
+    browser.find(".conversation-row input").send_keys("Sums", Keys.ENTER)
     browser.driver.refresh()
     browser.wait(lambda: browser.all("#model option"))
     assert names(browser) == ["Sums", "Tell me a story about a fox."]
@@ -70,7 +71,7 @@ def test_conversations_are_exported_and_imported(stack: Stack, browser: Browser,
     browser.open(stack.router.url)
     browser.set(temperature=0, max_tokens=5)
     answer = ask(browser, STORY)
-    browser.driver.execute_cdp_cmd("Browser.setDownloadBehavior", {"behavior": "allow", "downloadPath": str(tmp_path)})
+    browser.download_to(tmp_path)
     browser.find("#export").click()
     browser.wait(lambda: list(tmp_path.glob("*.json")))
     [file] = tmp_path.glob("quire-conversations-*.json")
@@ -97,7 +98,7 @@ def test_a_message_is_edited_an_answer_made_again_and_a_branch_begun(stack: Stac
     press(browser, "Edit", of=".message.user")
     box = browser.find(".message.user textarea")
     box.clear()
-    box.send_keys("What is 2 plus 2?\n")
+    box.send_keys("What is 2 plus 2?", Keys.ENTER)
     browser.wait(lambda: browser.text(".user .versions") == "2/2")
     second = browser.answer()
     assert second != first

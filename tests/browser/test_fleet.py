@@ -6,12 +6,12 @@ from pathlib import Path
 
 import httpx
 import pytest
+from selenium.webdriver.common.keys import Keys
 
-from tests.browser.conftest import PHONE, Browser, Stack, needs_chromium, serving
+from tests.browser.conftest import PHONE, Browser, Stack, serving
 from tests.browser.test_chat import KEY, STORY, expected, low_contrast
 from tests.browser.test_conversations import press
 
-pytestmark = needs_chromium
 LONGER = "[a-z ]{1500}"
 
 
@@ -153,7 +153,7 @@ def test_a_key_that_may_not_see_the_fleet_is_told_so(stack: Stack, browser: Brow
     with serving(tmp_path, "--api-key", KEY, addresses=[stack.engines[0].address]) as keyed:
         browser.open(keyed.router.url + "#fleet", ready=False)
         browser.wait(lambda: browser.find("#key-form").is_displayed())
-        browser.find("#key").send_keys(KEY + "\n")
+        browser.find("#key").send_keys(KEY, Keys.ENTER)
         browser.wait(lambda: "allow_fleet" in browser.text("#fleet .note"))
 
 

@@ -10,7 +10,7 @@ from threading import Event, Thread
 import httpx
 import pytest
 
-from tests.browser.conftest import Browser, Stack, needs_chromium
+from tests.browser.conftest import Browser, Stack
 
 QUESTION = "Tell me a long story about a fox."
 LENGTH = "return [...document.querySelectorAll('.message.assistant .text')].at(-1)?.textContent.length ?? 0"
@@ -22,12 +22,9 @@ SEND = """
 """
 
 
-@needs_chromium
-def test_the_pictures_show_an_answer_that_survives_its_engine(
-    stack: Stack, browser: Browser, request: pytest.FixtureRequest
-) -> None:
-    if not request.config.getoption("--screenshots"):
-        pytest.skip("--screenshots writes the pictures")
+def test_the_pictures_show_an_answer_that_survives_its_engine(stack: Stack, browser: Browser) -> None:
+    if not browser.screenshots:
+        pytest.skip("--screenshots writes the pictures, which are Chromium's")
     browser.open(stack.router.url)
     browser.say("What is 7 plus 5?")
     browser.answer()
