@@ -88,6 +88,7 @@ def test_an_answer_can_be_stopped_and_the_conversation_goes_on(stack: Stack, bro
             stack.signal(signal.SIGCONT)
             time.sleep(0.1)
             stack.signal(signal.SIGSTOP)
+        assert re.search(r"\d tokens · context \d+ of 2,048", browser.text(".end")), "figures come with the answer"
         browser.find("#stop").click()
     finally:
         stack.signal(signal.SIGCONT)
@@ -251,6 +252,16 @@ def test_a_parameter_that_is_not_json_is_shown_before_anything_is_sent(stack: St
     assert not browser.all(".message")
 
 
+def test_any_field_of_the_api_can_be_sent(stack: Stack, browser: Browser) -> None:
+    browser.open(stack.router.url)
+    browser.set(max_tokens=40, other='["min_tokens"]')
+    browser.say(STORY)
+    assert "JSON object" in browser.text("#status")
+    browser.set(other='{"stop": ["fox"], "include_stop_str_in_output": true, "stream": false}')
+    browser.find("#message").send_keys(Keys.ENTER)
+    assert browser.answer().endswith("fox")
+
+
 def test_what_a_model_writes_never_becomes_html(stack: Stack, browser: Browser) -> None:
     browser.open(stack.router.url)
     script = """
@@ -334,6 +345,24 @@ def test_what_the_page_may_not_do_is_noticed_here(stack: Stack, browser: Browser
         browser.wait(lambda said=said: any(said in each for each in browser.violations()))
     browser.complaints.clear()
     browser.requests.clear()
+
+
+def test_words_in_tables_are_never_broken(stack: Stack, browser: Browser) -> None:
+    browser.emulate(PHONE)
+    browser.open(stack.router.url)
+    script = """
+        const done = arguments[0];
+        import("/page/markdown.js").then(({ render }) => {
+          const message = document.createElement("article");
+          message.className = "message";
+          document.getElementById("log").hidden = false;
+          document.getElementById("log").append(message);
+          render(message, "| a | b | c |\\n|---|---|---|\\n" + "| `reversed(items_of_a_list)` ".repeat(3) + "|");
+          done([...message.querySelectorAll("td code")].map((each) => each.getClientRects().length));
+        });
+    """
+    assert browser.driver.execute_async_script(script) == [1, 1, 1], "each stands on one line"
+    assert browser.driver.execute_script("return document.documentElement.scrollWidth") <= PHONE[0]
 
 
 def low_contrast(browser: Browser) -> list[str]:

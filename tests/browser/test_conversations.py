@@ -87,6 +87,40 @@ def test_conversations_are_exported_and_imported(stack: Stack, browser: Browser,
     assert len(names(browser)) == 1
 
 
+def test_conversations_are_found_by_what_is_said_in_them(stack: Stack, browser: Browser) -> None:
+    browser.open(stack.router.url)
+    browser.set(temperature=0, max_tokens=12)
+    for question in ("What is 7 plus 5?", STORY):
+        browser.find("#clear").click()
+        ask(browser, question)
+    search = browser.find("#search")
+    search.send_keys("PLUS")
+    assert names(browser) == ["What is 7 plus 5?"]
+    search.clear()
+    search.send_keys("once upon")
+    assert names(browser) == [STORY], "its answer says so"
+    search.send_keys(" no time")
+    assert "No conversation has this text" in browser.text("#conversations")
+    search.send_keys(Keys.ESCAPE)
+    assert len(names(browser)) == 2
+
+
+def test_a_button_leads_to_the_end_of_a_long_conversation(stack: Stack, browser: Browser) -> None:
+    browser.emulate((1280, 400))
+    browser.open(stack.router.url)
+    assert browser.driver.switch_to.active_element.get_attribute("id") == "message"
+    browser.set(temperature=0, max_tokens=200)
+    ask(browser, STORY)
+    latest = browser.find("#latest")
+    browser.emulate((390, 400))  # what a phone's keyboard leaves
+    time.sleep(0.5)
+    assert not latest.is_displayed(), "the end stays in sight"
+    browser.driver.execute_script("document.getElementById('log').scrollTop = 0")
+    browser.wait(latest.is_displayed)
+    latest.click()
+    browser.wait(lambda: not latest.is_displayed())
+
+
 def test_a_message_is_edited_an_answer_made_again_and_a_branch_begun(stack: Stack, browser: Browser) -> None:
     browser.open(stack.router.url)
     browser.set(temperature=0, max_tokens=12)

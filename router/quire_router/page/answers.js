@@ -55,14 +55,14 @@ export class Answers {
       };
       for await (const chunk of answer(pending, options)) {
         apply(message, chunk);
-        if (!resumed && hasOutput(chunk)) message.first ??= passed();
+        if (!resumed) message.seconds = passed();
+        if (!resumed && hasOutput(chunk)) message.first ??= message.seconds;
         this.on.changed(conversation);
         timer ??= setTimeout(() => {
           timer = null;
           this.on.save(conversation);
         }, SAVE_EVERY);
       }
-      if (!resumed) message.seconds = passed();
     } catch (error) {
       if (error.status === 401) this.session.refused(error.message);
       if (error.name === "AbortError" || error.code === "cancelled") message.finish = "abort";

@@ -8,13 +8,14 @@ import { MessageView } from "./messages.js";
 import { SettingError } from "./settings.js";
 
 const OPEN = "quire.open"; // of this tab
+const NEAR = 120; // pixels
 const SUGGESTIONS = ["Tell me a story about a fox.", "What is 7 plus 5?", "Write a Python function that reverses a list.", "Explain what a KV cache is, in three sentences."];
 
 export class Chat {
   /** `session` has the API key; `openSettings()` brings the parameters into view. */
   constructor(session, settings, openSettings) {
     Object.assign(this, { session, settings, openSettings, views: [] });
-    for (const id of ["log", "status", "composer", "message", "send", "stop", "clear", "welcome"]) this[id] = document.getElementById(id);
+    for (const id of ["log", "latest", "status", "composer", "message", "send", "stop", "clear", "welcome"]) this[id] = document.getElementById(id);
     const shown = (each) => each === this.conversation;
     this.answers = new Answers(session, {
       changed: (each) => shown(each) && this.draw(),
@@ -42,6 +43,12 @@ export class Chat {
     });
     this.stop.addEventListener("click", () => this.cancel());
     this.clear.addEventListener("click", () => this.startOver());
+    this.log.addEventListener("scroll", () => this.showLatest());
+    new ResizeObserver(() => this.stay()).observe(this.log);
+    this.latest.addEventListener("click", () => {
+      this.log.scrollTop = this.log.scrollHeight;
+      this.log.focus();
+    });
     addEventListener("keydown", (event) => {
       if (event.key === "Escape" && !event.defaultPrevented) this.cancel();
       if (event.key.toLowerCase() === "o" && event.shiftKey && (event.ctrlKey || event.metaKey)) this.startOver(event);
@@ -96,6 +103,7 @@ export class Chat {
   showWelcome() {
     this.welcome.hidden = this.views.length > 0;
     this.log.hidden = !this.welcome.hidden;
+    this.showLatest();
     this.welcome.querySelector("#welcome-model").textContent = this.settings.model || "No model yet";
     this.welcome.querySelector("#welcome-facts").textContent = this.settings.facts;
   }
@@ -189,8 +197,23 @@ export class Chat {
   }
 
   follow() {
-    const below = this.log.scrollHeight - this.log.scrollTop - this.log.clientHeight;
-    if (below < 120) this.log.scrollTop = this.log.scrollHeight;
+    if (this.isAtEnd) this.log.scrollTop = this.log.scrollHeight;
+    this.showLatest();
+  }
+
+  get isAtEnd() {
+    return this.log.scrollHeight - this.log.scrollTop - this.log.clientHeight < NEAR;
+  }
+
+  /** Offers the way to the end of the conversation, if it is out of sight. */
+  showLatest() {
+    this.latest.hidden = this.log.hidden || this.isAtEnd;
+  }
+
+  /** Keeps the end in sight where the window or the field to write in changes its size: a phone's keyboard takes half of it. */
+  stay() {
+    if (this.latest.hidden) this.log.scrollTop = this.log.scrollHeight;
+    this.showLatest();
   }
 
   cancel() {

@@ -28,6 +28,12 @@ export class Conversation {
     return this.title || (first.length > TITLE_LENGTH ? `${first.slice(0, TITLE_LENGTH)}…` : first) || "New chat";
   }
 
+  /** Whether its name or one of its messages contains a text, in small letters or capitals. */
+  contains(text) {
+    const wanted = text.toLowerCase();
+    return [this.name, ...this.messages.map((each) => each.content)].some((each) => each.toLowerCase().includes(wanted));
+  }
+
   message(id) {
     return this.messages.find((each) => each.id === id);
   }

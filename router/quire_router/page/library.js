@@ -1,4 +1,4 @@
-// The conversations that this browser keeps, and their list: open, rename, delete, export, import.
+// The conversations that this browser keeps, and their list: search, open, rename, delete, export, import.
 
 import { Conversation } from "./conversation.js";
 import { element, iconButton } from "./dom.js";
@@ -13,6 +13,14 @@ export class Library {
   constructor(root, { onOpen, say }) {
     Object.assign(this, { root, onOpen, say, all: new Map(), shown: null });
     this.list = root.querySelector("#conversations");
+    this.search = root.querySelector("#search");
+    this.search.addEventListener("input", () => this.draw());
+    this.search.addEventListener("keydown", (event) => {
+      if (event.key !== "Escape" || !this.search.value) return;
+      event.preventDefault(); // Escape would also stop an answer
+      this.search.value = "";
+      this.draw();
+    });
     for (const name of Object.keys(localStorage)) if (name.startsWith(PREFIX)) this.load(name);
     addEventListener("storage", ({ key, newValue }) => this.onOtherTab(key, newValue));
     root.querySelector("#export").addEventListener("click", () => this.export());
@@ -60,7 +68,8 @@ export class Library {
   }
 
   draw() {
-    const found = [...this.all.values()].sort((one, two) => two.updated - one.updated);
+    const words = this.search.value.trim();
+    const found = [...this.all.values()].filter((each) => each.contains(words)).sort((one, two) => two.updated - one.updated);
     const rows = [];
     let last = "";
     for (const each of found) {
@@ -69,7 +78,7 @@ export class Library {
       last = age;
       rows.push(this.row(each));
     }
-    if (!rows.length) rows.push(element("li", { class: "note", textContent: "Conversations are kept in this browser." }));
+    if (!rows.length) rows.push(element("li", { class: "note", textContent: words ? "No conversation has this text." : "Conversations are kept in this browser." }));
     this.list.replaceChildren(...rows);
   }
 

@@ -46,11 +46,18 @@ async function start(attempt = 1) {
     settings.offer(data);
     chat.resume();
     fleet.restart();
+    beginToWrite();
   } catch (error) {
     if (error.status === 401) return session.refused(error.message);
     strip.textContent = error instanceof ApiError ? error.message : `The router cannot be reached (attempt ${attempt}).`;
     pause(RETRY).then(() => start(attempt + 1));
   }
+}
+
+/** Puts the cursor into the field to write in, unless that would open the keyboard of a phone, or move it from elsewhere. */
+function beginToWrite() {
+  const isFree = document.activeElement === document.body && document.body.dataset.view === "chat";
+  if (isFree && !matchMedia("(pointer: coarse)").matches) chat.message.focus();
 }
 
 listenToTabs(() => fleet.restart());

@@ -42,7 +42,7 @@ export class MessageView {
     if (role !== "assistant") this.text.textContent = content;
     else if (!tokens?.length || !this.showTokens(complete)) render(this.text, content);
     this.showNotes();
-    this.end.textContent = complete ? this.figures() : "";
+    this.end.textContent = this.figures();
     this.actions.hidden = !complete;
     if (complete) this.showEnd();
   }

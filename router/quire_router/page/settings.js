@@ -85,7 +85,8 @@ export class Settings {
 
   /** The fields of a request, but its messages. Raises `SettingError`. */
   request() {
-    const body = { model: this.value("model"), stream: true, stream_options: { include_usage: true } };
+    const options = { include_usage: true, continuous_usage_stats: true };
+    const body = { ...this.other(), model: this.value("model"), stream: true, stream_options: options };
     for (const name of NUMBERS) {
       const field = this.field(name);
       if (!field.validity.valid) throw new SettingError(field, `${field.labels[0].firstChild.data.trim()}: ${field.validationMessage}`);
@@ -118,6 +119,14 @@ export class Settings {
     if (!Array.isArray(tools)) throw new SettingError(this.field("tools"), "Tools are a JSON list.");
     const named = tools.map((tool) => (tool?.type === "function" ? tool : { type: "function", function: tool }));
     return { tools: named, tool_choice: this.value("tool_choice") };
+  }
+
+  /** Fields that the form does not have. */
+  other() {
+    if (!this.value("other")) return {};
+    const fields = this.json("other");
+    if (fields === null || typeof fields !== "object" || Array.isArray(fields)) throw new SettingError(this.field("other"), "Other parameters are a JSON object.");
+    return fields;
   }
 
   json(name) {
