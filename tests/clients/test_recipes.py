@@ -22,20 +22,23 @@ LANGCHAIN, LLAMAINDEX = (CLIENTS / name / "bin" / "python" for name in ("langcha
 
 
 class CallsOnce(ScriptedRunner):
-    """A model that calls the tool in its first answer, and says ``TEXT`` in every other one."""
+    """A model that writes ``first`` in its first answer, by default a call of the tool, and ``TEXT`` in every other."""
+
+    def __init__(self, first: str = CALL) -> None:
+        super().__init__()
+        self.first = first
 
     async def _play(self, generation: GenerationRequest) -> AsyncIterator[Delta]:
-        self.script = script_of(CALL if len(self.generations) == 1 else TEXT)
+        self.script = script_of(self.first if len(self.generations) == 1 else TEXT)
         async for delta in super()._play(generation):
             yield delta
 
 
-def snippet(heading: str, language: str) -> str:
-    """The block of code under a heading of the page."""
+def snippet(heading: str, language: str, number: int = 0) -> str:
+    """One of the blocks of code under a heading of the page."""
     _, _, section = PAGE.read_text().partition(f"\n## {heading}\n")
-    found = re.search(rf"^```{language}\n(.*?)^```$", section.partition("\n## ")[0], re.MULTILINE | re.DOTALL)
-    assert found is not None, heading
-    return found[1]
+    found = re.findall(rf"^```{language}\n(.*?)^```$", section.partition("\n## ")[0], re.MULTILINE | re.DOTALL)
+    return str(found[number])
 
 
 def run(program: str, command: Sequence[object], file: Path) -> subprocess.CompletedProcess[str]:
@@ -48,13 +51,18 @@ def run(program: str, command: Sequence[object], file: Path) -> subprocess.Compl
 async def check(program: str, command: Sequence[object], file: Path) -> None:
     """The program calls the tool, gives its result back, and prints what the model then says."""
     runner = CallsOnce()
+    assert await printed_by(program, command, file, runner) == TEXT
+    assert len(runner.generations) == 2
+
+
+async def printed_by(program: str, command: Sequence[object], file: Path, runner: CallsOnce) -> str:
+    """What the program prints, which has to end well."""
     async with open_stage(template=HERMES_TEMPLATE, runner=runner, models=(STATED_MODEL,)) as stage:
         stage.fleet.model_limits = Limits(32_768)
         assert STATED_URL in program
         done = await asyncio.to_thread(run, program.replace(STATED_URL, stage.url), command, file)
     assert done.returncode == 0, done.stdout + done.stderr
-    assert done.stdout.strip() == TEXT
-    assert len(runner.generations) == 2
+    return done.stdout.strip()
 
 
 @pytest.mark.parametrize(
@@ -66,6 +74,63 @@ async def check(program: str, command: Sequence[object], file: Path) -> None:
 )
 async def test_the_snippets_in_python_call_their_tool(heading: str, python: Path, tmp_path: Path) -> None:
     await check(snippet(heading, "python"), [python], tmp_path / "snippet.py")
+
+
+@needs(LANGCHAIN)
+async def test_the_agent_of_langchain_is_streamed(tmp_path: Path) -> None:
+    agent, _, _ = snippet("LangChain", "python").partition("answer = ")
+    program = agent + snippet("LangChain", "python", 1)
+    await check(program, [LANGCHAIN], tmp_path / "snippet.py")
+
+
+def call_of(text: str) -> str:
+    return f"<tool_call>\n{text}\n</tool_call>"
+
+
+NO_JSON = call_of('{"name": "weather", "arguments": {"city": Rome}}')
+MALFORMED = {
+    "arguments that do not fit": (call_of('{"name": "weather", "arguments": {"town": "Rome"}}'), [TEXT, 0, ["error"]]),
+    "arguments that are not JSON": (NO_JSON, ["", 1, []]),
+    "no such tool": (other := call_of('{"name": "wether", "arguments": {"city": "Rome"}}'), [other, 0, []]),
+    "no name": (nameless := call_of('{"arguments": {"city": "Rome"}}'), [nameless, 0, []]),
+}
+"""What a model writes in place of a call; the text at the end, how many calls it has, and what became of calls."""
+SEEN = """
+import json
+found = answer["messages"]
+states = [each.status for each in found if each.type == "tool"]
+print(json.dumps([found[-1].text, len(found[-1].invalid_tool_calls), states]))
+"""
+
+
+@needs(LANGCHAIN)
+@pytest.mark.parametrize("streamed", [False, True])
+@pytest.mark.parametrize("case", MALFORMED)
+async def test_langchain_does_with_malformed_calls_what_the_page_says(
+    case: str, streamed: bool, tmp_path: Path
+) -> None:
+    written, expected = MALFORMED[case]
+    agent, assigned, asks = snippet("LangChain", "python").partition("answer = ")
+    whole = f"{assigned}{asks.splitlines()[0]}"
+    stream = f"{snippet('LangChain', 'python', 1).splitlines()[0]}\n{assigned}run.output"
+    program = f"{agent}{stream if streamed else whole}\n{SEEN}"
+    assert json.loads(await printed_by(program, [LANGCHAIN], tmp_path / "snippet.py", CallsOnce(written))) == expected
+
+
+@needs(LANGCHAIN)
+@pytest.mark.parametrize("strict", [False, True])
+async def test_langchain_asks_for_a_grammar_in_the_two_ways_of_the_page(strict: bool, tmp_path: Path) -> None:
+    program = snippet("LangChain", "python")
+    setting = 'model_kwargs={"parallel_tool_calls": False}'
+    assert f"ChatOpenAI(…, {setting})" in PAGE.read_text()
+    if strict:
+        agent, assigned, asks = program.partition("answer = ")
+        program = f"{agent}{snippet('LangChain', 'python', 2)}{assigned}{asks}"
+    else:
+        program = program.replace('model="qwen3")', f'model="qwen3", {setting})')
+    runner = CallsOnce()
+    assert await printed_by(program, [LANGCHAIN], tmp_path / "snippet.py", runner) == TEXT
+    assert "StructuredKind.GRAMMAR" in repr(runner.generations[0])
 
 
 @needs(VERCEL)

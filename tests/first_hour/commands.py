@@ -24,6 +24,9 @@ NOT_RUN: Mapping[Path, Mapping[str, str]] = {
     },
     RECIPES: {
         "from langchain.agents import create_agent": BY_CLIENTS,
+        'run = agent.stream_events({"messages": [{"role": "user", "content": "What is the weather in Rome?"}]}, '
+        'version="v3")': BY_CLIENTS,
+        "from langchain.agents.middleware import wrap_model_call": BY_CLIENTS,
         "import asyncio": BY_CLIENTS,
         'import { createOpenAICompatible } from "@ai-sdk/openai-compatible";': BY_CLIENTS,
         "{": BY_CLIENTS,
