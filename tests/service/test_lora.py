@@ -103,7 +103,7 @@ def test_an_adapter_that_cannot_be_loaded_is_refused(
 def test_a_wrong_adapter_ends_the_start_in_one_sentence(adapters: Path, tmp_path: Path) -> None:
     engine = ForkedEngine(DEMO, tmp_path, *SMALL_POOLS, *LORA, "--lora-modules", f"a={adapters / 'nowhere'}")
     assert engine.wait(60) == 1
-    assert engine.text.splitlines()[-1].endswith(f"The adapter's folder {adapters / 'nowhere'} does not exist.")
+    assert f"There is no adapter to load: no folder {adapters / 'nowhere'} is here" in engine.text.splitlines()[-1]
 
 
 def test_an_engine_that_serves_none_says_so(adapters: Path, tmp_path: Path) -> None:

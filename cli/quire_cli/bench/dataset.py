@@ -16,6 +16,7 @@ from typing import Any
 
 import numpy as np
 import numpy.typing as npt
+from quire_proto.folders import no_such_path
 from tokenizers import Tokenizer
 
 from quire_cli.bench.config import ServeBenchConfig, read_range_ratios
@@ -228,6 +229,8 @@ def _encode(tokenizer: Tokenizer, text: str) -> list[int]:
 
 def _load_tokenizer(folder: Path) -> Tokenizer:
     path = folder / "tokenizer.json" if folder.is_dir() else folder
+    if not folder.exists():
+        raise DatasetError(f"there is no tokenizer: {no_such_path(str(folder))}.")
     try:
         return Tokenizer.from_file(str(path))
     except Exception as error:  # noqa: BLE001 - the library raises plain exceptions

@@ -202,18 +202,16 @@ def _answered(name: HubName, api: HfApi, error: Exception) -> str:
 
 
 def _unreachable(name: HubName, api: HfApi, error: Exception) -> str:
-    cache = constants.HF_HUB_CACHE
+    # A path comes first: whoever mistyped a folder is told of the Hub's cache in vain.
+    missing = f"{no_such_path(name.repo)}, and {name} is not whole in {constants.HF_HUB_CACHE}"
     if constants.is_offline_mode():
-        return (
-            f"{name} is not whole in {cache}, and HF_HUB_OFFLINE is set: unset it to download the model; "
-            f"{no_such_path(name.repo)}."
-        )
+        return f"{missing}: unset HF_HUB_OFFLINE to download the model, or name a folder."
     cause: BaseException = error
     while not isinstance(cause, httpx2.HTTPError) and cause.__cause__ is not None:
         cause = cause.__cause__
     return (
-        f"{api.endpoint} cannot be reached ({first_line(cause)}), and {name} is not whole in {cache}: check the "
-        f"network and start again, name a mirror with HF_ENDPOINT, or name a folder; {no_such_path(name.repo)}."
+        f"{missing}; {api.endpoint} cannot be reached ({first_line(cause)}): check the network and start again, name a "
+        "mirror with HF_ENDPOINT, or name a folder."
     )
 
 

@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 import torch
+from quire_proto.folders import no_such_path
 from quire_proto.hashing import HASH_BYTES
 from safetensors import SafetensorError
 from safetensors.torch import load
@@ -136,7 +137,7 @@ def _read_file(folder: Path, name: str, largest: int) -> bytes:
 
 def _what_is_missing(folder: Path, name: str) -> str:
     if not folder.exists():
-        return f"The adapter's folder {folder} does not exist."
+        return f"There is no adapter to load: {no_such_path(str(folder))}."
     if name == WEIGHTS_FILE and (folder / PICKLE_FILE).is_file():
         return (
             f"{folder / PICKLE_FILE} is a pickle, which can hold a program and is not read: load the adapter with PEFT "

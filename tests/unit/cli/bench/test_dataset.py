@@ -208,6 +208,9 @@ def test_files_that_cannot_be_read_are_named(tmp_path: Path, folder: Path) -> No
         make(1, dataset_name="sharegpt", dataset_path=tmp_path / "none.json", tokenizer=folder)
     with pytest.raises(DatasetError, match="not a tokenizer"):
         make(1, tokenizer=tmp_path)
+    (tmp_path / "model").mkdir()
+    with pytest.raises(DatasetError, match=r"did you mean .*/model\?"):
+        make(1, tokenizer=tmp_path / "modle")
 
 
 @given(st.integers(1, 60), st.floats(0.1, 1000), st.floats(0.05, 50), st.integers(0, 9))

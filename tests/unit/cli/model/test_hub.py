@@ -276,12 +276,15 @@ def test_without_a_network_the_cached_copy_is_taken(user: User) -> None:
     user.hub.requests.clear()
     assert user.find("org/small")[0] == folder
     assert not user.hub.requests
-    assert "and HF_HUB_OFFLINE is set: unset it to download the model; no folder org/other is in " in user.refused(
-        "org/other"
-    )
+    (user.home.parent / "demo/model").mkdir(parents=True)
+    told = user.refused("demo/modle")
+    assert told.startswith(f"no folder demo/modle is in {user.home.parent} (did you mean demo/model?), and demo/modle ")
+    assert told.endswith(": unset HF_HUB_OFFLINE to download the model, or name a folder.")
     user.variables = {"HF_ENDPOINT": "http://127.0.0.1:9"}
     assert user.find("org/small")[0] == folder
-    assert "http://127.0.0.1:9 cannot be reached (" in user.refused("org/other")
+    told = user.refused("demo/modle")
+    assert "(did you mean demo/model?)" in told
+    assert "; http://127.0.0.1:9 cannot be reached (" in told
 
 
 @pytest.mark.parametrize(("status", "part"), [(503, "cannot be reached"), (429, "limits your requests: wait")])
