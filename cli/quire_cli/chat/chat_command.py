@@ -54,6 +54,7 @@ def chat_parser() -> FlagParser:
     parser = _parser("quire chat", CHAT, CHAT_EXAMPLES)
     parser.add_argument("message", nargs="*", metavar="MESSAGE", help="what is asked")
     parser.add_argument("--system", metavar="TEXT", help="instructions before the conversation")
+    parser.add_argument("--raw", action="store_true", help="show answers as they are, without colors for Markdown")
     return parser
 
 
@@ -98,9 +99,9 @@ def _chat(flags: Namespace) -> None:
     message = _given(flags.message)
     talk = Conversation(client, body, flags.system)
     if message is None:
-        talk.run(lambda messages: _show_chat(client, body, messages))
+        talk.run(lambda messages: _show_chat(client, body, messages, raw=flags.raw))
     else:
-        _show_chat(client, body, [*talk.messages, {"role": "user", "content": message}])
+        _show_chat(client, body, [*talk.messages, {"role": "user", "content": message}], raw=flags.raw)
 
 
 def _complete(flags: Namespace) -> None:
@@ -116,11 +117,11 @@ def _complete(flags: Namespace) -> None:
     _show("\n")
 
 
-def _show_chat(client: ApiClient, body: Mapping[str, object], messages: Sequence[Message]) -> str:
+def _show_chat(client: ApiClient, body: Mapping[str, object], messages: Sequence[Message], *, raw: bool) -> str:
     """Shows an answer as it comes; returns it without its thoughts. In a terminal, also how fast it came, and what
     happened to its engine or its connection.
     """
-    view, tokens = AnswerView(), 0
+    view, tokens = AnswerView(raw=raw), 0
     asked = {**body, "messages": messages}
     if view.is_terminal:
         asked["stream_options"] = {"include_usage": True}

@@ -6,7 +6,7 @@ import signal
 import socket
 import subprocess
 import sys
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
@@ -21,11 +21,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 from quire_cli.chat.api_client import ApiClient, ApiError
 from quire_cli.machine.running import registered
+from quire_proto.terminal import BOLD, CYAN, DIM, PLAIN
 
 from tests.support.ports import free_port
 from tests.support.processes import eventually
 from tests.support.running_servers import a_server
-from tests.support.terminals import terminal
+from tests.support.terminals import in_terminal, plain, terminal
 
 WORDS = ["Once", " upon", " a", " time", ",", " there", " was", " a", " fox", "."]
 
@@ -40,7 +41,7 @@ class Asked:
 
 @dataclass
 class Server:
-    """Answers chats and completions with ``WORDS``, in events with ids, and cuts each connection after as many events
+    """Answers chats and completions with ``words``, in events with ids, and cuts each connection after as many events
     as ``cuts`` says, one number for each connection, until none is left.
     """
 
@@ -54,6 +55,7 @@ class Server:
     refuses: bool = False  # every completion
     hangs: bool = False  # after the first event
     comment: str = ""  # before the first event of each connection
+    words: Sequence[str] = tuple(WORDS)
     asked: list[Asked] = field(default_factory=list)
     closed: Event = field(default_factory=Event)
 
@@ -105,8 +107,8 @@ class Handler(BaseHTTPRequestHandler):
         self.end_headers()
         if self.script.comment:
             self.wfile.write(f": {self.script.comment}\n".encode())
-        left = self.script.cuts.pop(0) if self.script.cuts else len(WORDS) + 1
-        for position, word in list(enumerate(WORDS))[first:]:
+        left = self.script.cuts.pop(0) if self.script.cuts else len(self.script.words) + 1
+        for position, word in list(enumerate(self.script.words))[first:]:
             if left == 0:
                 return self.cut()
             left -= 1
@@ -328,6 +330,39 @@ def test_ctrl_c_cancels_the_request() -> None:
         asking.send_signal(signal.SIGINT)
         assert asking.wait(30) == 130
         assert server.of("/cancel")
+
+
+MARKDOWN = (
+    "# He",
+    "ad\n\nThis is **bo",
+    "ld** and `co",
+    "de`:\n- item\n```py",
+    "thon\nx = 1  # one\n",
+    "```\nThe end**",
+)
+
+
+def test_in_a_terminal_markdown_is_shown_in_colors_and_nothing_is_lost() -> None:
+    with serving(words=MARKDOWN) as server:
+        shown = in_terminal(command(server, "chat", "hello"), environment={"NO_COLOR": ""})
+    for part in (f"{CYAN}Head{PLAIN}", f"{BOLD}bold{PLAIN}", "• item", f"{DIM}```python{PLAIN}"):
+        assert part in shown
+    assert re.search(r"x = \x1b\[\d+m1\x1b", shown)
+    assert plain(shown).startswith("Head\n\nThis is bold and code:\n• item\n```python\nx = 1  # one\n```\nThe end**\n")
+
+
+@pytest.mark.parametrize(("arguments", "variables"), [(["--raw"], {}), ([], {"NO_COLOR": "1"}), ([], {"TERM": "dumb"})])
+def test_who_wants_no_colors_gets_markdown_as_it_is(arguments: list[str], variables: dict[str, str]) -> None:
+    with serving(words=MARKDOWN) as server:
+        shown = in_terminal(command(server, "chat", *arguments, "hello"), environment={"NO_COLOR": "", **variables})
+    assert plain(shown).startswith("".join(MARKDOWN) + "\n")
+    if variables:
+        assert "\x1b[1" not in shown
+
+
+def test_elsewhere_than_in_a_terminal_markdown_stays_as_it_is() -> None:
+    with serving(words=MARKDOWN) as server:
+        assert run(server, "chat", "hello").stdout == "".join(MARKDOWN) + "\n"
 
 
 def test_the_model_sees_the_conversation_until_another_one_begins() -> None:
