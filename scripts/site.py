@@ -32,7 +32,7 @@ MOVED = {
 }
 """Pages outside of docs/, by their path in the repository, and the index of docs/."""
 SETTINGS = """site_name: Quire
-site_description: Quire serves large language models and finishes every answer it starts.
+site_description: Quire serves large language models, and its answers survive failures.
 docs_dir: pages
 site_dir: site
 use_directory_urls: false
