@@ -69,7 +69,7 @@ def cases_of(lines: Iterable[str]) -> list[Case]:
 
 class Classes:
     """A peer's classes of cases that cannot pass: each has a class, a reason, the beginnings of the ids of its cases,
-    and words of which the error must hold one.
+    and words of which the error must hold one. Those of a class that is ``sometimes`` so pass now and then.
     """
 
     def __init__(self, classes: Sequence[Mapping[str, Any]]) -> None:
@@ -89,5 +89,6 @@ class Classes:
         return next((cause for words, cause in _CAUSES.items() if words in case.error), Outcome.FAULT)
 
     def unused(self) -> list[str]:
-        """Returns the beginnings of ids that no case so far needed."""
-        return [prefix for prefix in self._by_prefix if prefix not in self._used]
+        """Returns the beginnings of ids that no case so far needed, and that are needed in every run."""
+        always = (prefix for prefix, each in self._by_prefix.items() if not each.get("sometimes"))
+        return [prefix for prefix in always if prefix not in self._used]
