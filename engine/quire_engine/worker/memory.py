@@ -117,10 +117,10 @@ class MemoryProfiler:
         try:
             return self._memory.peak_during(largest_step)
         except (MemoryError, RuntimeError) as error:
-            raise ModelError(
-                f"The largest step that is allowed cannot be run: {first_line(error)}; "
-                "lower --max-num-batched-tokens or --max-num-seqs."
-            ) from None
+            # torch says of a processor's memory in words alone that it is full, of a GPU's by the type too.
+            full = isinstance(error, MemoryError) or "memory" in str(error)
+            advice = "; lower --max-num-batched-tokens or --max-num-seqs" if full else ""
+            raise ModelError(f"The largest step that is allowed cannot be run: {first_line(error)}{advice}.") from None
 
 
 @dataclass(frozen=True, slots=True)

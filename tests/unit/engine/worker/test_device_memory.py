@@ -4,7 +4,8 @@ from pathlib import Path
 
 import pytest
 import torch
-from quire_engine.worker.memory import CpuMemory, CudaMemory
+from quire_engine.errors import ModelError
+from quire_engine.worker.memory import CpuMemory, CudaMemory, MemoryProfiler
 
 KIB, MIB, GIB = 1 << 10, 1 << 20, 1 << 30
 V2, V1 = "0::/pod/main\n", "5:cpu,cpuacct:/pod/main\n4:memory:/pod/main\n0::/\n"
@@ -131,3 +132,21 @@ def test_a_gpu_is_measured_from_what_is_free_there(monkeypatch: pytest.MonkeyPat
     assert memory.peak_during(lambda: gpu.compute(5 * GIB)) == 35 * GIB
     assert memory.available() == 50 * GIB
     assert memory.peak_during(lambda: gpu.compute(5 * GIB, driver=GIB)) == 36 * GIB, "kernels and graphs are counted"
+
+
+@pytest.mark.parametrize(
+    ("error", "said"),
+    [
+        (MemoryError("no room"), "no room; lower --max-num-batched-tokens or --max-num-seqs."),
+        (RuntimeError("DefaultCPUAllocator: can't allocate memory"), "allocate memory; lower --max-num-batched-tokens"),
+        (RuntimeError("Could not find nvcc"), "Could not find nvcc."),
+    ],
+)
+def test_smaller_steps_are_advised_where_memory_is_short_only(error: Exception, said: str) -> None:
+    def largest_step() -> None:
+        raise error
+
+    with pytest.raises(ModelError) as raised:
+        MemoryProfiler(torch.device("cpu")).profile(largest_step)
+    assert said in str(raised.value)
+    assert ("--max-num-seqs" in str(raised.value)) == ("memory" in str(error) or isinstance(error, MemoryError))
