@@ -12,7 +12,7 @@ import numpy as np
 import uvloop
 from quire_proto.cli import read_settings, reject_unknown_env
 from quire_proto.extras import install_command
-from quire_proto.terminal import CLEAR_LINE, DIM, INTERRUPTED, PLAIN, fail, has_color
+from quire_proto.terminal import CLEAR_LINE, DIM, INTERRUPTED, PLAIN, fail, has_color, waiting
 
 from quire_cli.bench.client import HttpClient, ServerError
 from quire_cli.bench.config import ServeBenchConfig, join_values
@@ -53,10 +53,12 @@ async def measure(config: ServeBenchConfig) -> list[dict[str, Any]]:
     """
     client = HttpClient(config.url, config.headers, timeout=config.request_timeout, insecure=config.insecure)
     try:
-        await _wait_ready(client, config.ready_check_timeout_sec)
-        model = config.model or await _first_model(client)
+        with waiting(f"waiting for {config.url}"):
+            await _wait_ready(client, config.ready_check_timeout_sec)
+            model = config.model or await _first_model(client)
         factory = RequestFactory(config, model)
-        await _warm_up(config, client, factory)
+        with waiting(f"warming up with {config.num_warmups} requests"):
+            await _warm_up(config, client, factory)
         return [await _measure_rate(config, client, factory, model, run) for run in range(len(config.request_rate))]
     finally:
         client.close()
@@ -68,7 +70,8 @@ async def _measure_rate(
     """The run of one rate, with prompts of its own, so that no run finds the prompts of another in a cache."""
     load = Load(config.request_rate[run], config.burstiness, config.concurrency, config.is_self_timed)
     seed = config.seed + run
-    requests = factory.make(config.num_prompts, seed)
+    with waiting(f"making {config.num_prompts} prompts"):
+        requests = factory.make(config.num_prompts, seed)
     sys.stderr.write(f"{_describe(load)}: {len(requests)} requests\n")
     date = datetime.now().strftime("%Y%m%d-%H%M%S")
     watch = partial(_show, len(requests)) if has_color(sys.stderr) else None

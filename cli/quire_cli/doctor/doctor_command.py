@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import asdict
 
 from quire_proto.cli import FlagParser
-from quire_proto.terminal import GREEN, RED, YELLOW, colored
+from quire_proto.terminal import GREEN, RED, YELLOW, colored, waiting
 
 from quire_cli.doctor.checks import CHECKS, Finding
 
@@ -22,7 +22,8 @@ def doctor(arguments: Sequence[str]) -> None:
     flags = doctor_parser().parse_args(list(arguments))
     findings: list[Finding] = []
     for check in CHECKS:
-        findings.append(check())
+        with waiting("looking at this machine"):
+            findings.append(check())
         if not flags.json:
             found = findings[-1]
             mark = colored(f"{MARKS[found.status]:7}", COLORS[found.status], sys.stdout)

@@ -18,6 +18,7 @@ from quire_engine.checkpoint.support import check_support, checked_by_transforme
 from quire_engine.checkpoint.weight_files import INDEX_FILE, SINGLE_FILE, numbered_shards
 from quire_engine.errors import ModelError
 from quire_proto.names import is_name
+from quire_proto.terminal import waiting
 
 from quire_cli.machine.memory import ELEMENT_BYTES, GIB, loaded_bytes, memory_shortage
 from quire_cli.model.name import ModelNotFoundError
@@ -47,7 +48,8 @@ def check_config(folder: Path, name: str, need: MemoryNeed | None, *, ask_engine
         raw = read_config_json(folder)
         check_support(path, raw, need.quantization if need else None)
         if ask_engine and checked_by_transformers(path, raw):
-            _ask_engine(folder)
+            with waiting(f"asking the engine whether it runs {name}"):
+                _ask_engine(folder)
     except ModelError as error:
         sentence = str(error).replace(str(folder), name).rstrip(".")
         raise ModelNotFoundError(f"{sentence}: {error.instead}.") from None

@@ -22,6 +22,7 @@ from quire_engine.errors import first_line
 from quire_proto import __version__
 from quire_proto.folders import no_such_path
 from quire_proto.names import is_name
+from quire_proto.terminal import waiting
 
 from quire_cli.model.check import check_fits_disk, disk_sentence
 from quire_cli.model.name import HubName, ModelNotFoundError, Say
@@ -54,7 +55,7 @@ class HubRepository:
     def __init__(self, name: HubName, say: Say) -> None:
         self.name, self._say = name, say
         self._api = HfApi(library_name="quire", library_version=__version__)
-        with _explained(name, self._api):
+        with _explained(name, self._api), waiting(f"asking {self._api.endpoint} for {name.repo}"):
             self.revision = self._api.resolve_revision(name.repo, revision=name.revision)
         self._info: ModelInfo | None = None
 
@@ -67,7 +68,7 @@ class HubRepository:
     def info(self) -> ModelInfo:
         """What the Hub says; asked once."""
         if self._info is None:
-            with _explained(self.name, self._api):
+            with _explained(self.name, self._api), waiting(f"asking for the files of {self.name.repo}"):
                 self._info = self._api.model_info(self.name.repo, revision=self.commit, files_metadata=True)
         return self._info
 

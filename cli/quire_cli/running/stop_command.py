@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from time import monotonic
 
 from quire_proto.cli import EXIT_USAGE, FlagParser
-from quire_proto.terminal import CLEAR_LINE, DIM, INTERRUPTED, colored, fail, has_color
+from quire_proto.terminal import INTERRUPTED, fail, waiting
 
 from quire_cli.machine.running import RunningServer, running_servers, start_ticks
 from quire_cli.machine.server import base_url
@@ -19,7 +19,6 @@ from quire_cli.machine.server import base_url
 DESCRIPTION = """Ends a server that quire serve runs on this machine, and waits for its end. Running requests have the
 seconds of the server's --shutdown-timeout. Without URL or PID there has to be only one server."""
 TIMEOUT = 60.0  # seconds; longer than a server takes by default
-_PERIOD = 0.5  # seconds between two states of the line that moves
 
 
 def stop(arguments: Sequence[str]) -> None:
@@ -38,7 +37,9 @@ def stop(arguments: Sequence[str]) -> None:
         _say(f"stopping {name}")
         signal.pidfd_send_signal(process, signal.SIGTERM)
         try:
-            if not _wait(process, name, flags.timeout):
+            with waiting(f"waiting for the end of {name}"):
+                has_ended, _, _ = select.select([process], [], [], max(0.0, flags.timeout))
+            if not has_ended:
                 if not flags.force:
                     tip = f"quire stop --force {server.pid} kills it, and --timeout SECONDS waits longer"
                     fail(f"{name} has not ended after {flags.timeout:g} s", tip)
@@ -48,22 +49,6 @@ def stop(arguments: Sequence[str]) -> None:
         except KeyboardInterrupt:
             fail(f"{name} has not ended yet", status=INTERRUPTED)
     _say(f"{ended} after {monotonic() - began:.1f} s")
-
-
-def _wait(process: int, name: str, timeout: float) -> bool:
-    """Returns whether a process ends within ``timeout`` seconds. In a terminal a line counts those that have passed."""
-    began = monotonic()
-    moves = has_color(sys.stdout)
-    while (left := began + timeout - monotonic()) > 0:
-        if select.select([process], [], [], min(left, _PERIOD))[0]:  # readable once it has ended
-            break
-        if moves:
-            text = f"waiting for the end of {name} ({monotonic() - began:.0f} s)"
-            sys.stdout.write(f"{CLEAR_LINE}{colored(text, DIM, sys.stdout)}")
-            sys.stdout.flush()
-    if moves:
-        sys.stdout.write(CLEAR_LINE)
-    return bool(select.select([process], [], [], 0)[0])
 
 
 def stop_parser() -> FlagParser:

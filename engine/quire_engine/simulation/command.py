@@ -8,7 +8,7 @@ from pathlib import Path
 
 from quire_proto.cli import read_settings
 from quire_proto.extras import install_command
-from quire_proto.terminal import fail
+from quire_proto.terminal import fail, waiting
 
 from quire_engine.simulation.comparison import draw_comparison, make_comparison
 from quire_engine.simulation.config import SimulationConfig, Variant
@@ -32,7 +32,10 @@ def simulate(arguments: Sequence[str]) -> None:
     except TraceError as error:
         fail(str(error))
     variants = config.variants
-    recorders = {name: _simulate_variant(config, variant, arrivals) for name, variant in variants.items()}
+    recorders: dict[str, SimulationRecorder] = {}
+    for name, variant in variants.items():
+        with waiting(f"run {len(recorders) + 1} of {len(variants)}: {name}"):
+            recorders[name] = _simulate_variant(config, variant, arrivals)
     reports = {name: make_report(recorder) for name, recorder in recorders.items()}
     format_table = make_comparison if _compares_engines(config) else make_table
     sys.stdout.write(f"{_as_json(config, reports) if config.as_json else format_table(reports)}\n")

@@ -9,7 +9,7 @@ from pathlib import Path
 from quire_engine.simulation.trace import TraceError
 from quire_proto.cli import read_settings
 from quire_proto.extras import install_command
-from quire_proto.terminal import CLEAR_LINE, DIM, colored, fail, has_color
+from quire_proto.terminal import fail, waiting
 
 from quire_router.simulation.config import FleetSettings
 from quire_router.simulation.experiments import (
@@ -36,11 +36,8 @@ def run(arguments: Sequence[str]) -> None:
         jobs = read_jobs(settings)
     except TraceError as error:
         fail(str(error))
-    try:
-        records = run_all(settings, jobs, watch=_show)
-        tenants = _run_flood(settings, jobs, records) if settings.flood is not None else {}
-    finally:
-        _show("")
+    records = run_all(settings, jobs, watch=waiting)
+    tenants = _run_flood(settings, jobs, records) if settings.flood is not None else {}
     reports = {load: {name: make_report(each) for name, each in row.items()} for load, row in records.items()}
     output = _as_json(settings, reports, tenants) if settings.as_json else _as_text(settings, reports, tenants)
     sys.stdout.write(f"{output}\n")
@@ -48,16 +45,9 @@ def run(arguments: Sequence[str]) -> None:
         _plot(settings.plot, records)
 
 
-def _show(text: str) -> None:
-    """Writes the line that moves while runs are on, in a terminal."""
-    if has_color(sys.stderr):
-        sys.stderr.write(f"{CLEAR_LINE}{colored(text, DIM, sys.stderr)}")
-        sys.stderr.flush()
-
-
 def _run_flood(settings: FleetSettings, jobs: Sequence[Job], calm: Records) -> TenantReports:
     """Runs all once more with the flood. Returns the waits with and without it."""
-    flooded = run_all(settings, jobs, with_flood, _show)
+    flooded = run_all(settings, jobs, with_flood, waiting)
     return {
         load: {name: tenant_report(record, flooded[load][name]) for name, record in row.items()}
         for load, row in calm.items()

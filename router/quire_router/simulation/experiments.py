@@ -3,6 +3,7 @@ asked for; and the tables of the report.
 """
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -58,10 +59,10 @@ def run_all(
     settings: FleetSettings,
     jobs: Sequence[Job],
     change: Change = unchanged,
-    watch: Callable[[str], None] = lambda _: None,
+    watch: Callable[[str], AbstractContextManager[object]] = nullcontext,
 ) -> Records:
     """Runs all policies. Returns the records by utilisation and policy; ``change`` is applied to the requests once they
-    have their times. ``watch`` gets a line before each run.
+    have their times. ``watch`` gets a line for each run, which is inside of what it returns.
     """
     records: Records = {}
     total = len(settings.utilisation) * len(settings.placement)
@@ -70,8 +71,8 @@ def run_all(
         row = records[utilisation] = dict[str, RunRecord]()
         for policy in settings.placement:
             done = sum(map(len, records.values()))
-            watch(f"run {done + 1} of {total}: {policy} at utilisation {utilisation:g}")
-            row[policy] = FleetSimulation(settings.fleet(policy), settings, settings.seed).run(timed)
+            with watch(f"run {done + 1} of {total}: {policy} at utilisation {utilisation:g}"):
+                row[policy] = FleetSimulation(settings.fleet(policy), settings, settings.seed).run(timed)
     return records
 
 

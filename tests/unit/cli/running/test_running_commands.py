@@ -120,10 +120,10 @@ def test_force_leaves_a_server_the_time_to_end(capsys: pytest.CaptureFixture[str
 
 def test_in_a_terminal_a_line_counts_the_seconds() -> None:
     with program(ends=False) as (server, _):
-        command = [sys.executable, "-m", "quire_cli.main", "stop", "--timeout", "1.3", str(server.pid)]
+        command = [sys.executable, "-m", "quire_cli.main", "stop", "--timeout", "2", str(server.pid)]
         shown = plain(in_terminal(command, status=1))
     assert f"waiting for the end of demo at {server.url} (1 s)" in shown
-    assert "has not ended after 1.3 s" in shown
+    assert "has not ended after 2 s" in shown
 
 
 def test_of_several_servers_one_is_named(capsys: pytest.CaptureFixture[str]) -> None:
