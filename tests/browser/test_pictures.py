@@ -32,10 +32,10 @@ def test_the_pictures_show_an_answer_that_survives_its_engine(stack: Stack, brow
     browser.find("#tab-fleet").click()
     with traffic(stack):
         time.sleep(60)  # the curves are those of a minute
-        for _ in range(8):
+        for number in range(8):
             browser.driver.execute_script(SEND, QUESTION)
             browser.wait(lambda: int(browser.driver.execute_script(LENGTH)) > 40)
-            stack.engines[0].kill()
+            stack.engines[number % 2].kill()
             browser.wait(lambda: browser.driver.execute_script(ENDED))
             if "continued on" in browser.text(".notes"):
                 break
