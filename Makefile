@@ -91,7 +91,7 @@ programs: $(READY) $(HELM_READY) system
 
 # Compiled before the workers begin, each of which would do it. It needs Python alone, of the environment where that is there.
 kernels:
-	@PYTHONPATH=engine:proto $(firstword $(wildcard $(BIN)/python) $(PYTHON)) -c "import quire_engine.kernels.build as build; build.needs_build() and build.shared_object()"
+	@PYTHONPATH=engine:proto $(firstword $(wildcard $(BIN)/python) $(PYTHON)) -c "import quire_engine.kernels.build as build, quire_proto.terminal as terminal; build.needs_build() and terminal.waiting('compiling kernels')(build.shared_object)()"
 
 # Every test is collected once, so that the workers find Python's bytecode: on a clean clone each would compile it all.
 # Without kernels, as otherwise this would compile them too. The runs name what cannot be collected.
@@ -211,9 +211,9 @@ endif
 
 # The generator has an environment of its own: it pins what the others do not.
 docs:
-	@test -x .docs/bin/mkdocs || { $(PYTHON) -m venv .docs && .docs/bin/pip install --quiet mkdocs-material==9.8.2; }
+	@test -x .docs/bin/mkdocs || { echo "installing mkdocs in .docs (the first time)"; $(PYTHON) -m venv .docs && .docs/bin/pip install mkdocs-material==9.8.2; }
 	$(PYTHON) scripts/site.py .run/docs
-	NO_MKDOCS_2_WARNING=1 .docs/bin/mkdocs build --quiet --strict --config-file .run/docs/mkdocs.yml
+	NO_MKDOCS_2_WARNING=1 .docs/bin/mkdocs build --strict --config-file .run/docs/mkdocs.yml
 
 # Needs no GPU. Kernels are compiled once, as many at a time as MAX_JOBS says: each takes a minute or more of a core.
 gpu-kit: $(READY)
