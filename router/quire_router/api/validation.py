@@ -2,6 +2,7 @@
 fault. Below it: sampling parameters, and which of them exclude each other. Their ranges are those of ``quire_proto``.
 """
 
+import logging
 import re
 from array import array
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -39,6 +40,8 @@ from quire_router.core.errors import model_not_ready, unknown_model
 from quire_router.core.generation import GenerationRequest, LoRA, prompt_request_id
 from quire_router.engines.settings import ServedLoRA, ServedModelLimits
 
+log = logging.getLogger(__name__)
+
 BodyT = TypeVar("BodyT", bound=StrictModel)
 
 COMPLETION_MAX_TOKENS = 16
@@ -71,6 +74,7 @@ class Validator:
         self._allow_priority = allow_priority
         self._refuse_unknown = refuse_unknown
         self._sampling_defaults = sampling_defaults or {}
+        self._warned_of_tools: set[str] = set()
 
     def drop_ignored(self, request: BodyT, model: str) -> tuple[BodyT, tuple[str, ...]]:
         """Returns the request without what its model ignores, and the names of the ignored parameters, each once.
@@ -85,6 +89,8 @@ class Validator:
         if isinstance(request, TemplatedBody):
             request, more = drop_unsupported_by_template(request, tokenizer)
             ignored += more
+            if "tools" in more:
+                self._warn_of_tools(model)
         sent = request.sent_names
         names = {**request.names, **sent}
         if "chat_template_kwargs" in sent:
@@ -94,6 +100,16 @@ class Validator:
         named = dict.fromkeys(names.get(param, param) for param in ignored)
         tools = isinstance(request, TemplatedBody) and bool(request.offered_tools)
         return request, (*named, *request.as_sent.unseen(partial(tokenizer.hidden, with_tools=tools)))
+
+    def _warn_of_tools(self, model: str) -> None:
+        """Tells the operator once: clients that read no headers take the answer for one that needed no tool."""
+        if model not in self._warned_of_tools:
+            self._warned_of_tools.add(model)
+            log.warning(
+                "model %s: tools in requests are ignored, because its chat template has none in a known format; serve "
+                "a model whose template has (docs/tools.md)",
+                model,
+            )
 
     def generations(
         self, request: GenerationBody, request_id: str, caller: Identity, target: str = ""

@@ -433,7 +433,7 @@ def test_a_required_call_is_refused_where_the_template_has_no_tools(template, wo
 
 @pytest.mark.parametrize("template", [CHAT_TEMPLATE, OTHER_TEMPLATE])
 @pytest.mark.parametrize("fields", [{}, {"tool_choice": "auto"}, {"parallel_tool_calls": False}])
-async def test_tools_are_ignored_and_named_where_the_template_has_none(template, fields):
+async def test_tools_are_ignored_and_named_where_the_template_has_none(template, fields, caplog):
     async with stage_with(CALL, template) as stage:
         stage.fleet.model_limits = Limits(4096)
         whole = await ask(stage.port, "POST", CHAT, {**ASKED, **fields})
@@ -448,6 +448,9 @@ async def test_tools_are_ignored_and_named_where_the_template_has_none(template,
     assert first.prompt_token_ids == second.prompt_token_ids == without.prompt_token_ids
     assert first.params.structured is None
     assert (tokens.json["tokens"], tokens.headers[IGNORED]) == (list(without.prompt_token_ids), "tools")
+    told = [record.getMessage() for record in caplog.records if "tools in requests are ignored" in record.getMessage()]
+    assert len(told) == 1  # and not with each request
+    assert told[0].startswith(f"model {MODEL}: ")
 
 
 def test_parameters_without_effect_are_accepted():
