@@ -74,6 +74,8 @@ class EmbeddingExecutor:
         self._model = model.to(device)
         self._jobs = jobs
         self._size = config.block_size
+        self._job_numbers: dict[int, int] = {}  # by row
+        self._tables: dict[int, list[int]] = {}
         is_pinned = device.startswith("cuda")
         self.device_rows = torch.zeros(config.device_blocks * self._size, model.width, device=device)
         self.host_rows = torch.zeros(config.host_blocks * self._size, model.width, pin_memory=is_pinned)
@@ -81,20 +83,21 @@ class EmbeddingExecutor:
     def execute_model(self, scheduler_output: SchedulerOutput) -> ModelOutput:
         """Copies blocks, makes the rows of all chunks layer by layer, and reads what jobs asked for."""
         model_output, begun = ModelOutput(), perf_counter()
+        self._take_rows(scheduler_output)
         self._copy_blocks(scheduler_output.copies)
         copied = perf_counter()
         live = [chunk for chunk in scheduler_output.chunks if self._has_its_sources(chunk, model_output)]
-        tables = [np.array(chunk.block_ids, np.int64) for chunk in live]
+        tables = [np.array(self._tables[chunk.row], np.int64) for chunk in live]
         self._copy_rows(live, tables)
         for layer in range(1, self._model.num_layers + 1):
             self._compute(layer, live, tables)
         computed = perf_counter()
         for chunk, table in zip(live, tables, strict=True):
             for sample_request in chunk.sample_requests:
-                job = self._jobs[chunk.token_ids[0]]
+                job = self._job(chunk)
                 rows = index_tensor(self._rows_at(job.plan.readout, table), self.device_rows)
                 job.result = self.device_rows[rows].cpu()
-                model_output.token_ids[sample_request.sequence_id] = chunk.token_ids[0]
+                model_output.token_ids[sample_request.sequence_id] = self._job_numbers[chunk.row]
         timings = model_output.timings
         timings.swap, timings.forward, timings.sample = copied - begun, computed - copied, perf_counter() - computed
         return model_output
@@ -128,11 +131,23 @@ class EmbeddingExecutor:
 
     # Rows
 
+    def _take_rows(self, scheduler_output: SchedulerOutput) -> None:
+        """Takes in which job has which row, and its block table."""
+        for new in scheduler_output.new:
+            self._job_numbers[new.row] = new.token_ids[0]
+            self._tables[new.row] = new.block_ids[0].tolist()
+        for changes in scheduler_output.new_blocks:
+            for row, index, block_id in zip(changes[::3], changes[1::3], changes[2::3], strict=True):
+                self._tables[row][index : index + 1] = [block_id]
+
+    def _job(self, chunk: ScheduledChunk) -> Job:
+        return self._jobs[self._job_numbers[chunk.row]]
+
     def _has_its_sources(self, chunk: ScheduledChunk, model_output: ModelOutput) -> bool:
         """Whether the core found all sources of the plan when it admitted the job. If not, the job ends with an error:
         its plan cannot make what is missing.
         """
-        if chunk.start >= self._jobs[chunk.token_ids[0]].plan.first_target:
+        if chunk.start >= self._job(chunk).plan.first_target:
             return True
         message = "Blocks that this query was to read were given up before it ran."
         model_output.errors[chunk.sequence_id] = QuireError(ErrorCode.UNAVAILABLE, message, reason=STALE)
@@ -146,7 +161,7 @@ class EmbeddingExecutor:
         """Copies the rows that a change has left as they were. They are copied from sources, which no chunk writes."""
         read, written = list[Ints](), list[Ints]()
         for chunk, table in zip(chunks, tables, strict=True):
-            plan = self._jobs[chunk.token_ids[0]].plan
+            plan = self._job(chunk).plan
             begin, end = _targets_within(chunk, plan)
             copies = plan.copies[begin:end]
             at = np.flatnonzero(copies >= 0)
@@ -173,7 +188,7 @@ class EmbeddingExecutor:
         self.counts.computed += len(own)
 
     def _add_rows(self, rows: _Rows, layer: int, chunk: ScheduledChunk, table: Ints) -> None:
-        plan = self._jobs[chunk.token_ids[0]].plan
+        plan = self._job(chunk).plan
         begin, end = _targets_within(chunk, plan)
         begin, end = max(begin, plan.layer_ends[layer - 1]), min(end, plan.layer_ends[layer])
         at = begin + np.flatnonzero(plan.nodes[begin:end] >= 0)

@@ -108,13 +108,14 @@ def measure(options: argparse.Namespace) -> dict[str, tuple[float, float]]:
 
 def measure_steps(options: argparse.Namespace, executor: Any, sent: list[float]) -> dict[str, tuple[float, float]]:
     """As ``measure``, of an executor that adds the bytes of each collective to ``sent``."""
-    from quire_engine.core.step import SchedulerOutput
     from quire_engine.worker.cpu_graph import CpuGraphRunner
+
+    from tests.support.steps import make_step
 
     measured = {}
     for count in options.tokens:
         for name, chunks in (("prompt", one_prompt(count)), ("decode", sequences(count))):
-            step = SchedulerOutput(0, chunks)
+            step = make_step(0, chunks)
             seconds = []
             for _ in range(2 + TURNS):  # the first ones capture
                 begin = perf_counter()
@@ -130,16 +131,16 @@ def measure_steps(options: argparse.Namespace, executor: Any, sent: list[float])
 
 
 def one_prompt(count: int) -> list[Any]:
-    from quire_engine.core.step import ScheduledChunk
+    from tests.support.steps import KnownChunk
 
-    return [ScheduledChunk(0, random_tokens(count), 0, list(range(1, -(-count // BLOCK_SIZE) + 1)))]
+    return [KnownChunk(0, random_tokens(count), 0, list(range(1, -(-count // BLOCK_SIZE) + 1)))]
 
 
 def sequences(count: int) -> list[Any]:
     """Sequences of one token each."""
-    from quire_engine.core.step import ScheduledChunk
+    from tests.support.steps import KnownChunk
 
-    return [ScheduledChunk(each, [token], 0, [1 + each]) for each, token in enumerate(random_tokens(count))]
+    return [KnownChunk(each, [token], 0, [1 + each]) for each, token in enumerate(random_tokens(count))]
 
 
 def random_tokens(count: int) -> list[int]:

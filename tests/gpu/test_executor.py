@@ -6,7 +6,6 @@ from pathlib import Path
 
 import pytest
 import torch
-from quire_engine.core.step import PLACEHOLDER_TOKEN_ID, ScheduledChunk, SchedulerOutput
 from quire_engine.errors import ModelError
 from quire_proto.sampling import SamplingParams
 
@@ -15,6 +14,7 @@ from tests.model.models import OUTPUT_TOKENS, SmallModels, tight
 from tests.model.test_bfloat16 import PARAMS, check_close, theirs
 from tests.support.executors import load_executor
 from tests.support.sampling_inputs import make_sample_request
+from tests.support.steps import PENDING, KnownChunk, make_step
 
 pytestmark = pytest.mark.gpu
 PRESSURES = {"no pressure": (200, 0), "recompute": (24, 0), "swap": (24, 200)}
@@ -58,16 +58,16 @@ def test_nothing_waits_between_the_launch_of_a_step_and_its_result(
     executor = load(model_folders["qwen3"], 60, 20, "bfloat16", device="cuda", enforce_eager=enforce_eager)
     styles = [{}, {"temperature": 1.0}, {"temperature": 0.7, "top_k": 20}, {"temperature": 1.0, "top_p": 0.9}]
     sample_requests = [make_sample_request(id, [5, 6, id + 7], seed=id, **style) for id, style in enumerate(styles)]
-    first = SchedulerOutput(
+    first = make_step(
         0,
-        [ScheduledChunk(id, sample_requests[id].token_ids[:], 0, [id + 1], (sample_requests[id],)) for id in range(4)],
+        [KnownChunk(id, sample_requests[id].token_ids[:], 0, [id + 1], (sample_requests[id],)) for id in range(4)],
     )
     last = executor.execute_model_async(first)
     last.sample_tokens()
     for step in range(1, 8):
-        scheduler_output = SchedulerOutput(
+        scheduler_output = make_step(
             step,
-            [ScheduledChunk(id, [PLACEHOLDER_TOKEN_ID], 2 + step, [id + 1], (sample_requests[id],)) for id in range(4)],
+            [KnownChunk(id, [PENDING], 2 + step, [id + 1], (sample_requests[id],)) for id in range(4)],
         )
         # The first of these steps learns shapes and compiles; what comes after it is what a step is.
         torch.cuda.set_sync_debug_mode("error" if step > 2 else "default")
@@ -100,7 +100,7 @@ def test_an_engine_that_sizes_its_pools_stays_within_its_share_and_frees_it(mode
     tokens = [3 + place % 200 for place in range(200)]
     sample_request = make_sample_request(0, tokens)
     assert executor.execute_model(
-        SchedulerOutput(0, [ScheduledChunk(0, tokens, 0, list(range(1, 14)), (sample_request,))])
+        make_step(0, [KnownChunk(0, tokens, 0, list(range(1, 14)), (sample_request,))])
     ).token_ids
     executor.close()
     del executor
@@ -111,12 +111,8 @@ def test_an_engine_that_sizes_its_pools_stays_within_its_share_and_frees_it(mode
 def test_a_token_outside_of_the_vocabulary_ends_its_step_and_not_the_gpu(model_folders: dict[str, Path]) -> None:
     executor = load(model_folders["llama3"], 20, 0, "bfloat16", device="cuda")
     with pytest.raises(IndexError):
-        executor.execute_model(
-            SchedulerOutput(0, [ScheduledChunk(0, [1 << 20], 0, [1], (make_sample_request(0, [1 << 20]),))])
-        )
-    assert executor.execute_model(
-        SchedulerOutput(1, [ScheduledChunk(1, [5], 0, [1], (make_sample_request(1, [5]),))])
-    ).token_ids
+        executor.execute_model(make_step(0, [KnownChunk(0, [1 << 20], 0, [1], (make_sample_request(0, [1 << 20]),))]))
+    assert executor.execute_model(make_step(1, [KnownChunk(1, [5], 0, [1], (make_sample_request(1, [5]),))])).token_ids
     executor.close()
 
 

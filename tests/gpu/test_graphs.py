@@ -6,17 +6,16 @@ from pathlib import Path
 import pytest
 import torch
 from quire_engine.config import EngineArgs
-from quire_engine.core.step import PLACEHOLDER_TOKEN_ID, ScheduledChunk
 from quire_engine.executor.torch_executor import TorchExecutor
 from quire_engine.models.loader import read_model_config
 from quire_engine.worker.cuda_graph import capture_sizes
-from quire_engine.worker.input_batch import prepare_inputs
 from quire_engine.worker.memory import CacheSizes
 from quire_engine.worker.model_runner import LoadedModel, ModelRunner, load_model_and_attention
 from quire_proto.sampling import SamplingParams
 
 from tests.model.engine import load, run
 from tests.model.models import SmallModels
+from tests.support.steps import PENDING, KnownChunk, prepare
 
 pytestmark = pytest.mark.gpu
 BLOCK_SIZE = 16
@@ -36,7 +35,7 @@ def parts_of(folder: Path, device: torch.device, *, deterministic: bool = False)
     return load_model_and_attention(config, read_model_config(folder), device)
 
 
-def prefilled(runner: ModelRunner, lengths: list[int]) -> list[ScheduledChunk]:
+def prefilled(runner: ModelRunner, lengths: list[int]) -> list[KnownChunk]:
     """The chunks of one token of sequences whose tokens before it are computed."""
     chunks, block = [], 1
     for id, length in enumerate(lengths):
@@ -44,8 +43,8 @@ def prefilled(runner: ModelRunner, lengths: list[int]) -> list[ScheduledChunk]:
         block += len(blocks)
         tokens = [(7 * place + id) % 250 + 3 for place in range(length)]
         if length > 1:
-            runner.forward(prepare_inputs([ScheduledChunk(id, tokens[:-1], 0, blocks)], BLOCK_SIZE).model_input)
-        chunks.append(ScheduledChunk(id, tokens[-1:], length - 1, blocks))
+            runner.forward(prepare([KnownChunk(id, tokens[:-1], 0, blocks)], BLOCK_SIZE).model_input)
+        chunks.append(KnownChunk(id, tokens[-1:], length - 1, blocks))
     return chunks
 
 
@@ -61,14 +60,14 @@ def test_a_graph_computes_what_the_step_computes_without(
     assert graphs is not None, "nothing was recorded"
     chunks = prefilled(runner, [1, 2, 16, 17, 200, 33, 5, 90, 150, 60, 12, 100, 7, 31, 32, 48, 64, 65, 111, 128])
     for count in (1, 2, 3, 4, 5, 8, 9, 16, 17, 20):
-        batch = prepare_inputs(chunks[:count], BLOCK_SIZE).model_input
+        batch = prepare(chunks[:count], BLOCK_SIZE).model_input
         runner._cuda_graphs = None
         expected = runner.forward(batch).clone()
         runner._cuda_graphs = graphs
         made = runner.forward(batch).clone()
         pending = batch.token_ids.to(gpu)
-        hidden = [replace(chunk, token_ids=[PLACEHOLDER_TOKEN_ID]) for chunk in chunks[:count]]
-        with_pending = runner.forward(prepare_inputs(hidden, BLOCK_SIZE).model_input, pending).clone()
+        hidden = [replace(chunk, token_ids=[PENDING]) for chunk in chunks[:count]]
+        with_pending = runner.forward(prepare(hidden, BLOCK_SIZE).model_input, pending).clone()
         assert torch.equal(with_pending, made)
         if deterministic:
             assert torch.equal(made, expected)

@@ -11,7 +11,6 @@ from typing import Any
 import pytest
 import torch
 from quire_engine.checkpoint.weights import Checkpoint
-from quire_engine.core.step import ScheduledChunk, SchedulerOutput
 from quire_engine.kernels.packed_linear import in_arena
 from quire_engine.layers.streamed import AT_ONCE
 from quire_proto.sampling import SamplingParams
@@ -22,6 +21,7 @@ from tests.model.models import OUTPUT_TOKENS, SmallModels, greedy_oracle, small_
 from tests.model.streamed import WITH_ADAPTERS, sequences_with_adapters
 from tests.support.offload import HostWeightsWithout, Wait, offloaded_layers
 from tests.support.sampling_inputs import make_sample_request
+from tests.support.steps import KnownChunk, make_step
 
 pytestmark = pytest.mark.gpu
 NEEDS_FLASHINFER = False
@@ -165,7 +165,7 @@ def test_nothing_waits_between_the_launch_of_a_step_and_its_result(tmp_path: Pat
         tokens = [5, 6, 7, 8]
         for step in range(4):
             request = make_sample_request(step, tokens, temperature=0.0)
-            output = SchedulerOutput(step, [ScheduledChunk(step, tokens, 0, [1 + step], (request,))])
+            output = make_step(step, [KnownChunk(step, tokens, 0, [1 + step], (request,))])
             # The first of these steps compiles.
             torch.cuda.set_sync_debug_mode("error" if step > 2 else "default")
             try:

@@ -3,11 +3,13 @@
 import random
 from dataclasses import dataclass, field
 
-from quire_engine.core.block_pool import NULL_BLOCK, BlockCopy
+from quire_engine.core.block_pool import NULL_BLOCK, BlockCopies, BlockCopy
 from quire_engine.core.executor import Executor
 from quire_engine.core.lora import LoRARequest
-from quire_engine.core.step import ModelOutput, SampleRequest, ScheduledChunk, SchedulerOutput
+from quire_engine.core.step import ModelOutput, SampleRequest, SchedulerOutput
 from quire_proto.sampling import SamplingParams
+
+from tests.support.steps import KnownChunk, make_step
 
 GREEDY = SamplingParams(temperature=0)
 
@@ -56,21 +58,19 @@ class Driver:
         return [one.output for one in sequences]
 
     def _plan(self, alive: list[Sequence]) -> SchedulerOutput:
-        scheduler_output = SchedulerOutput(self._steps)
+        copies, chunks = BlockCopies(), list[KnownChunk]()
         self._steps += 1
         chosen = self._random.sample(alive, self._random.randint(1, len(alive)))
         if self._random.random() < self._swapping:
-            scheduler_output.copies.blocks_to_swap_out = [
-                copy for one in alive if one not in chosen for copy in self._swap_out(one)
-            ]
+            copies.blocks_to_swap_out = [copy for one in alive if one not in chosen for copy in self._swap_out(one)]
         for one in chosen:
-            if one.host_blocks and not scheduler_output.copies.blocks_to_swap_out:
-                scheduler_output.copies.blocks_to_swap_in += self._swap_in(one)
+            if one.host_blocks and not copies.blocks_to_swap_out:
+                copies.blocks_to_swap_in += self._swap_in(one)
             if not one.host_blocks:
-                scheduler_output.chunks += self._chunk(one)
-        return scheduler_output
+                chunks += self._chunk(one)
+        return make_step(self._steps, chunks, copies)
 
-    def _chunk(self, one: Sequence) -> list[ScheduledChunk]:
+    def _chunk(self, one: Sequence) -> list[KnownChunk]:
         size, groups = self._executor.kv_cache_config.block_size, self._executor.kv_cache_config.groups
         one.blocks = one.blocks or [[] for _ in groups]
         for group, table in zip(groups, one.blocks, strict=True):
@@ -88,9 +88,7 @@ class Driver:
         )
         sample_requests = (sample_request,) if end == len(one.tokens) else ()
         known, (first, *others) = one.tokens[one.computed : end], one.blocks
-        chunk = ScheduledChunk(
-            one.id, known, one.computed, first, sample_requests, lora=one.lora, other_block_ids=others
-        )
+        chunk = KnownChunk(one.id, known, one.computed, first, sample_requests, lora=one.lora, other_block_ids=others)
         one.computed = end
         return [chunk]
 

@@ -4,13 +4,14 @@ import random
 from dataclasses import dataclass, field
 
 import pytest
-from quire_engine.core.step import PLACEHOLDER_TOKEN_ID, ModelOutput, SampleRequest, ScheduledChunk, SchedulerOutput
+from quire_engine.core.step import ModelOutput, SampleRequest, SchedulerOutput
 from quire_engine.executor.torch_executor import AsyncStep, TorchExecutor
 from quire_proto.errors import ErrorCode
 from quire_proto.sampling import TokenLogprobs
 
 from tests.model.models import VOCAB_SIZE
 from tests.support.sampling_inputs import ModuloGrammar, make_sample_request
+from tests.support.steps import PENDING, KnownChunk, make_step
 
 # Sequences have blocks of their own, enough for all their tokens.
 BLOCKS_EACH = 6
@@ -36,18 +37,18 @@ class Sequence:
     def is_done(self) -> bool:
         return self.error is not None or len(self.output) + self.pending >= self.wanted
 
-    def chunk(self, most: int) -> ScheduledChunk:
+    def chunk(self, most: int) -> KnownChunk:
         """The next tokens, the pending one among them."""
         id, known = (
             self.sample_request.sequence_id,
-            self.sample_request.token_ids + [PLACEHOLDER_TOKEN_ID] * self.pending,
+            self.sample_request.token_ids + [PENDING] * self.pending,
         )
         end = min(len(known), self.computed + most)
         first, start = 1 + id * BLOCKS_EACH, self.computed
         targets = self.sample_request.token_ids[start + 1 : min(end + 1, self.sample_request.num_prompt_tokens)]
         sample_requests = (self.sample_request,) if end == len(known) else ()
         self.computed = end
-        return ScheduledChunk(
+        return KnownChunk(
             id,
             known[start:end],
             start,
@@ -90,9 +91,9 @@ class Loop:
         alive = [one for one in self._sequences.values() if not one.is_done]
         if not alive:
             return None
-        scheduler_output = SchedulerOutput(0, [one.chunk(self._random.randint(1, 40)) for one in self._some(alive)])
+        scheduler_output = make_step(0, [one.chunk(self._random.randint(1, 40)) for one in self._some(alive)])
         for chunk in scheduler_output.chunks:
-            self.num_pending += chunk.token_ids[-1] == PLACEHOLDER_TOKEN_ID
+            self.num_pending += chunk.awaits_token
             self._sequences[chunk.sequence_id].pending = bool(chunk.sample_requests)
         return scheduler_output
 

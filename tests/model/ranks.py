@@ -7,7 +7,7 @@ from typing import Any
 import psutil
 import pytest
 import torch
-from quire_engine.core.step import SampleRequest, ScheduledChunk, SchedulerOutput
+from quire_engine.core.step import SampleRequest
 from quire_engine.executor import multiproc
 from quire_engine.executor.rank_processes import RankError
 from quire_engine.executor.rpc import batch_to_arrays
@@ -20,6 +20,7 @@ from tests.model.engine import Run, run
 from tests.model.models import SmallModels
 from tests.support.forked_ranks import running_ranks
 from tests.support.processes import eventually
+from tests.support.steps import KnownChunk, make_step
 
 OUTPUT_TOKENS = 12
 PROMPTS = 6
@@ -46,18 +47,18 @@ def assert_near(made: Run, alone: Run) -> None:
             assert one.logprob == pytest.approx(other.logprob, abs=1e-4)
 
 
-def chunk(tokens: list[int], blocks: list[int], id: int = 0) -> ScheduledChunk:
-    return ScheduledChunk(id, tokens, 0, blocks, (SampleRequest(id, GREEDY, 0, tokens, len(tokens)),))
+def chunk(tokens: list[int], blocks: list[int], id: int = 0) -> KnownChunk:
+    return KnownChunk(id, tokens, 0, blocks, (SampleRequest(id, GREEDY, 0, tokens, len(tokens)),))
 
 
 def assert_only_its_own_request_fails(executor: TorchExecutor) -> None:
     """A step that no rank can run fails, and the next ones are as before."""
     good, bad = chunk([5, 6], [1], id=1), chunk([999], [2], id=2)
-    wanted = executor.execute_model(SchedulerOutput(0, [good])).token_ids
+    wanted = executor.execute_model(make_step(0, [good])).token_ids
     for _ in range(3):
         with pytest.raises(IndexError):
-            executor.execute_model(SchedulerOutput(1, [good, bad]))
-        assert executor.execute_model(SchedulerOutput(1, [good])).token_ids == wanted
+            executor.execute_model(make_step(1, [good, bad]))
+        assert executor.execute_model(make_step(1, [good])).token_ids == wanted
 
 
 class Watched:
@@ -71,7 +72,7 @@ class Watched:
         self.others = running_ranks()
 
     def run(self) -> dict[int, int]:
-        return self.executor.execute_model(SchedulerOutput(0, [chunk([5, 6, 7], [1])])).token_ids
+        return self.executor.execute_model(make_step(0, [chunk([5, 6, 7], [1])])).token_ids
 
     def loss(self) -> str:
         """What is told within the time that it may take."""

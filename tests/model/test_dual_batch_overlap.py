@@ -18,7 +18,6 @@ from pydantic import ValidationError
 from quire_engine.attention.base import LayerKV
 from quire_engine.checkpoint.weights import LoadOptions
 from quire_engine.config import EngineArgs, ExecutorConfig
-from quire_engine.core.step import SchedulerOutput
 from quire_engine.distributed import shared_memory
 from quire_engine.distributed.communicator import PendingSum
 from quire_engine.executor.multiproc import NO_OVERLAP
@@ -44,6 +43,7 @@ from tests.model.test_streamed_models import layer_bytes
 from tests.support import forked_ranks
 from tests.support.executors import load_executor
 from tests.support.rank_threads import ranks_are_threads
+from tests.support.steps import make_step
 
 POOL = 4 << 20
 THRESHOLD = 4
@@ -344,7 +344,7 @@ def test_a_step_of_no_more_tokens_than_the_threshold_is_whole(small_models: Smal
 
 
 def step(executor: TorchExecutor) -> dict[int, int]:
-    return executor.execute_model(SchedulerOutput(0, [chunk([5, 6, 7, 8, 9], [1])])).token_ids
+    return executor.execute_model(make_step(0, [chunk([5, 6, 7, 8, 9], [1])])).token_ids
 
 
 @pytest.mark.parametrize("half", [1, 2])

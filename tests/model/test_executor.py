@@ -6,7 +6,7 @@ import pytest
 import torch
 from quire_engine.core.block_pool import BlockCopies, BlockCopy
 from quire_engine.core.executor import CopyError
-from quire_engine.core.step import SampleRequest, ScheduledChunk, SchedulerOutput
+from quire_engine.core.step import SampleRequest
 from quire_engine.executor.torch_executor import TorchExecutor
 from quire_proto.errors import ErrorCode
 from quire_proto.sampling import SamplingParams
@@ -15,6 +15,7 @@ from safetensors.torch import load_file, save_file
 from tests.model.driver import GREEDY, Driver, Sequence
 from tests.model.models import SmallModels, small_model
 from tests.support.executors import load_executor
+from tests.support.steps import KnownChunk, make_step
 
 POOL = 2 << 20
 
@@ -24,10 +25,8 @@ def executor(small_models: SmallModels) -> TorchExecutor:
     return load_executor(small_models.folder("llama3"), kv_cache_memory=POOL, swap_bytes=POOL)
 
 
-def chunk(
-    tokens: list[int], blocks: list[int], id: int = 0, sampling: SamplingParams | None = GREEDY
-) -> ScheduledChunk:
-    return ScheduledChunk(id, tokens, 0, blocks, () if sampling is None else sample_requests(tokens, id))
+def chunk(tokens: list[int], blocks: list[int], id: int = 0, sampling: SamplingParams | None = GREEDY) -> KnownChunk:
+    return KnownChunk(id, tokens, 0, blocks, () if sampling is None else sample_requests(tokens, id))
 
 
 def sample_requests(tokens: list[int], id: int = 0) -> tuple[SampleRequest, ...]:
@@ -35,33 +34,29 @@ def sample_requests(tokens: list[int], id: int = 0) -> tuple[SampleRequest, ...]
 
 
 def test_a_step_with_nothing_in_it_makes_nothing(executor: TorchExecutor) -> None:
-    model_output = executor.execute_model(SchedulerOutput(0))
+    model_output = executor.execute_model(make_step(0))
     assert (model_output.token_ids, model_output.errors) == ({}, {})
 
 
 def test_a_chunk_without_tokens_is_an_error_of_that_request_alone(executor: TorchExecutor) -> None:
     model_output = executor.execute_model(
-        SchedulerOutput(0, [chunk([], [], id=1), chunk([5], [1], id=2), chunk([], [], 3, None)])
+        make_step(0, [chunk([], [], id=1), chunk([5], [1], id=2), chunk([], [], 3, None)])
     )
     assert set(model_output.errors) == {1}
     assert set(model_output.token_ids) == {2}
 
 
 def test_a_step_that_samples_nothing_still_stores_its_keys(executor: TorchExecutor) -> None:
-    whole = executor.execute_model(SchedulerOutput(0, [chunk([9, 8, 7, 6], [1])])).token_ids
-    assert executor.execute_model(SchedulerOutput(1, [chunk([9, 8, 7], [2], sampling=None)])).token_ids == {}
+    whole = executor.execute_model(make_step(0, [chunk([9, 8, 7, 6], [1])])).token_ids
+    assert executor.execute_model(make_step(1, [chunk([9, 8, 7], [2], sampling=None)])).token_ids == {}
     assert (
-        executor.execute_model(
-            SchedulerOutput(2, [ScheduledChunk(0, [6], 3, [2], sample_requests([9, 8, 7, 6]))])
-        ).token_ids
+        executor.execute_model(make_step(2, [KnownChunk(0, [6], 3, [2], sample_requests([9, 8, 7, 6]))])).token_ids
         == whole
     )
 
 
 def test_every_part_of_a_step_is_timed(executor: TorchExecutor) -> None:
-    timings = executor.execute_model(
-        SchedulerOutput(0, [chunk([5], [1])], copies=BlockCopies([BlockCopy(2, 0)]))
-    ).timings
+    timings = executor.execute_model(make_step(0, [chunk([5], [1])], copies=BlockCopies([BlockCopy(2, 0)]))).timings
     assert min(timings.swap, timings.forward, timings.sample) > 0
 
 
@@ -71,31 +66,30 @@ def test_a_copy_of_a_block_that_does_not_exist_ends_the_engine(
     executor: TorchExecutor, copy: BlockCopy, direction: str
 ) -> None:
     with pytest.raises(CopyError):
-        executor.execute_model(SchedulerOutput(0, copies=BlockCopies(**{direction: [copy]})))
+        executor.execute_model(make_step(0, copies=BlockCopies(**{direction: [copy]})))
 
 
 def test_blocks_come_back_from_the_host_as_they_went(executor: TorchExecutor) -> None:
     tokens = list(range(3, 40))
-    expected = executor.execute_model(SchedulerOutput(0, [chunk(tokens, [1, 2, 3])])).token_ids
-    executor.execute_model(SchedulerOutput(1, [chunk(tokens[:-1], [4, 5, 6], sampling=None)]))
+    expected = executor.execute_model(make_step(0, [chunk(tokens, [1, 2, 3])])).token_ids
+    executor.execute_model(make_step(1, [chunk(tokens[:-1], [4, 5, 6], sampling=None)]))
     out = BlockCopies([BlockCopy(4, 9), BlockCopy(5, 0), BlockCopy(6, 4)])
-    executor.execute_model(SchedulerOutput(2, copies=out))
-    executor.execute_model(SchedulerOutput(3, [chunk([50] * 48, [4, 5, 6])]))
-    last = ScheduledChunk(0, tokens[-1:], len(tokens) - 1, [5, 6, 4], sample_requests(tokens))
+    executor.execute_model(make_step(2, copies=out))
+    executor.execute_model(make_step(3, [chunk([50] * 48, [4, 5, 6])]))
+    last = KnownChunk(0, tokens[-1:], len(tokens) - 1, [5, 6, 4], sample_requests(tokens))
     into = BlockCopies(blocks_to_swap_in=[BlockCopy(9, 5), BlockCopy(0, 6), BlockCopy(4, 4)])
-    scheduler_output = SchedulerOutput(4, [last], into)
+    scheduler_output = make_step(4, [last], into)
     assert executor.execute_model(scheduler_output).token_ids == expected
 
 
 def test_a_failed_step_can_be_run_again_chunk_by_chunk(executor: TorchExecutor) -> None:
     good, bad = chunk([5, 6], [1], id=1), chunk([999], [2], id=2)
-    expected = executor.execute_model(SchedulerOutput(0, [good])).token_ids
+    expected = executor.execute_model(make_step(0, [good])).token_ids
     with pytest.raises(IndexError):
-        executor.execute_model(SchedulerOutput(1, [good, bad]))
-    first, second = SchedulerOutput(1, [good, bad]).split()
-    assert executor.execute_model(first).token_ids == expected
+        executor.execute_model(make_step(1, [good, bad]))
+    assert executor.execute_model(make_step(1, [good])).token_ids == expected
     with pytest.raises(IndexError):
-        executor.execute_model(second)
+        executor.execute_model(make_step(1, [bad]))
 
 
 def test_a_request_whose_numbers_are_not_finite_ends_alone(tmp_path: Path) -> None:
@@ -104,12 +98,12 @@ def test_a_request_whose_numbers_are_not_finite_ends_alone(tmp_path: Path) -> No
     weights["model.embed_tokens.weight"][7] = torch.nan
     save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
     executor = load_executor(folder, kv_cache_memory=POOL, swap_bytes=0)
-    alone = executor.execute_model(SchedulerOutput(0, [chunk([5, 6], [1])])).token_ids[0]
-    model_output = executor.execute_model(SchedulerOutput(1, [chunk([5, 7], [2], id=1), chunk([5, 6], [3], id=2)]))
+    alone = executor.execute_model(make_step(0, [chunk([5, 6], [1])])).token_ids[0]
+    model_output = executor.execute_model(make_step(1, [chunk([5, 7], [2], id=1), chunk([5, 6], [3], id=2)]))
     assert model_output.token_ids == {2: alone}
     assert model_output.errors[1].code == ErrorCode.INTERNAL
     # The blocks that hold its keys are used again by others, who see only what they wrote themselves.
-    assert executor.execute_model(SchedulerOutput(2, [chunk([5, 6], [2])])).token_ids == {0: alone}
+    assert executor.execute_model(make_step(2, [chunk([5, 6], [2])])).token_ids == {0: alone}
 
 
 def test_sampled_output_is_the_same_alone_and_among_others(small_models: SmallModels) -> None:
@@ -137,4 +131,4 @@ def test_sampled_output_is_the_same_alone_and_among_others(small_models: SmallMo
 def test_nothing_can_be_run_after_close(executor: TorchExecutor) -> None:
     executor.close()
     with pytest.raises(AttributeError):
-        executor.execute_model(SchedulerOutput(0, [chunk([5], [1])]))
+        executor.execute_model(make_step(0, [chunk([5], [1])]))

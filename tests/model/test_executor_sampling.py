@@ -5,7 +5,7 @@ from collections.abc import Sequence
 
 import pytest
 import torch
-from quire_engine.core.step import ModelOutput, SampleRequest, ScheduledChunk, SchedulerOutput
+from quire_engine.core.step import ModelOutput, SampleRequest
 from quire_engine.executor.torch_executor import TorchExecutor
 from quire_proto.errors import ErrorCode
 from quire_proto.sampling import TokenLogprobs
@@ -13,6 +13,7 @@ from quire_proto.sampling import TokenLogprobs
 from tests.model.models import VOCAB_SIZE, SmallModels, oracle_model
 from tests.support.executors import load_executor
 from tests.support.sampling_inputs import ModuloGrammar, ModuloMatcher, make_sample_request
+from tests.support.steps import KnownChunk, make_step
 
 POOL = 4 << 20
 BLOCKS = [5, 3, 9, 2]
@@ -29,10 +30,8 @@ def oracle_logprobs(small_models: SmallModels, tokens: Sequence[int]) -> torch.T
     return model(input_ids=torch.tensor([tokens])).logits[0].log_softmax(-1)
 
 
-def whole(
-    tokens: Sequence[int], sample_requests: Sequence[SampleRequest], id: int = 0, **more: object
-) -> ScheduledChunk:
-    return ScheduledChunk(id, list(tokens), 0, BLOCKS, tuple(sample_requests), **more)
+def whole(tokens: Sequence[int], sample_requests: Sequence[SampleRequest], id: int = 0, **more: object) -> KnownChunk:
+    return KnownChunk(id, list(tokens), 0, BLOCKS, tuple(sample_requests), **more)
 
 
 # Several draws from one prompt
@@ -44,11 +43,9 @@ def test_all_draws_of_a_chunk_are_made_from_its_last_logits(executor: TorchExecu
     sample_requests = [make_sample_request(id, tokens, seed=id, **styles[id % 3]) for id in range(12)]
     apart = ModelOutput()
     for sample_request in sample_requests:
-        apart.add(
-            executor.execute_model(SchedulerOutput(0, [whole(tokens, [sample_request], sample_request.sequence_id)]))
-        )
+        apart.add(executor.execute_model(make_step(0, [whole(tokens, [sample_request], sample_request.sequence_id)])))
     together = executor.execute_model(
-        SchedulerOutput(1, [whole(small_models.prompts[5], []), whole(tokens, sample_requests, 11)])
+        make_step(1, [whole(small_models.prompts[5], []), whole(tokens, sample_requests, 11)])
     )
     assert together.token_ids == apart.token_ids
     assert len(set(together.token_ids.values())) > 3
@@ -61,11 +58,11 @@ def test_chunks_with_none_one_and_many_draws_share_a_step(executor: TorchExecuto
         sample_requests = [
             make_sample_request(10 * index + place, prompt, seed=place, temperature=1.5) for place in range(count)
         ]
-        chunks.append(ScheduledChunk(10 * index, prompt, 0, [index + 1], tuple(sample_requests)))
+        chunks.append(KnownChunk(10 * index, prompt, 0, [index + 1], tuple(sample_requests)))
     apart = ModelOutput()
     for one in chunks:
-        apart.add(executor.execute_model(SchedulerOutput(0, [one])))
-    assert executor.execute_model(SchedulerOutput(1, chunks)).token_ids == apart.token_ids
+        apart.add(executor.execute_model(make_step(0, [one])))
+    assert executor.execute_model(make_step(1, chunks)).token_ids == apart.token_ids
     assert list(apart.token_ids) == [0, 1, 20, 30, 31, 32]
 
 
@@ -75,7 +72,7 @@ def test_chunks_with_none_one_and_many_draws_share_a_step(executor: TorchExecuto
 def test_output_logprobs_are_those_of_transformers(executor: TorchExecutor, small_models: SmallModels) -> None:
     tokens = small_models.prompts[6]
     sample_request = make_sample_request(0, tokens, seed=3, temperature=2.0, logprobs=5, presence_penalty=1.0)
-    made = executor.execute_model(SchedulerOutput(0, [whole(tokens, [sample_request])]))
+    made = executor.execute_model(make_step(0, [whole(tokens, [sample_request])]))
     expected = oracle_logprobs(small_models, tokens)[-1]
     assert made.logprobs[0].logprob == pytest.approx(expected[made.token_ids[0]].item(), abs=1e-4)
     assert [token_id for token_id, _ in made.logprobs[0].top] == expected.topk(5).indices.tolist()
@@ -92,11 +89,11 @@ def test_prompt_logprobs_are_those_of_transformers_however_the_prompt_is_cut(
         part = tokens[start : start + size]
         targets = tokens[start + 1 : start + size + 1]
         sample_requests = (make_sample_request(1, tokens),) if start + size >= len(tokens) else ()
-        beside = ScheduledChunk(9, other[:20], 0, [11, 12], prompt_logprob_targets=other[1:4])
-        mine = ScheduledChunk(
+        beside = KnownChunk(9, other[:20], 0, [11, 12], prompt_logprob_targets=other[1:4])
+        mine = KnownChunk(
             1, part, start, BLOCKS, sample_requests, prompt_logprob_targets=targets, num_prompt_logprobs=3
         )
-        model_output = executor.execute_model(SchedulerOutput(start, [beside, mine]))
+        model_output = executor.execute_model(make_step(start, [beside, mine]))
         made += model_output.prompt_logprobs.get(1, [])
         assert len(model_output.prompt_logprobs[9]) == 3
         assert set(model_output.token_ids) == {request.sequence_id for request in sample_requests}
@@ -113,7 +110,7 @@ def test_prompt_logprobs_are_those_of_transformers_however_the_prompt_is_cut(
 def test_candidates_are_the_most_probable_of_transformers(executor: TorchExecutor, small_models: SmallModels) -> None:
     tokens = small_models.prompts[7]
     made = executor.execute_model(
-        SchedulerOutput(0, [whole(tokens, [make_sample_request(0, tokens, num_candidates=8)])])
+        make_step(0, [whole(tokens, [make_sample_request(0, tokens, num_candidates=8)])])
     ).candidates[0]
     expected = oracle_logprobs(small_models, tokens)[-1].topk(8)
     assert made.token_ids == expected.indices.tolist()
@@ -145,45 +142,41 @@ def test_masks_are_filled_while_the_model_computes(executor: TorchExecutor, monk
 
     monkeypatch.setattr(executor._runner._model, "forward", watched)
     sample_request = make_sample_request(0, [5, 6], grammar=Grammar(2, VOCAB_SIZE))
-    assert executor.execute_model(SchedulerOutput(0, [whole([5, 6], [sample_request])])).token_ids[0] % 2 == 1
+    assert executor.execute_model(make_step(0, [whole([5, 6], [sample_request])])).token_ids[0] % 2 == 1
 
 
 def test_a_step_that_failed_is_run_again_with_its_grammars(executor: TorchExecutor) -> None:
     grammar = ModuloGrammar(7, VOCAB_SIZE)
     held, broken = make_sample_request(0, [5, 6], [9], grammar=grammar), make_sample_request(1, [999], grammar=grammar)
-    good, bad = ScheduledChunk(0, [5, 6, 9], 0, [1], (held,)), ScheduledChunk(1, [999], 0, [2], (broken,))
+    good, bad = KnownChunk(0, [5, 6, 9], 0, [1], (held,)), KnownChunk(1, [999], 0, [2], (broken,))
     with pytest.raises(IndexError):
-        executor.execute_model(SchedulerOutput(0, [good, bad]))
-    first = executor.execute_model(SchedulerOutput(0, [good])).token_ids[0]
+        executor.execute_model(make_step(0, [good, bad]))
+    first = executor.execute_model(make_step(0, [good])).token_ids[0]
     assert grammar.allows([9], first)
     held.token_ids.append(first)
     with pytest.raises(IndexError):
-        executor.execute_model(SchedulerOutput(1, [ScheduledChunk(0, [first], 3, [1], (held,)), bad]))
-    second = executor.execute_model(SchedulerOutput(1, [ScheduledChunk(0, [first], 3, [1], (held,))])).token_ids[0]
+        executor.execute_model(make_step(1, [KnownChunk(0, [first], 3, [1], (held,)), bad]))
+    second = executor.execute_model(make_step(1, [KnownChunk(0, [first], 3, [1], (held,))])).token_ids[0]
     known = [5, 6, 9, first]
     anew = make_sample_request(2, known[:2], known[2:], grammar=grammar)
-    assert (
-        executor.execute_model(SchedulerOutput(2, [ScheduledChunk(2, known, 0, [3], (anew,))])).token_ids[2] == second
-    )
+    assert executor.execute_model(make_step(2, [KnownChunk(2, known, 0, [3], (anew,))])).token_ids[2] == second
 
 
 def test_a_sequences_state_is_dropped_when_it_ends(executor: TorchExecutor) -> None:
     sample_requests = [make_sample_request(id, [5], frequency_penalty=1.0) for id in range(3)]
     executor.execute_model(
-        SchedulerOutput(
-            0, [ScheduledChunk(id, [5], 0, [id + 1], (request,)) for id, request in enumerate(sample_requests)]
-        )
+        make_step(0, [KnownChunk(id, [5], 0, [id + 1], (request,)) for id, request in enumerate(sample_requests)])
     )
     kept = executor._sampler._states
     assert len(kept) == 3
-    executor.execute_model(SchedulerOutput(1, finished_seq_ids=[0, 2, 99]))
+    executor.execute_model(make_step(1, finished_seq_ids=[0, 2, 99]))
     assert len(kept) == 1
 
 
 def test_a_grammar_without_a_way_out_ends_its_sequence_and_no_other(executor: TorchExecutor) -> None:
     stuck, free = make_sample_request(0, [5], grammar=ModuloGrammar(1, VOCAB_SIZE)), make_sample_request(1, [5])
     made = executor.execute_model(
-        SchedulerOutput(0, [ScheduledChunk(0, [5], 0, [1], (stuck,)), ScheduledChunk(1, [5], 0, [2], (free,))])
+        make_step(0, [KnownChunk(0, [5], 0, [1], (stuck,)), KnownChunk(1, [5], 0, [2], (free,))])
     )
     assert made.errors[0].code is ErrorCode.INVALID
     assert set(made.token_ids) == {1}

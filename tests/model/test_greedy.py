@@ -56,16 +56,15 @@ def test_logits_are_close_to_transformers_own_for_every_token(small_models: Smal
 
 def _logits(executor: TorchExecutor, tokens: list[int]) -> torch.Tensor:
     """Logits of every prefix of ``tokens``, through the executor's own model and memory."""
-    from quire_engine.core.step import ScheduledChunk
-    from quire_engine.worker.input_batch import prepare_inputs
+    from tests.support.steps import KnownChunk, prepare
 
     capacity = executor.kv_cache_config
     count = (capacity.device_blocks - 1) // len(capacity.groups)
     first, *others = [
         list(range(1 + number * count, 1 + (number + 1) * count)) for number in range(len(capacity.groups))
     ]
-    chunk = ScheduledChunk(0, tokens, 0, first, other_block_ids=others)
-    batch = prepare_inputs([chunk], capacity.block_size, capacity.groups).model_input
+    chunk = KnownChunk(0, tokens, 0, first, other_block_ids=others)
+    batch = prepare([chunk], capacity.block_size, capacity.groups).model_input
     with torch.inference_mode():
         hidden = executor._runner.forward(batch)
         return executor._runner.logits(hidden, torch.arange(len(tokens)))

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 from quire_engine import LLM, AsyncLLM, LoRARequest, SamplingParams
-from quire_engine.core.step import SampleRequest, ScheduledChunk, SchedulerOutput
+from quire_engine.core.step import SampleRequest
 from quire_engine.errors import LoRAError, ModelError
 from quire_engine.executor.torch_executor import TorchExecutor
 from quire_engine.kernels.packed_linear import is_fast
@@ -25,6 +25,7 @@ from tests.support.adapters import ATTENTION, write_adapter, write_merged_model
 from tests.support.executors import load_executor
 from tests.support.model_folders import write_model_folder
 from tests.support.rank_threads import ranks_are_threads
+from tests.support.steps import KnownChunk, make_step, prepare
 
 POOL = 4 << 20
 OUTPUT_TOKENS = 12
@@ -162,10 +163,10 @@ def test_an_adapter_that_one_rank_alone_cannot_read_ends_its_own_requests_alone(
         for number in (1, 2):
             with monkeypatch.context() as patch:
                 patch.setattr(LoRAManager, "_read", read_or_fail)
-                output = executor.execute_model(SchedulerOutput(number, [chunk(0, known), chunk(1, broken)]))
+                output = executor.execute_model(make_step(number, [chunk(0, known), chunk(1, broken)]))
             assert (sorted(output.token_ids), sorted(output.errors)) == ([0], [1])
         assert sorted(executor._lora_manager.held) == [1]
-        output = executor.execute_model(SchedulerOutput(3, [chunk(0, known), chunk(1, broken)]))
+        output = executor.execute_model(make_step(3, [chunk(0, known), chunk(1, broken)]))
         assert sorted(output.token_ids) == [0, 1], "and once it can be read it is used"
 
 
@@ -195,7 +196,7 @@ def test_an_adapter_whose_folder_has_changed_ends_its_own_requests_alone(
     known, changed = adapters.request("llama3", 1), LoRARequest("changed", 7, folder, digest)
     with closing(load(model)) as executor:
         chunks = [chunk(0, None), chunk(1, known), chunk(2, changed)]
-        output = executor.execute_model(SchedulerOutput(1, chunks))
+        output = executor.execute_model(make_step(1, chunks))
         assert sorted(output.token_ids) == [0, 1]
         assert {key: (error.code, error.param) for key, error in output.errors.items()} == {
             2: (ErrorCode.UNAVAILABLE, "model")
@@ -203,10 +204,10 @@ def test_an_adapter_whose_folder_has_changed_ends_its_own_requests_alone(
         assert sorted(executor._lora_manager.held) == [1]
 
 
-def chunk(sequence_id: int, lora: LoRARequest | None) -> ScheduledChunk:
+def chunk(sequence_id: int, lora: LoRARequest | None) -> KnownChunk:
     tokens = [5, 6, 7]
     sample = SampleRequest(sequence_id, GREEDY, 0, tokens, len(tokens))
-    return ScheduledChunk(sequence_id, tokens, 0, [sequence_id + 1], (sample,), lora=lora)
+    return KnownChunk(sequence_id, tokens, 0, [sequence_id + 1], (sample,), lora=lora)
 
 
 def test_a_batch_without_adapters_is_the_models_own_to_the_last_bit(small_models: SmallModels) -> None:
@@ -219,11 +220,10 @@ def test_a_batch_without_adapters_is_the_models_own_to_the_last_bit(small_models
     assert torch.equal(*made)
 
 
-def _hidden(executor: TorchExecutor, chunks: list[ScheduledChunk]) -> torch.Tensor:
-    from quire_engine.worker.input_batch import prepare_inputs
+def _hidden(executor: TorchExecutor, chunks: list[KnownChunk]) -> torch.Tensor:
 
     with torch.inference_mode():
-        return executor._runner.forward(prepare_inputs(chunks, executor.kv_cache_config.block_size).model_input).clone()
+        return executor._runner.forward(prepare(chunks, executor.kv_cache_config.block_size).model_input).clone()
 
 
 def test_quantised_layers_have_adapters_too(small_models: SmallModels, adapters: Adapters) -> None:

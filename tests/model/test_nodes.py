@@ -13,7 +13,6 @@ from typing import Any
 import psutil
 import pytest
 from quire_engine.config import EngineConfig
-from quire_engine.core.step import SchedulerOutput
 from quire_engine.errors import ModelError
 from quire_engine.executor.rank_processes import RankError
 from quire_engine.executor.torch_executor import TorchExecutor
@@ -25,6 +24,7 @@ from tests.support.executors import load_executor
 from tests.support.nodes import MASTER, NODE_NAME, Node, tls_flags
 from tests.support.ports import cut_off, free_port
 from tests.support.processes import eventually
+from tests.support.steps import make_step
 
 SECONDS_TO_END = 20.0
 POOLS = ("--kv-cache-memory", str(1 << 21), "--swap-space", "0", "--dtype", "float32", "--device", "cpu")
@@ -152,7 +152,7 @@ def test_the_engine_ends_with_any_of_its_machines(
     with nodes(small_models.folder("llama3"), tmp_path, *TWO, tls=tls) as made:
         other = made.start_other()
         executor = made.load()
-        executor.execute_model(SchedulerOutput(0, [chunk([5, 6, 7], [1])]))
+        executor.execute_model(make_step(0, [chunk([5, 6, 7], [1])]))
         (rank,) = psutil.Process(other.popen.pid).children()
         if ending == "stopped":
             rank.suspend()
@@ -161,7 +161,7 @@ def test_the_engine_ends_with_any_of_its_machines(
             (rank if ending == "its rank killed" else other.popen).kill()
         eventually(lambda: made.told, SECONDS_TO_END, "nothing was told")
         with pytest.raises(RankError):
-            executor.execute_model(SchedulerOutput(0, [chunk([5, 6, 7], [1])]))
+            executor.execute_model(make_step(0, [chunk([5, 6, 7], [1])]))
         if ending == "stopped":
             other.signal(signal.SIGCONT)
         other.wait(SECONDS_TO_END)
@@ -200,7 +200,7 @@ def test_machines_that_are_cut_off_from_each_other_end_on_both_sides(
         ready.wait()
         other = made.start_other("--master-addr", "127.0.0.1", port=ports[0])
         executor = made.load()
-        executor.execute_model(SchedulerOutput(0, [chunk([5, 6, 7], [1])]))
+        executor.execute_model(make_step(0, [chunk([5, 6, 7], [1])]))
         cut.set()
         eventually(lambda: made.told, SECONDS_TO_END, "nothing was told")
         assert other.wait(SECONDS_TO_END) == 1

@@ -10,7 +10,6 @@ from typing import Any
 import pytest
 import torch
 from quire_engine.config import EngineArgs
-from quire_engine.core.step import ScheduledChunk
 from quire_engine.errors import ModelError
 from quire_engine.executor.rank_worker import RankSettings
 from quire_engine.executor.torch_executor import TorchExecutor
@@ -20,7 +19,6 @@ from quire_engine.layers.streamed import StreamedLayer
 from quire_engine.models import loader
 from quire_engine.models.loader import read_model_config
 from quire_engine.quantization.unquantized import UnquantizedMethod
-from quire_engine.worker.input_batch import prepare_inputs
 from quire_engine.worker.model_runner import LoadedModel, load_model_and_attention
 from torch.nn import functional as F
 
@@ -35,6 +33,7 @@ from tests.support.kernels import cpu_path
 from tests.support.offload import OFFLOAD, EagerDevice, Wait, offloaded_layers, offloads_on_the_cpu
 from tests.support.queued_operations import QueuedOperations
 from tests.support.rank_threads import ranks_are_threads
+from tests.support.steps import KnownChunk, prepare
 from tests.support.variants import one_in
 
 LAYERS, POOL = 8, 4 << 20
@@ -78,10 +77,8 @@ def hidden_states(model: LoadedModel, prompts: list[list[int]], device: FakeDevi
     """
     made, kv = [], model.make_kv_cache(model.cache_sizes(40, 0)).layers
     for start, end in ((0, 8), (8, 9), (9, 10)):
-        chunks = [
-            ScheduledChunk(number, prompt[start:end], start, [1 + number]) for number, prompt in enumerate(prompts)
-        ]
-        inputs = prepare_inputs(chunks, model.block_size).model_input
+        chunks = [KnownChunk(number, prompt[start:end], start, [1 + number]) for number, prompt in enumerate(prompts)]
+        inputs = prepare(chunks, model.block_size).model_input
         model.attention.prepare(*inputs.attention)
         with torch.inference_mode(), nullcontext() if device is None else QueuedOperations(device):
             made.append(model.model.forward(inputs.token_ids, inputs.positions, kv, model.attention))

@@ -12,7 +12,7 @@ import pytest
 import torch
 from quire_engine.config import EngineArgs
 from quire_engine.core.executor import ExecutorError
-from quire_engine.core.step import PLACEHOLDER_TOKEN_ID, SampleRequest, ScheduledChunk, SchedulerOutput
+from quire_engine.core.step import SampleRequest
 from quire_engine.executor import torch_executor
 from quire_engine.executor.torch_executor import TorchExecutor
 from quire_engine.kernels.experts_kernel import ExpertsKernel
@@ -28,6 +28,7 @@ from tests.model.models import OUTPUT_TOKENS, VOCAB_SIZE, SmallModels, small_mod
 from tests.model.overlapping import Loop, Sequence, assert_equal, came_of, some_sequences
 from tests.support.executors import load_executor
 from tests.support.sampling_inputs import ModuloGrammar, make_sample_request
+from tests.support.steps import PENDING, KnownChunk, make_step
 
 POOL = 4 << 20
 
@@ -93,13 +94,13 @@ def test_a_launch_that_fails_leaves_the_step_before_it_as_it_was(executor: Torch
         Sequence(make_sample_request(0, [5, 6, 7]), wanted=3),
     )
     Loop(executor, [oracle], seed=0).run()
-    first = executor.execute_model_async(SchedulerOutput(0, [one.chunk(40)]))
+    first = executor.execute_model_async(make_step(0, [one.chunk(40)]))
     first.sample_tokens()
     one.pending = True
     good = one.chunk(40)
     with pytest.raises(IndexError):
-        executor.execute_model_async(SchedulerOutput(1, [good, ScheduledChunk(1, [VOCAB_SIZE], 0, [30], ())]))
-    second = executor.execute_model_async(SchedulerOutput(1, [good]))
+        executor.execute_model_async(make_step(1, [good, KnownChunk(1, [VOCAB_SIZE], 0, [30], ())]))
+    second = executor.execute_model_async(make_step(1, [good]))
     one.sample_request.token_ids.append(first.get_output().token_ids[0])
     second.sample_tokens()
     assert [*one.output, second.get_output().token_ids[0]] == oracle.output[:2]
@@ -112,12 +113,12 @@ def test_an_error_in_sampling_is_raised_with_the_result(
         raise ValueError("no draw")
 
     one = Sequence(make_sample_request(0, [5, 6, 7]), wanted=3)
-    first = executor.execute_model_async(SchedulerOutput(0, [one.chunk(40)]))
+    first = executor.execute_model_async(make_step(0, [one.chunk(40)]))
     with monkeypatch.context() as patch:
         patch.setattr(executor._sampler, "sample", fail)
         first.sample_tokens()
     one.pending = True
-    second = executor.execute_model_async(SchedulerOutput(1, [one.chunk(40)]))
+    second = executor.execute_model_async(make_step(1, [one.chunk(40)]))
     with pytest.raises(ValueError, match="no draw"):
         first.get_output()
     second.sample_tokens()
@@ -131,7 +132,7 @@ def test_a_device_that_fails_ends_the_engine(
     def fail(*_: object, **__: object) -> None:
         raise torch.AcceleratorError("CUDA error: unspecified launch failure")
 
-    scheduler_output = SchedulerOutput(0, [Sequence(make_sample_request(0, [5, 6]), wanted=3).chunk(40)])
+    scheduler_output = make_step(0, [Sequence(make_sample_request(0, [5, 6]), wanted=3).chunk(40)])
     target = {
         "launch": (executor._runner, "forward"),
         "draw": (executor._sampler, "sample"),
@@ -155,7 +156,7 @@ def test_copies_wait_for_a_forward_pass_that_failed_too(
 
     monkeypatch.setattr(executor._runner._model, "forward", fail)
     with pytest.raises(ValueError, match="no memory"):
-        executor.execute_model(SchedulerOutput(0, [Sequence(make_sample_request(0, [5, 6]), wanted=3).chunk(40)]))
+        executor.execute_model(make_step(0, [Sequence(make_sample_request(0, [5, 6]), wanted=3).chunk(40)]))
     assert said == ["half of it", "computed"]
 
 
@@ -177,11 +178,11 @@ def test_masks_of_known_tokens_are_filled_while_the_model_computes_and_others_wh
         make_sample_request(2, [9]),
     ]
     one, two, three = (Sequence(request, wanted=9) for request in sample_requests)
-    first = executor.execute_model_async(SchedulerOutput(0, [one.chunk(40)]))
+    first = executor.execute_model_async(make_step(0, [one.chunk(40)]))
     assert begun == [[0]]
     first.sample_tokens()
     one.pending = True
-    second = executor.execute_model_async(SchedulerOutput(1, [one.chunk(40), two.chunk(40), three.chunk(40)]))
+    second = executor.execute_model_async(make_step(1, [one.chunk(40), two.chunk(40), three.chunk(40)]))
     assert begun == [[0], [1]]
     sample_requests[0].token_ids.append(first.get_output().token_ids[0])
     second.sample_tokens()
@@ -289,4 +290,4 @@ def test_the_engine_makes_the_same_of_any_parameters_with_overlap_and_without(
 
 def test_a_token_that_nothing_drew_is_not_computed_with(executor: TorchExecutor) -> None:
     with pytest.raises(IndexError, match="vocabulary"):
-        executor.execute_model(SchedulerOutput(0, [ScheduledChunk(0, [PLACEHOLDER_TOKEN_ID - 1], 0, [1], ())]))
+        executor.execute_model(make_step(0, [KnownChunk(0, [PENDING - 1], 0, [1], ())]))

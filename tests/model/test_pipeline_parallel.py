@@ -16,7 +16,6 @@ from quire_engine import LLM
 from quire_engine import SamplingParams as LlmParams
 from quire_engine.core.block_pool import BlockCopies, BlockCopy
 from quire_engine.core.executor import CopyError
-from quire_engine.core.step import SchedulerOutput
 from quire_engine.distributed import pipeline
 from quire_engine.distributed.pipeline import PipelineStage
 from quire_engine.errors import ModelError
@@ -41,6 +40,7 @@ from tests.support.executors import load_executor
 from tests.support.forked_ranks import running_ranks
 from tests.support.rank_threads import ranks_are_threads
 from tests.support.sampling_inputs import ModuloGrammar
+from tests.support.steps import make_step
 
 DEMO = Path(__file__).parents[2] / "demo" / "model"
 POOL = 1 << 21
@@ -233,21 +233,21 @@ def test_a_step_that_no_stage_can_run_is_that_requests_error(threads: None, deep
 def test_a_step_that_fails_between_others_leaves_them_as_they_are(threads: None, deep: Path) -> None:
     with closing(load(deep, 3)) as shared:
         good, bad = chunk([5, 6], [1], id=1), chunk([999], [2], id=2)
-        wanted = shared.execute_model(SchedulerOutput(0, [good])).token_ids
-        first = shared.execute_model_async(SchedulerOutput(1, [good]))
+        wanted = shared.execute_model(make_step(0, [good])).token_ids
+        first = shared.execute_model_async(make_step(1, [good]))
         with pytest.raises(IndexError):
-            shared.execute_model_async(SchedulerOutput(2, [bad]))
-        second = shared.execute_model_async(SchedulerOutput(3, [chunk([7, 8, 9], [3], id=3)]))
+            shared.execute_model_async(make_step(2, [bad]))
+        second = shared.execute_model_async(make_step(3, [chunk([7, 8, 9], [3], id=3)]))
         first.sample_tokens()
         assert first.get_output().token_ids == wanted
         second.sample_tokens()
-        alone = shared.execute_model(SchedulerOutput(4, [chunk([7, 8, 9], [4], id=4)])).token_ids
+        alone = shared.execute_model(make_step(4, [chunk([7, 8, 9], [4], id=4)])).token_ids
         assert [*second.get_output().token_ids.values()] == [*alone.values()]
 
 
 def test_a_copy_that_fails_in_every_stage_ends_the_engine(threads: None, deep: Path) -> None:
     with closing(load(deep, 2)) as shared, pytest.raises(CopyError):
-        shared.execute_model(SchedulerOutput(0, copies=BlockCopies(blocks_to_copy=[BlockCopy(1, 1 << 20)])))
+        shared.execute_model(make_step(0, copies=BlockCopies(blocks_to_copy=[BlockCopy(1, 1 << 20)])))
 
 
 def test_more_stages_than_layers_are_refused(small_models: SmallModels) -> None:

@@ -71,21 +71,20 @@ def test_a_step_that_failed_is_run_again_from_the_states_that_it_began_with(
 def test_a_sequence_whose_state_is_lost_ends_and_no_other(
     small_models: SmallModels, executors: dict[str, TorchExecutor]
 ) -> None:
-    from quire_engine.core.step import ScheduledChunk
-    from quire_engine.worker.input_batch import prepare_inputs
+    from tests.support.steps import KnownChunk, prepare
 
     runner, tokens = executors["lfm2"]._runner, small_models.prompts[9][:4]
 
-    def forward(chunks: list[ScheduledChunk]) -> torch.Tensor:
+    def forward(chunks: list[KnownChunk]) -> torch.Tensor:
         with torch.inference_mode():
-            return runner.forward(prepare_inputs(chunks, engine.BLOCK_SIZE).model_input).clone()
+            return runner.forward(prepare(chunks, engine.BLOCK_SIZE).model_input).clone()
 
-    forward([ScheduledChunk(0, tokens, 0, [1]), ScheduledChunk(1, tokens, 0, [2])])
+    forward([KnownChunk(0, tokens, 0, [1]), KnownChunk(1, tokens, 0, [2])])
     with torch.inference_mode():
         runner._kv_cache.layers[-1].pages[1].zero_()
     with pytest.raises(RuntimeError, match="block 1 has the state behind 0 tokens, and not behind 4"):
-        forward([ScheduledChunk(0, tokens[:1], 4, [1]), ScheduledChunk(1, tokens[:1], 4, [2])])
-    assert len(forward([ScheduledChunk(1, tokens[:1], 4, [2])])) == 1
+        forward([KnownChunk(0, tokens[:1], 4, [1]), KnownChunk(1, tokens[:1], 4, [2])])
+    assert len(forward([KnownChunk(1, tokens[:1], 4, [2])])) == 1
 
 
 @pytest.mark.parametrize(

@@ -21,7 +21,6 @@ from hypothesis import strategies as st
 from pydantic import ValidationError
 from quire_engine.config import EngineArgs
 from quire_engine.core.executor import ExecutorError
-from quire_engine.core.step import ScheduledChunk, SchedulerOutput
 from quire_engine.errors import ModelError
 from quire_engine.executor.torch_executor import TorchExecutor
 from quire_engine.kernels.packed_linear import empty_on_huge_pages
@@ -34,6 +33,7 @@ from tests.model.engine import Run, load, run
 from tests.model.models import SmallModels
 from tests.model.streamed import GIB, gib_of, needs_kernels, streamed_layers
 from tests.support.kernels import cpu_path
+from tests.support.steps import KnownChunk, make_step
 from tests.support.variants import one_in
 
 LAYERS, HIDDEN, INNER = 10, 128, 512
@@ -198,7 +198,7 @@ def test_statistics_say_what_lies_where_what_is_read_and_how_long_steps_wait(
         assert stats is not None
         assert (stats.memory_bytes, stats.disk_bytes) == (4 * LAYER_BYTES, number * LAYER_BYTES)
         read, preadv = stats.read_bytes, os.preadv
-        prompt = SchedulerOutput(0, [ScheduledChunk(0, [5, 6], 0, [1])])
+        prompt = make_step(0, [KnownChunk(0, [5, 6], 0, [1])])
         executor.execute_model(prompt)
         assert stats.read_bytes - read == number * LAYER_BYTES
 

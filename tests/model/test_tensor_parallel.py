@@ -15,7 +15,6 @@ import torch
 from quire_engine import LLM
 from quire_engine import SamplingParams as LlmParams
 from quire_engine.core.block_pool import BlockCopies, BlockCopy
-from quire_engine.core.step import SchedulerOutput
 from quire_engine.errors import ModelError
 from quire_engine.executor import multiproc, rank_worker
 from quire_engine.executor.rank_processes import RankError
@@ -44,6 +43,7 @@ from tests.support import fake_graphs, forked_ranks
 from tests.support.executors import load_executor
 from tests.support.forked_ranks import running_ranks
 from tests.support.rank_threads import ranks_are_threads
+from tests.support.steps import make_step
 
 DEMO = Path(__file__).parents[2] / "demo" / "model"
 # All that differ in what is divided: rope and its scalings are whole on every rank.
@@ -204,7 +204,7 @@ def test_a_copy_that_fails_on_every_rank_ends_the_engine(threads: None, small_mo
     from quire_engine.core.executor import CopyError
 
     with closing(load(small_models.folder("llama3"), 2)) as shared, pytest.raises(CopyError):
-        shared.execute_model(SchedulerOutput(0, copies=BlockCopies(blocks_to_copy=[BlockCopy(1, 1 << 20)])))
+        shared.execute_model(make_step(0, copies=BlockCopies(blocks_to_copy=[BlockCopy(1, 1 << 20)])))
 
 
 @pytest.mark.parametrize("size", [3, 64])

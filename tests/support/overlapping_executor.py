@@ -15,9 +15,10 @@ from functools import partial
 from quire_engine.core.block_pool import KVCacheConfig
 from quire_engine.core.executor import CopyError
 from quire_engine.core.kv_disk import TransferResult
-from quire_engine.core.step import PLACEHOLDER_TOKEN_ID, BeamCandidates, ModelOutput, ScheduledChunk, SchedulerOutput
+from quire_engine.core.step import BeamCandidates, ModelOutput, SchedulerOutput
 
 from tests.support.paged_executor import VOCAB_SIZE, PagedExecutor
+from tests.support.steps import PENDING, KnownChunk
 
 GARBAGE = VOCAB_SIZE + 1
 
@@ -72,12 +73,14 @@ class OverlappingPagedExecutor(PagedExecutor):
     def execute_model(self, scheduler_output: SchedulerOutput) -> ModelOutput:
         require(not self.in_flight, "run while a step is in flight")
         require(
-            all(PLACEHOLDER_TOKEN_ID not in chunk.token_ids for chunk in scheduler_output.chunks),
+            not any(chunk.awaits_token for chunk in scheduler_output.chunks),
             "run with a pending token",
         )
         self.events.append(("run", scheduler_output.step))
         self._start_over()
         self._forget(scheduler_output)
+        with misuse():
+            self.take_rows(scheduler_output)
         self.check("run", scheduler_output)
         with misuse():
             return super().execute_model(scheduler_output)
@@ -85,7 +88,7 @@ class OverlappingPagedExecutor(PagedExecutor):
     def execute_model_async(self, scheduler_output: SchedulerOutput) -> "PagedStep":
         require(len(self.in_flight) < self.depth, "too many steps are in flight")
         if self.is_pipeline:
-            pending = [chunk for chunk in scheduler_output.chunks if PLACEHOLDER_TOKEN_ID in chunk.token_ids]
+            pending = [chunk for chunk in scheduler_output.chunks if chunk.awaits_token]
             require(not pending, "a token is pending in a pipeline")
         else:
             require(all(step.is_drawn for step in self.in_flight), "launched before the draws of the step before")
@@ -94,7 +97,10 @@ class OverlappingPagedExecutor(PagedExecutor):
         if not self.in_flight:
             self._start_over()
         self._forget(scheduler_output)
-        step = PagedStep(self, as_given(scheduler_output), self.in_flight[-1] if self.in_flight else None)
+        with misuse():
+            self.take_rows(scheduler_output)
+        before = self.in_flight[-1] if self.in_flight else None
+        step = PagedStep(self, as_given(scheduler_output), self.given, before)
         self.queue(step.copy)
         self.check("launch", scheduler_output)
         self.in_flight.append(step)
@@ -150,9 +156,14 @@ class PagedStep:
     """A step in flight: what it was given when, and what came of it."""
 
     def __init__(
-        self, executor: OverlappingPagedExecutor, scheduler_output: SchedulerOutput, before: "PagedStep | None"
+        self,
+        executor: OverlappingPagedExecutor,
+        scheduler_output: SchedulerOutput,
+        chunks: list[KnownChunk],
+        before: "PagedStep | None",
     ) -> None:
         self.scheduler_output = scheduler_output
+        self.chunks = chunks
         self.is_drawn = False
         self.is_done = False
         self.copy_fails = False
@@ -184,6 +195,7 @@ class PagedStep:
             raise CopyError(f"step {self.scheduler_output.step} could not copy")
         if self._failure is not None:
             raise self._failure
+        self._executor.append_drawn(self.scheduler_output, self._model_output)
         return self._model_output
 
     def copy(self) -> None:
@@ -193,17 +205,15 @@ class PagedStep:
     def compute(self) -> None:
         try:
             if not self._executor.spoilt:
-                scheduler_output = replace(
-                    self.scheduler_output,
-                    chunks=[self._with_drawn_token(chunk) for chunk in self.scheduler_output.chunks],
-                )
-                self._executor.check("forward", scheduler_output)
-                for chunk in scheduler_output.chunks:
+                chunks = [self._with_drawn_token(chunk) for chunk in self.chunks]
+                self._executor.given = chunks
+                self._executor.check("forward", self.scheduler_output)
+                for chunk in chunks:
                     self._prefixes[chunk.sequence_id] = self._executor.compute(chunk, self._model_output)
                 return
         except FailureError as failure:
             self._executor.spoilt, self._failure = True, failure
-        for chunk in self.scheduler_output.chunks:
+        for chunk in self.chunks:
             self._executor.spoil(chunk)
 
     def sample(self, known: dict[int, list[int]]) -> None:
@@ -222,8 +232,8 @@ class PagedStep:
         self._executor.drawn = self, self._model_output.token_ids
         self.is_done = True
 
-    def _with_drawn_token(self, chunk: ScheduledChunk) -> ScheduledChunk:
-        if chunk.token_ids[-1] != PLACEHOLDER_TOKEN_ID:
+    def _with_drawn_token(self, chunk: KnownChunk) -> KnownChunk:
+        if chunk.token_ids[-1] != PENDING:
             return chunk
         step, token_ids = self._executor.drawn
         assert self._before is not None, "a token is pending, and nothing is in flight"
@@ -234,13 +244,6 @@ class PagedStep:
 def as_given(scheduler_output: SchedulerOutput) -> SchedulerOutput:
     """What a device is given at the launch: the scheduler's lists as they are now, but for the draws'."""
     chunks = [
-        replace(
-            chunk,
-            token_ids=[*chunk.token_ids],
-            block_ids=[*chunk.block_ids],
-            other_block_ids=[[*table] for table in chunk.other_block_ids],
-            prompt_logprob_targets=[*chunk.prompt_logprob_targets],
-        )
-        for chunk in scheduler_output.chunks
+        replace(chunk, prompt_logprob_targets=[*chunk.prompt_logprob_targets]) for chunk in scheduler_output.chunks
     ]
     return replace(scheduler_output, chunks=chunks, copies=deepcopy(scheduler_output.copies))

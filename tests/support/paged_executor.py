@@ -13,8 +13,10 @@ from quire_engine.core.beam_search import BeamSearch, Hypothesis
 from quire_engine.core.block_pool import BlockCopies, BlockCopy, DiskTransfer, KVCacheConfig
 from quire_engine.core.executor import Rates
 from quire_engine.core.kv_disk import DiskContents, TransferOutcome, TransferResult
-from quire_engine.core.step import BeamCandidates, ModelOutput, SampleRequest, ScheduledChunk, SchedulerOutput
+from quire_engine.core.step import BeamCandidates, ModelOutput, SampleRequest, SchedulerOutput
 from quire_proto.sampling import SamplingParams, TokenLogprobs
+
+from tests.support.steps import KnownChunk, PlainRows
 
 VOCAB_SIZE = 50
 DIGEST_BYTES = 8
@@ -81,20 +83,35 @@ class PagedExecutor:
     def __init__(self, capacity: KVCacheConfig) -> None:
         self.kv_cache_config = capacity
         self.parents: dict[bytes, bytes] = {}
+        self.rows = PlainRows()
+        self.given: list[KnownChunk] = []
         size = capacity.block_size
         self.device: list[list[bytes]] = [[b""] * size for _ in range(capacity.device_blocks)]
         self.host: list[list[bytes]] = [[b""] * size for _ in range(capacity.host_blocks)]
         self.disk = PagedDisk(self.host)
 
     def execute_model(self, scheduler_output: SchedulerOutput) -> ModelOutput:
+        self.take_rows(scheduler_output)
         self.copy(scheduler_output)
         model_output = ModelOutput()
-        for chunk in scheduler_output.chunks:
+        for chunk in self.given:
             prefix = self.compute(chunk, model_output)
             for sample_request, behind in zip(chunk.sample_requests, self.prefixes(chunk, prefix), strict=True):
                 self.draw(sample_request, sample_request.token_ids, behind, model_output)
         self.copy_ahead(scheduler_output)
+        self.append_drawn(scheduler_output, model_output)
         return model_output
+
+    def take_rows(self, scheduler_output: SchedulerOutput) -> None:
+        """Brings the rows up to date; ``given`` is then what the step computes."""
+        self.rows.update(scheduler_output)
+        self.given = [self.rows.known(chunk) for chunk in scheduler_output.chunks]
+
+    def append_drawn(self, scheduler_output: SchedulerOutput, model_output: ModelOutput) -> None:
+        for chunk in scheduler_output.chunks:
+            token_id = model_output.token_ids.get(chunk.sequence_id)
+            if chunk.sample_requests and not chunk.draft_token_ids and token_id is not None:
+                self.rows.append_drawn(chunk.row, chunk.end, token_id)
 
     def take_transfers(self, timeout: float) -> list[TransferResult]:
         return self.disk.take(timeout)
@@ -112,7 +129,7 @@ class PagedExecutor:
         _copy(scheduler_output.copies.blocks_to_swap_ahead, self.device, self.host)
         self.disk.submit(scheduler_output.copies)
 
-    def compute(self, chunk: ScheduledChunk, model_output: ModelOutput) -> bytes:
+    def compute(self, chunk: KnownChunk, model_output: ModelOutput) -> bytes:
         """Fills the chunk's slots; returns the prefix that ends in it."""
         adapter = b"" if chunk.lora is None else chunk.lora.lora_name.encode()
         tables = self._tables(chunk)
@@ -128,7 +145,7 @@ class PagedExecutor:
             model_output.prompt_logprobs[chunk.sequence_id] = told
         return prefix
 
-    def prefixes(self, chunk: ScheduledChunk, last: bytes) -> list[bytes]:
+    def prefixes(self, chunk: KnownChunk, last: bytes) -> list[bytes]:
         """What each of the chunk's sample requests draws behind, of the prefixes that end in ``last``."""
         if not chunk.num_draft_tokens:
             return [last] * len(chunk.sample_requests)
@@ -137,7 +154,7 @@ class PagedExecutor:
             behind.append(self.parents[behind[-1]])
         return behind[::-1]
 
-    def spoil(self, chunk: ScheduledChunk) -> None:
+    def spoil(self, chunk: KnownChunk) -> None:
         """Leaves in the chunk's slots what no token is."""
         for table in self._tables(chunk):
             for position in range(chunk.start, chunk.end):
@@ -157,8 +174,8 @@ class PagedExecutor:
         if sample_request.params.wants_logprobs:
             model_output.logprobs[sample_request.sequence_id] = TokenLogprobs(logprob(prefix, token_id))
 
-    def _tables(self, chunk: ScheduledChunk) -> list[list[int]]:
-        tables = [chunk.block_ids, *chunk.other_block_ids]
+    def _tables(self, chunk: KnownChunk) -> list[list[int]]:
+        tables = chunk.tables
         assert len(tables) == len(self.kv_cache_config.groups), "not every group of layers has a table"
         assert len({len(table) for table in tables}) == 1, "the groups' tables differ in length"
         return tables

@@ -28,8 +28,9 @@ from quire_engine.core.preemption import Preemptor, copy_beside, preempted_with,
 from quire_engine.core.request import Sequence, SequenceGroup, SequenceStatus
 from quire_engine.core.request_queue import AdmittedQueue
 from quire_engine.core.speculation import Speculator, can_take_drafts, with_draft_requests
-from quire_engine.core.step import PLACEHOLDER_TOKEN_ID, ScheduledChunk, SchedulerOutput
+from quire_engine.core.step import ScheduledChunk, SchedulerOutput
 from quire_engine.core.step_time_model import StepBudget, StepTimeEstimator
+from quire_engine.core.worker_rows import WorkerRows
 
 if TYPE_CHECKING:
     from quire_engine.core.config import SchedulerConfig
@@ -56,7 +57,10 @@ class BatchScheduler:
         clock: Callable[[], int],
     ) -> None:
         self.running = AdmittedQueue()
-        self.preemptor = Preemptor(config, self.running, kv_cache_manager, rates=rates, stats=stats, clock=clock)
+        self.rows = WorkerRows(kv_cache_manager.num_groups)
+        self.preemptor = Preemptor(
+            config, self.running, self.rows, kv_cache_manager, rates=rates, stats=stats, clock=clock
+        )
         self.swapped, self.preempted = self.preemptor.swapped, self.preemptor.preempted
         self.admission = Admission(
             config, self.running, self.preemptor, kv_cache_manager, rates=rates, stats=stats, clock=clock
@@ -98,15 +102,16 @@ class BatchScheduler:
             self.admission.abort(sequence)
         else:
             self._queues[sequence.status].remove(sequence)
+        self.rows.release(sequence)
         self.preemptor.absences.end(sequence)
         sequence.status = SequenceStatus.FINISHED
 
     def schedule(self, step: int, in_flight: Collection[SchedulerOutput] = ()) -> SchedulerOutput:
         """The next step, behind those that are ``in_flight``. Empty when nothing can be computed."""
-        scheduler_output = SchedulerOutput(step)
         self.out_of_memory.clear()
         self._computes_prompt = False
         self._oldest_in_flight = min((each.step for each in in_flight), default=step)
+        scheduler_output = self.rows.begin_step(step, self._oldest_in_flight)
         budget = self._make_budget()
         if self._is_pipeline:
             share = _share_of_tokens(self.running, self.waiting.uncomputed_tokens, in_flight, self._config.num_stages)
@@ -312,24 +317,20 @@ class BatchScheduler:
         drafts: abc.Sequence[int] = (),
     ) -> None:
         """Adds the sequence's next chunk to the step, with ``drafts`` behind its known tokens. There is room for it."""
-        start, known = sequence.num_scheduled_tokens, sequence.token_ids
+        start, num_known = sequence.num_scheduled_tokens, len(sequence.token_ids) + len(drafts)
         budget.spend(start, length, sequence.num_unscheduled_tokens)
-        if drafts:
-            known = [*known, *drafts]
-            length += len(drafts)
-            budget.tokens -= len(drafts)
+        length += len(drafts)
+        budget.tokens -= len(drafts)
         end = start + length
         self._kv_cache_manager.allocate_slots(sequence.table, start, end)
-        token_ids = known[start:end] or [PLACEHOLDER_TOKEN_ID]
-        sample_requests = sequence.sample_requests if end >= len(known) else ()
-        chunk = ScheduledChunk(sequence.id, token_ids, start, sequence.table.block_ids, sample_requests)
-        if sequence.table.others:
-            chunk.other_block_ids = [other.block_ids for other in sequence.table.others]
+        row = self.rows.send_changes(sequence, scheduler_output, drafts)
+        sample_requests = sequence.sample_requests if end >= num_known else ()
+        chunk = ScheduledChunk(sequence.id, row, start, length, sample_requests, awaits_token=end > num_known)
         chunk.lora = sequence.group.request.lora
         chunk.pooling = sequence.group.request.pooling
-        chunk.is_last = chunk.pooling is not None and end >= len(known)
+        chunk.is_last = chunk.pooling is not None and end >= num_known
         if drafts:
-            chunk.num_draft_tokens = len(drafts)
+            chunk.draft_token_ids = drafts
             chunk.sample_requests = with_draft_requests(sample_requests[0], drafts, self._draft_request_ids)
         if start < sequence.group.num_prompt_tokens and sequence.group.needs_prompt_logprobs:
             chunk.prompt_logprob_targets = sequence.token_ids[

@@ -1,5 +1,6 @@
 """The blocks of one sequence: a table for each group of layers, and what pools know the blocks by."""
 
+from array import array
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from typing import NamedTuple
@@ -16,11 +17,41 @@ class GroupTable:
 
     ``block_ids[i]`` holds tokens ``[i * block_size, (i + 1) * block_size)``. The first ``num_skipped`` are the null
     block, as no window reaches them any more; ``host_block_ids`` has only those that follow.
+
+    The worker was sent the first ``num_sent`` of ``block_ids``; those at ``changed`` are others by now.
     """
 
     block_ids: list[int] = field(default_factory=list)
     host_block_ids: list[int] = field(default_factory=list)
     num_skipped: int = 0
+    num_sent: int = 0
+    changed: list[int] = field(default_factory=list)
+
+    def replace_block(self, index: int, block_id: int) -> None:
+        """Puts another block in the place of one that the table has."""
+        self.block_ids[index] = block_id
+        if index < self.num_sent:
+            self.changed.append(index)
+
+    def remove_last_block(self) -> int:
+        """Takes the last block from the table, and returns it."""
+        block_id = self.block_ids.pop()
+        self.num_sent = min(self.num_sent, len(self.block_ids))
+        return block_id
+
+    def take_all(self) -> "array[int]":
+        """The whole table, for a worker that has nothing of it."""
+        self.num_sent = len(self.block_ids)
+        self.changed.clear()
+        return array("i", self.block_ids)
+
+    def take_changes(self) -> list[int]:
+        """The indices at which the worker's table is behind this one, which are sent now."""
+        indices = [index for index in self.changed if index < self.num_sent]
+        indices += range(self.num_sent, len(self.block_ids))
+        self.num_sent = len(self.block_ids)
+        self.changed.clear()
+        return indices
 
 
 @dataclass(slots=True)
@@ -50,6 +81,13 @@ class BlockTable(GroupTable):
         return (self, *self.others)
 
     @property
+    def has_changes(self) -> bool:
+        """Whether the worker's tables are behind any of these."""
+        if len(self.block_ids) > self.num_sent or self.changed:
+            return True
+        return any(group.changed for group in self.others) if self.others else False
+
+    @property
     def num_held_blocks(self) -> int:
         """The device blocks of all groups."""
         return sum([len(group.block_ids) - group.num_skipped for group in self.groups]) if self.block_ids else 0
@@ -60,7 +98,10 @@ class BlockTable(GroupTable):
             self,
             block_ids=[*self.block_ids],
             host_block_ids=[],
-            others=tuple(replace(other, block_ids=[*other.block_ids], host_block_ids=[]) for other in self.others),
+            changed=[],
+            others=tuple(
+                replace(other, block_ids=[*other.block_ids], host_block_ids=[], changed=[]) for other in self.others
+            ),
             block_hashes=[*self.block_hashes],
         )
 

@@ -486,7 +486,7 @@ def _trace(
     ``perf_counter``.
     """
     scheduler_output = step.scheduler_output
-    lengths = [len(chunk.token_ids) - chunk.num_draft_tokens for chunk in scheduler_output.chunks]
+    lengths = [chunk.length - chunk.num_draft_tokens for chunk in scheduler_output.chunks]
     num_decode = lengths.count(1)
     return StepTrace(
         step=scheduler_output.step,

@@ -139,8 +139,8 @@ class AsyncExecutor(Executor, Protocol):
 
     With depth 2, a round of the loop is: schedule a step, launch it, update from the output of the step before, and
     then have this step's tokens drawn. So when a step is launched, the one before it has had its ``sample_tokens`` but
-    not its ``get_output``, and nothing else is in flight; or nothing is, and then no token is ``PLACEHOLDER_TOKEN_ID``.
-    A pipeline has as many steps in flight as stages. None of them has a ``PLACEHOLDER_TOKEN_ID``, and each has its
+    not its ``get_output``, and nothing else is in flight; or nothing is, and then no chunk awaits a token.
+    A pipeline has as many steps in flight as stages. None of their chunks awaits a token, and each has its
     ``sample_tokens`` right before its ``get_output``, in the order of the launches.
 
     What ``scheduler_output`` holds is to be read in ``execute_model_async``, but for the token lists of its sample

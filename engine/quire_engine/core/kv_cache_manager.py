@@ -239,7 +239,7 @@ class KVCacheManager:
         """
         while len(table.block_ids) > self.num_blocks_for(num_computed_tokens):
             for group in table.groups:
-                self.device_pool.decref(group.block_ids.pop())
+                self.device_pool.decref(group.remove_last_block())
 
     def cache_full_blocks(self, table: BlockTable, token_ids: Sequence[int], num_computed_tokens: int) -> None:
         """Makes the blocks that ``num_computed_tokens`` tokens fill findable by later requests."""
@@ -262,7 +262,7 @@ class KVCacheManager:
             first = spec.first_block(num_computed_tokens, self.block_size)
             for index in range(group.num_skipped, first):
                 self.device_pool.decref(group.block_ids[index])
-                group.block_ids[index] = NULL_BLOCK
+                group.replace_block(index, NULL_BLOCK)
             group.num_skipped = max(group.num_skipped, first)
 
     # Swapping
@@ -500,7 +500,7 @@ class KVCacheManager:
         """Copy on write: gives the table a block of its own in place of a shared one."""
         shared, own = group.block_ids[index], self.device_pool.allocate()
         self._pending_copies.blocks_to_copy.append(BlockCopy(shared, own))
-        group.block_ids[index] = own
+        group.replace_block(index, own)
         self.device_pool.decref(shared)
 
     def _num_computed_blocks(self, table: BlockTable, num_computed_tokens: int) -> int:

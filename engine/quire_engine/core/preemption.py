@@ -18,6 +18,7 @@ from quire_engine.core.request import SequenceEvent, SequenceStatus
 from quire_engine.core.request_queue import AdmittedQueue
 from quire_engine.core.step import SchedulerOutput
 from quire_engine.core.step_time_model import StepTimeModel, StepWork
+from quire_engine.core.worker_rows import WorkerRows
 
 if TYPE_CHECKING:
     from quire_engine.config import PreemptionPolicy
@@ -226,6 +227,7 @@ class Preemptor:
         self,
         config: "SchedulerConfig",
         running: AdmittedQueue,
+        rows: WorkerRows,
         kv_cache_manager: KVCacheManager,
         *,
         rates: Rates,
@@ -237,6 +239,7 @@ class Preemptor:
         self.absences = Absences(clock)
         self._config = config
         self._running = running
+        self._rows = rows
         self._kv_cache_manager = kv_cache_manager
         self._rates = rates
         self._stats = stats
@@ -245,6 +248,7 @@ class Preemptor:
     def preempt(self, victim: "Sequence") -> None:
         """Takes a running sequence off the device, by swap or by recompute."""
         self._running.remove(victim)
+        self._rows.release(victim)
         victim.timings.num_preemptions += 1
         mode, reason = choose_preemption_mode(
             self._config.preemption_mode,

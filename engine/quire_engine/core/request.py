@@ -174,6 +174,9 @@ class Sequence:
     largest is preempted first. ``absence``: its preemption, until it is back where it was. ``last_step``: the
     last step that it has a chunk in. ``proposer`` guesses its next tokens, where there is speculation.
     ``queue_key`` orders waiting ones; ``served_at_arrival``: tokens that the engine had computed before it arrived.
+
+    ``row``: where the worker keeps it while it runs, None while the worker has nothing of it. The worker has the first
+    ``num_sent_tokens`` of its tokens there: it was sent them, or drew them.
     """
 
     __slots__ = (
@@ -187,10 +190,12 @@ class Sequence:
         "num_computed_tokens",
         "num_output_sent",
         "num_scheduled_tokens",
+        "num_sent_tokens",
         "num_seqs",
         "preemption_key",
         "proposer",
         "queue_key",
+        "row",
         "sample_requests",
         "served_at_arrival",
         "status",
@@ -228,6 +233,8 @@ class Sequence:
         self.last_step = 0
         self.proposer: NgramProposer | SuffixProposer | None = None
         self.queue_key = 0.0
+        self.row: int | None = None
+        self.num_sent_tokens = 0
         self.served_at_arrival = 0
         self.status = SequenceStatus.WAITING
 

@@ -53,6 +53,7 @@ from quire_engine.core.request import (
 )
 from quire_engine.core.step import BeamCandidates, ModelOutput, ScheduledChunk, SchedulerOutput
 from quire_engine.core.step_time_model import StepTimeEstimator
+from quire_engine.core.worker_rows import new_request
 
 if TYPE_CHECKING:
     from quire_engine.core.config import SchedulerConfig
@@ -167,7 +168,7 @@ class Scheduler:
         scheduler_output.chunks = [
             chunk for chunk in scheduler_output.chunks if self._can_retry(live.get(chunk.sequence_id))
         ]
-        return scheduler_output.split()
+        return [self._alone(scheduler_output.step, chunk, live[chunk.sequence_id]) for chunk in scheduler_output.chunks]
 
     def update_from_output(
         self, scheduler_output: SchedulerOutput, model_output: ModelOutput
@@ -263,6 +264,15 @@ class Scheduler:
             self._batch_scheduler.preemptor.invalidate_kv(sequence)
         return sequence.status is SequenceStatus.RUNNING
 
+    @staticmethod
+    def _alone(step: int, chunk: ScheduledChunk, sequence: Sequence) -> SchedulerOutput:
+        """The chunk in a step of its own, whose sequence is sent anew. What the last token of the chunk awaited is
+        known by now.
+        """
+        new = new_request(sequence, chunk.row)
+        new.token_ids.extend(chunk.draft_token_ids)
+        return SchedulerOutput(step, [replace(chunk, awaits_token=False)], new=[new])
+
     def _commit_chunk(self, sequence: Sequence, chunk: ScheduledChunk, model_output: ModelOutput) -> None:
         error = _error_of(chunk, model_output) if model_output.errors else None
         if error is not None:
@@ -271,7 +281,7 @@ class Scheduler:
         if chunk.num_draft_tokens:
             self._commit_drafts(sequence, chunk, model_output)
             return
-        num_computed_tokens = len(chunk.token_ids)
+        num_computed_tokens = chunk.length
         if sequence.table.block_ids:  # otherwise it was preempted, and these were counted then
             end = sequence.num_computed_tokens = chunk.start + num_computed_tokens
             self.kv_cache_manager.cache_full_blocks(sequence.table, sequence.token_ids, end)
@@ -287,6 +297,7 @@ class Scheduler:
         if sequence.group.beam_search is not None:
             self._collect(sequence, model_output.candidates[sequence.id])
         elif len(chunk.sample_requests) == 1:
+            sequence.num_sent_tokens += 1  # the worker has what it drew
             self._commit_token(sequence, model_output.token_ids[sequence.id], _logprobs(sequence.id, model_output))
         elif sequence.status is SequenceStatus.RUNNING:
             self._fork_choices(sequence, chunk, model_output)
@@ -297,6 +308,7 @@ class Scheduler:
         """Forks the root into a sequence for each choice, with the first token of each."""
         self.running.remove(root)
         self._registry.split(root)
+        root.num_sent_tokens += 1
         self.running.push(root)
         children = [root]
         for index, sample_request in enumerate(chunk.sample_requests):

@@ -3,8 +3,9 @@
 Nothing here refers to a sequence or a pool, so a step can be logged, replayed and sent to other ranks.
 """
 
+from array import array
 from collections.abc import Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Protocol
 
 from quire_proto.errors import QuireError
@@ -53,10 +54,9 @@ class Grammar(Protocol):
         ...
 
 
-PLACEHOLDER_TOKEN_ID = -1
-"""Stands in a chunk for the token that the step before this one draws for the same sequence. Only an executor whose
-depth is above 1 is given any.
-"""
+def int32(numbers: Sequence[int] = ()) -> "array[int]":
+    """The numbers in four bytes each."""
+    return array("i", numbers)
 
 
 @dataclass(slots=True)
@@ -88,27 +88,38 @@ class SampleRequest:
     draft_of: "SampleRequest | None" = None
 
 
+@dataclass(frozen=True, slots=True)
+class NewRequest:
+    """A sequence that the worker has no state of: sent with its first chunk, and again when it returns from a
+    preemption or is run alone after a failed step. ``row`` is where the worker keeps it, which may have been another
+    sequence's. ``token_ids`` (int32) are all its known tokens, and ``block_ids`` (int32) its block table in each group
+    of layers, which covers at least the tokens of its chunk.
+    """
+
+    row: int
+    token_ids: "array[int]"
+    block_ids: tuple["array[int]", ...]
+
+
 @dataclass(slots=True)
 class ScheduledChunk:
-    """The tokens of one sequence that a step computes.
+    """The ``length`` tokens of one sequence that a step computes, from its token ``start`` on. The worker has them, and
+    the sequence's block tables, in ``row``: the tokens before ``start`` are in KV memory already, or will be by the
+    step before.
 
-    ``token_ids`` are the sequence's tokens ``[start, end)``, of which the last may be ``PLACEHOLDER_TOKEN_ID``; the
-    ``start`` tokens before them are in the KV blocks already, or will be by the step before. ``block_ids`` is the
-    sequence's block table, and covers at least ``end`` tokens: token ``p`` lives in slot ``p % block_size`` of
-    ``block_ids[p // block_size]``. It is the scheduler's own list: read it when the step is launched or run, never keep
-    or change it. That is the table for the first group of layers; ``other_block_ids`` are those for the others. Of a
-    group with a window, blocks that no token from ``start`` on sees may be the null block.
+    If ``awaits_token``, nobody knows the last of them yet: the step before draws it. Only an executor whose depth is
+    above 1 is given such chunks.
 
     ``sample_requests`` is filled when the chunk reaches the sequence's last known token: token ``end`` is then to be
     drawn, once for each of them, all from the same logits. There are several where one prompt has several outputs, and
-    before they part.
+    before they part. The worker appends what the first of them draws to the row, unless it draws candidates.
 
-    The last ``num_draft_tokens`` of ``token_ids`` are not known but guessed. There are then one more sample requests
-    than drafts, one for each of the last ``num_draft_tokens + 1`` tokens, whose logits it draws from: the first is the
-    sequence's own, and the others draw behind the drafts.
+    The last tokens of the chunk are ``draft_token_ids``, which are not known but guessed. There are then one more
+    sample requests than drafts, one for each of the last ``num_draft_tokens + 1`` tokens, whose logits it draws from:
+    the first is the sequence's own, and the others draw behind the drafts. Nothing is appended to the row.
 
     ``prompt_logprob_targets`` are the tokens whose log-probabilities are asked for:
-    ``prompt_logprob_targets[i]`` follows ``token_ids[i]``, and there are none for tokens that follow the prompt;
+    ``prompt_logprob_targets[i]`` follows token ``start + i``, and there are none for tokens that follow the prompt;
     ``num_prompt_logprobs`` most probable tokens are returned beside each.
 
     ``lora`` is the adapter that the tokens are computed with; None for the model alone.
@@ -119,17 +130,17 @@ class ScheduledChunk:
     """
 
     sequence_id: int
-    token_ids: list[int]
+    row: int
     start: int
-    block_ids: list[int]
+    length: int
     sample_requests: tuple[SampleRequest, ...] = ()
+    awaits_token: bool = False
+    draft_token_ids: Sequence[int] = ()
     prompt_logprob_targets: list[int] = field(default_factory=list)
     num_prompt_logprobs: int = 0
-    num_draft_tokens: int = 0
     lora: LoRARequest | None = None
     pooling: PoolingParams | None = None
     is_last: bool = False
-    other_block_ids: Sequence[list[int]] = ()
 
     @property
     def lora_int_id(self) -> int:
@@ -137,28 +148,26 @@ class ScheduledChunk:
         return 0 if self.lora is None else self.lora.lora_int_id
 
     @property
-    def draft_token_ids(self) -> list[int]:
+    def num_draft_tokens(self) -> int:
         """The tokens at its end that are guessed."""
-        return self.token_ids[len(self.token_ids) - self.num_draft_tokens :]
+        return len(self.draft_token_ids)
 
     @property
     def end(self) -> int:
         """Tokens of the sequence that are computed once the chunk is; also the position of the token that is
         drawn.
         """
-        return self.start + len(self.token_ids)
-
-    def resolve_placeholder(self) -> "ScheduledChunk":
-        """The same chunk without ``PLACEHOLDER_TOKEN_ID``: what that stood for has been drawn by now."""
-        if PLACEHOLDER_TOKEN_ID not in self.token_ids[-1:]:
-            return self
-        (sample_request,) = self.sample_requests
-        return replace(self, token_ids=[*self.token_ids[:-1], sample_request.token_ids[self.end - 1]])
+        return self.start + self.length
 
 
 @dataclass(slots=True)
 class SchedulerOutput:
-    """What one step does, in this order: the copies, then the chunks, then the sample requests.
+    """What one step does, in this order: the worker's rows are brought up to date, then the copies, then the chunks,
+    then the sample requests.
+
+    ``new`` are sequences that get a row. Of rows that the worker has, ``new_tokens`` are known tokens that it did not
+    draw, and ``new_blocks`` are what has changed in the block tables of each group of layers: int32 triples of a row,
+    an index in it, and the token or block there, one after the other.
 
     ``finished_seq_ids`` are sequences that have ended: nothing needs to be kept for them any more, and no step in
     flight draws for them or pools them. ``num_preempted`` counts the sequences that were preempted. ``max_seconds`` is
@@ -169,6 +178,9 @@ class SchedulerOutput:
     step: int
     chunks: list[ScheduledChunk] = field(default_factory=list)
     copies: BlockCopies = field(default_factory=BlockCopies)
+    new: list[NewRequest] = field(default_factory=list)
+    new_tokens: "array[int]" = field(default_factory=int32)
+    new_blocks: tuple["array[int]", ...] = ()
     finished_seq_ids: list[int] = field(default_factory=list)
     num_preempted: int = 0
     max_seconds: float = 0.0
@@ -177,7 +189,7 @@ class SchedulerOutput:
     @property
     def num_tokens(self) -> int:
         """Tokens that the step computes."""
-        return sum(len(chunk.token_ids) for chunk in self.chunks)
+        return sum(chunk.length for chunk in self.chunks)
 
     @property
     def num_swapped_blocks(self) -> int:
@@ -188,12 +200,6 @@ class SchedulerOutput:
     def is_empty(self) -> bool:
         """Whether an executor has nothing to do."""
         return not (self.chunks or self.finished_seq_ids) and self.copies.is_empty
-
-    def split(self) -> list["SchedulerOutput"]:
-        """One step for each chunk, without the copies: to find the request that makes a step fail. Nothing in them is
-        ``PLACEHOLDER_TOKEN_ID``.
-        """
-        return [SchedulerOutput(self.step, [chunk.resolve_placeholder()]) for chunk in self.chunks]
 
 
 @dataclass(slots=True)

@@ -60,10 +60,10 @@ class StepWork:
         prompt_tokens = sequences = context_tokens = 0
         prompt_pairs = 0.0
         for chunk in chunks:
-            length = len(chunk.token_ids) - chunk.num_draft_tokens
+            length = chunk.length - chunk.num_draft_tokens
             sequences += len(chunk.sample_requests)
             if length == 1:
-                context_tokens += chunk.start + len(chunk.token_ids)
+                context_tokens += chunk.end
             else:
                 prompt_tokens += length
                 prompt_pairs += count_pairs(chunk.start, length)

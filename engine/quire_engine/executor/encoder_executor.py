@@ -3,6 +3,7 @@
 from collections.abc import Sequence
 from time import perf_counter
 
+import numpy as np
 import torch
 
 from quire_engine.config import EngineArgs
@@ -19,6 +20,7 @@ from quire_engine.executor.pooler import Pooler
 from quire_engine.executor.torch_executor import device_errors
 from quire_engine.models.encoder import EncoderConfig, EncoderModel, PackedPrompts, load_encoder
 from quire_engine.worker.input_batch import PooledChunk
+from quire_engine.worker.request_states import RequestStates
 from quire_engine.worker.sleep import PutAway, device_storages, put_away
 
 _TIMED_TOKENS = 128
@@ -44,6 +46,7 @@ class EncoderExecutor:
         self.kv_cache_config = KVCacheConfig(args.block_size, blocks, 0)
         self._model = model
         self._put_away: PutAway | None = None
+        self._states = RequestStates(num_groups=1)
         self._pooler = Pooler(config.pooler_config, model.classifier)
         self.rates = Rates(self._measure(), 1e9)
 
@@ -81,11 +84,21 @@ class EncoderExecutor:
             return output
         with device_errors(), inference_on(self._model.device):
             begun = perf_counter()
-            hidden = self._model.forward(_packed(scheduler_output.chunks, self.config.vocab_size))
+            self._states.update(scheduler_output)
+            hidden = self._model.forward(self._packed(scheduler_output.chunks))
             computed = perf_counter()
             self._pooler.pool(hidden, _with_rows(scheduler_output.chunks)).fetch_into(output)
         output.timings.forward, output.timings.sample = computed - begun, perf_counter() - computed
         return output
+
+    def _packed(self, chunks: Sequence[ScheduledChunk]) -> PackedPrompts:
+        lengths = [chunk.length for chunk in chunks]
+        token_ids = np.concatenate([self._states.tokens.row(chunk.row)[: chunk.length] for chunk in chunks])
+        lowest, highest, size = int(token_ids.min()), int(token_ids.max()), self.config.vocab_size
+        if not 0 <= lowest <= highest < size:
+            raise IndexError(f"A token between {lowest} and {highest} is none of the vocabulary's {size}.")
+        starts = [0 if chunk.pooling is None else chunk.pooling.second_text_start for chunk in chunks]
+        return PackedPrompts(torch.from_numpy(token_ids.astype(np.int64)), lengths, starts)
 
     def take_transfers(self, timeout: float) -> Sequence[TransferResult]:
         """See ``Executor.take_transfers``. There is no disk tier."""
@@ -148,19 +161,9 @@ def _check_settings(args: EngineArgs, config: EncoderConfig) -> None:
             raise ModelError(f"{flag} is for decoders, and {name} is an encoder, which runs through transformers.")
 
 
-def _packed(chunks: Sequence[ScheduledChunk], vocab_size: int) -> PackedPrompts:
-    token_ids = [token for chunk in chunks for token in chunk.token_ids]
-    if not 0 <= min(token_ids) <= max(token_ids) < vocab_size:
-        raise IndexError(
-            f"A token between {min(token_ids)} and {max(token_ids)} is none of the vocabulary's {vocab_size}."
-        )
-    starts = [0 if chunk.pooling is None else chunk.pooling.second_text_start for chunk in chunks]
-    return PackedPrompts(torch.tensor(token_ids), [len(chunk.token_ids) for chunk in chunks], starts)
-
-
 def _with_rows(chunks: Sequence[ScheduledChunk]) -> list[PooledChunk]:
     rows, row = [], 0
     for chunk in chunks:
         rows.append(PooledChunk(chunk, row))
-        row += len(chunk.token_ids)
+        row += chunk.length
     return rows

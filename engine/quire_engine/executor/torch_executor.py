@@ -47,6 +47,7 @@ from quire_engine.worker.memory import (
     memory_table,
 )
 from quire_engine.worker.model_runner import LoadedModel, ModelRunner, Runner
+from quire_engine.worker.request_states import RequestStates
 from quire_engine.worker.transfer_results import TransferResults
 
 log = logging.getLogger(__name__)
@@ -85,6 +86,7 @@ class TorchExecutor:
             self._runner = make_runner(model, cache_sizes)
         num_tokens = min(depth * model.max_num_batched_tokens, model.max_model_len)
         self._kv_cache_config = replace(self._runner.kv_cache_config, max_step_tokens=num_tokens)
+        self._states = RequestStates(len(self._kv_cache_config.groups))
         self._sampler = Sampler(model.config.vocab_size)
         pooler = model.config.pooler_config
         self._pooler = None if pooler is None else Pooler(pooler, model.classifier)
@@ -276,7 +278,8 @@ class TorchExecutor:
         """
         forward = self._runner.forward if self._engines is None else self._forward_together
         capacity = self._kv_cache_config
-        step = AsyncStep(self._runner, forward, self._sampler, self._pooler, self._device)
+        self._states.update(scheduler_output)
+        step = AsyncStep(self._runner, forward, self._states, self._sampler, self._pooler, device=self._device)
         if scheduler_output.finished_seq_ids:
             self._sampler.remove_finished(scheduler_output.finished_seq_ids)
             if self._pooler is not None:
@@ -286,13 +289,14 @@ class TorchExecutor:
             if not scheduler_output.copies.is_empty:
                 self._runner.copy(scheduler_output.copies)
             copied = perf_counter()
-            chunks = [chunk for chunk in scheduler_output.chunks if chunk.token_ids]
+            chunks = [chunk for chunk in scheduler_output.chunks if chunk.length]
             if any(chunk.lora is not None for chunk in chunks):
                 chunks = self._load_loras(chunks, step.output)
             if chunks:
-                step.launch(prepare_inputs(chunks, capacity.block_size, capacity.groups), self._previous_step)
+                batch = prepare_inputs(self._states, chunks, capacity.block_size, capacity.groups)
+                step.launch(batch, self._previous_step)
                 step.output.waited_for_others = self._engines is not None and not self._engines.has_most_tokens
-            empty = [chunk for chunk in scheduler_output.chunks if not chunk.token_ids]
+            empty = [chunk for chunk in scheduler_output.chunks if not chunk.length]
             for chunk in empty:  # it has nothing to draw from
                 step.output.errors.update((request.sequence_id, internal()) for request in chunk.sample_requests)
             step.output.timings.swap, step.output.timings.forward = copied - start, perf_counter() - copied
@@ -457,15 +461,24 @@ class AsyncStep:
     """
 
     def __init__(
-        self, runner: Runner, forward: Forward, sampler: Sampler, pooler: Pooler | None, device: torch.device
+        self,
+        runner: Runner,
+        forward: Forward,
+        states: RequestStates,
+        sampler: Sampler,
+        pooler: Pooler | None,
+        *,
+        device: torch.device,
     ) -> None:
         self.output = ModelOutput()
+        self._states = states
         self._runner = runner
         self._run_forward = forward
         self._sampler = sampler
         self._pooler = pooler
         self._device = device
         self._forward: ForwardPass | None = None
+        self._drawing: Sequence[ScheduledChunk] = ()
         self._sampled: list[SamplerOutput] = []
         self._sampled_seq_ids: list[int] = []
         self._pooled: PoolerOutput | None = None
@@ -487,6 +500,7 @@ class AsyncStep:
         prepared = [(early, self._sampler.prepare([batch.sample_requests[index] for index in early]))] if early else []
         hidden = self._run_forward(batch.model_input, pending)
         self._forward = ForwardPass(batch, prepared, late, hidden)
+        self._drawing = batch.appending
 
     def sample_tokens(self) -> None:
         """See ``AsyncModelOutput.sample_tokens``. Waits only for the log-probabilities of prompts. Raises
@@ -516,11 +530,20 @@ class AsyncStep:
             done = perf_counter()
             for sampled in self._sampled:
                 sampled.fetch_into(self.output)
+            self._append_drawn()
             if self._pooled is not None:
                 self._pooled.fetch_into(self.output)
         timings.forward += done - start
         timings.sample += perf_counter() - done
         return self.output
+
+    def _append_drawn(self) -> None:
+        """Appends the tokens to the rows that they were drawn for."""
+        token_ids = self.output.token_ids
+        drawn = [chunk for chunk in self._drawing if chunk.sequence_id in token_ids]
+        if drawn:
+            rows, ends = [chunk.row for chunk in drawn], [chunk.end for chunk in drawn]
+            self._states.append_drawn(rows, ends, [token_ids[chunk.sequence_id] for chunk in drawn])
 
     def sampled_token_ids(self, sequence_ids: Sequence[int]) -> torch.Tensor:
         """The tokens [P] int64 that were sampled for these sequences, on the device, without waiting for them. Where

@@ -14,7 +14,6 @@ from quire_engine.core.block_pool import KVCacheConfig
 from quire_engine.core.executor import Rates
 from quire_engine.core.kv_disk import DiskContents, TransferResult
 from quire_engine.core.step import (
-    PLACEHOLDER_TOKEN_ID,
     BeamCandidates,
     ModelOutput,
     SampleRequest,
@@ -90,7 +89,7 @@ class LatencyModel:
         return linear + sum(map(self._attention, scheduler_output.chunks))
 
     def _attention(self, chunk: ScheduledChunk) -> float:
-        length, end = len(chunk.token_ids), chunk.end
+        length, end = chunk.length, chunk.end
         pairs = length * (chunk.start + end + 1) / 2  # the first token attends to start + 1 tokens, the last to all
         return max(end * self.context_seconds, pairs * self.pair_seconds)
 
@@ -130,6 +129,7 @@ class SimulatedExecutor:
         self._seed = seed
         self._vocab_size = vocab_size
         self._sleep = sleep
+        self._tokens: dict[int, list[int]] = {}  # by row
         self._disk = SimulatedDisk(capacity.block_bytes / latency.disk_bytes_per_second)
 
     @property
@@ -144,14 +144,14 @@ class SimulatedExecutor:
 
     def execute_model(self, scheduler_output: SchedulerOutput) -> ModelOutput:
         """See ``Executor.execute_model``. Never fails."""
-        self._submit_transfers(scheduler_output)
+        self._begin(scheduler_output)
         model_output = self.compute(scheduler_output)
         self.spend_time(scheduler_output, model_output)
         return model_output
 
     def execute_model_async(self, scheduler_output: SchedulerOutput) -> "SimulatedStep":
         """See ``AsyncExecutor.execute_model_async``. Never fails."""
-        self._submit_transfers(scheduler_output)
+        self._begin(scheduler_output)
         is_pipeline = self._num_stages > 1
         return SimulatedStep(self, scheduler_output, self._pass_stages(scheduler_output) if is_pipeline else None)
 
@@ -180,8 +180,12 @@ class SimulatedExecutor:
         device = timings.swap + timings.forward + timings.sample
         self._sleep(device + overhead if self.depth == 1 else max(device, overhead))
 
-    def _submit_transfers(self, scheduler_output: SchedulerOutput) -> None:
-        """Begins the step's transfers to and from the disk, which last beside this step and later ones."""
+    def _begin(self, scheduler_output: SchedulerOutput) -> None:
+        """Takes the prompts that are new, of which the tokens that log-probabilities are asked for follow others, and
+        begins the step's transfers to and from the disk, which last beside this step and later ones.
+        """
+        for new in scheduler_output.new:
+            self._tokens[new.row] = new.token_ids.tolist()
         self._disk.submit(scheduler_output.copies, self._clock())
 
     def _timings(self, scheduler_output: SchedulerOutput) -> tuple[StepTimings, float]:
@@ -247,7 +251,7 @@ class SimulatedExecutor:
     def _score(self, chunk: ScheduledChunk) -> list[TokenLogprobs]:
         """Log-probabilities of the chunk's targets, each given the token before it."""
         positions = range(chunk.start + 1, chunk.start + 1 + len(chunk.prompt_logprob_targets))
-        previous: Sequence[int] = chunk.token_ids[: len(chunk.prompt_logprob_targets)]
+        previous = self._tokens[chunk.row][chunk.start : chunk.start + len(chunk.prompt_logprob_targets)]
         return [
             self._score_one(splitmix(self._seed, position, token_id, 0), target, chunk.num_prompt_logprobs)
             for position, token_id, target in zip(positions, previous, chunk.prompt_logprob_targets, strict=True)
@@ -288,8 +292,8 @@ def _drawn_behind(chunk: ScheduledChunk, request: SampleRequest) -> tuple[int, i
     """
     if request.draft_of is not None:
         return len(request.token_ids), request.token_ids[-1]
-    last = chunk.token_ids[-1 - chunk.num_draft_tokens]
-    return chunk.end - chunk.num_draft_tokens, request.token_ids[-1] if last == PLACEHOLDER_TOKEN_ID else last
+    position = chunk.end - chunk.num_draft_tokens
+    return position, request.token_ids[min(position, len(request.token_ids)) - 1]
 
 
 def _banned(request: SampleRequest) -> frozenset[int]:

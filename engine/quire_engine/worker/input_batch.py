@@ -3,16 +3,18 @@
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from itertools import chain
 
 import numpy as np
 import torch
 
 from quire_engine.attention.base import AttentionBatch
 from quire_engine.core.block_pool import KVCacheGroup
-from quire_engine.core.step import PLACEHOLDER_TOKEN_ID, SampleRequest, ScheduledChunk
+from quire_engine.core.step import SampleRequest, ScheduledChunk
 from quire_engine.device.accelerator import upload
+from quire_engine.worker.request_states import Indices, RaggedRows, RequestStates
 
+PENDING_TOKEN_ID = -1
+"""Stands in a batch for a token that the step before draws."""
 _NO_ROWS = torch.empty(0, dtype=torch.int64)
 _ONE_GROUP = (KVCacheGroup(),)
 WINDOW_ALIGNMENT = 512
@@ -67,11 +69,7 @@ class ModelInput:
         """Raises ``IndexError`` for a token that is none of the first ``size``: a GPU could not go on after it."""
         bounds = self.token_ids.aminmax()
         lowest, highest = int(bounds.min), int(bounds.max)
-        if (
-            lowest < PLACEHOLDER_TOKEN_ID
-            or highest >= size
-            or (lowest == PLACEHOLDER_TOKEN_ID and not len(self.pending_rows))
-        ):
+        if lowest < PENDING_TOKEN_ID or highest >= size or (lowest == PENDING_TOKEN_ID and not len(self.pending_rows)):
             raise IndexError(f"A token between {lowest} and {highest} is none of the vocabulary's {size}.")
 
 
@@ -82,7 +80,8 @@ class InputBatch:
     ``sample_requests`` are all of the step's; ``logits_rows`` says from which of the S sampled rows each one draws, and
     ``awaits_token`` whether a token before it is pending. ``prompt_logprob_chunks`` are those with
     targets. ``pending_sequence_ids`` are the sequences whose last token is pending, in the order of ``ModelInput``'s
-    ``pending_rows``. ``pooled`` are the chunks of prompts that are pooled.
+    ``pending_rows``. ``appending`` are the chunks whose first sample request draws a token
+    that is appended to their row. ``pooled`` are the chunks of prompts that are pooled.
     """
 
     model_input: ModelInput
@@ -91,6 +90,7 @@ class InputBatch:
     awaits_token: list[bool]
     prompt_logprob_chunks: list[ScheduledChunk]
     pending_sequence_ids: list[int]
+    appending: list[ScheduledChunk]
     pooled: "list[PooledChunk]"
 
 
@@ -104,44 +104,49 @@ class PooledChunk:
     @property
     def rows(self) -> slice:
         """The rows of its tokens."""
-        return slice(self.row, self.row + len(self.chunk.token_ids))
+        return slice(self.row, self.row + self.chunk.length)
 
 
 def prepare_inputs(
-    chunks: Sequence[ScheduledChunk], block_size: int, groups: Sequence[KVCacheGroup] = _ONE_GROUP
+    states: RequestStates,
+    chunks: Sequence[ScheduledChunk],
+    block_size: int,
+    groups: Sequence[KVCacheGroup] = _ONE_GROUP,
 ) -> InputBatch:
     """The batch of ``chunks``, each of at least one token, for a model with these ``groups`` of layers."""
-    lengths = np.array([len(chunk.token_ids) for chunk in chunks], np.int64)
+    rows = np.array([chunk.row for chunk in chunks], np.int64)
+    lengths = np.array([chunk.length for chunk in chunks], np.int64)
     starts = np.array([chunk.start for chunk in chunks], np.int64)
     query_indptr = _indptr(lengths)
     num_tokens = int(query_indptr[-1])
-    token_ids = np.fromiter(chain.from_iterable([chunk.token_ids for chunk in chunks]), np.int64, num_tokens)
+    token_ids = states.tokens.gather(rows, starts, lengths, query_indptr).astype(np.int64)
     positions = np.arange(num_tokens) + np.repeat(starts - query_indptr[:-1], lengths)
-    tables = [[chunk.block_ids for chunk in chunks]]
-    tables += [[chunk.other_block_ids[number] for chunk in chunks] for number in range(len(groups) - 1)]
     sampled = [chunk for chunk in chunks if chunk.sample_requests]
-    pending = [chunk for chunk in chunks if chunk.token_ids[-1] == PLACEHOLDER_TOKEN_ID]
+    pending = [index for index, chunk in enumerate(chunks) if chunk.awaits_token]
+    pending_rows = query_indptr[1:][pending] - 1
+    token_ids[pending_rows] = PENDING_TOKEN_ID
     prompt_logprob_chunks = [chunk for chunk in chunks if chunk.prompt_logprob_targets]
     lora_ids = np.array([chunk.lora_int_id for chunk in chunks], np.int64)
     model_input = ModelInput(
         token_ids=torch.from_numpy(token_ids),
         positions=torch.from_numpy(positions.astype(np.int32)),
         attention=tuple(
-            _attention_batch(table, query_indptr, starts, positions, block_size=block_size, window=group.window)
-            for group, table in zip(groups, tables, strict=True)
+            _attention_batch(blocks, rows, query_indptr, starts, positions, block_size=block_size, window=group.window)
+            for group, blocks in zip(groups, states.blocks, strict=True)
         ),
         sampled_rows=_sampled_rows(chunks, query_indptr),
         prompt_logprob_rows=_prompt_logprob_rows(chunks, query_indptr) if prompt_logprob_chunks else _NO_ROWS,
-        pending_rows=torch.from_numpy(np.flatnonzero(token_ids == PLACEHOLDER_TOKEN_ID)) if pending else _NO_ROWS,
+        pending_rows=torch.from_numpy(pending_rows) if pending else _NO_ROWS,
         lora_ids=torch.from_numpy(np.repeat(lora_ids, lengths)) if lora_ids.any() else _NO_ROWS,
     )
     return InputBatch(
         model_input,
         sample_requests=[request for chunk in sampled for request in chunk.sample_requests],
         logits_rows=_logits_rows(sampled),
-        awaits_token=[chunk.token_ids[-1] == PLACEHOLDER_TOKEN_ID for chunk in sampled for _ in chunk.sample_requests],
+        awaits_token=[chunk.awaits_token for chunk in sampled for _ in chunk.sample_requests],
         prompt_logprob_chunks=prompt_logprob_chunks,
-        pending_sequence_ids=[chunk.sequence_id for chunk in pending],
+        pending_sequence_ids=[chunks[index].sequence_id for index in pending],
+        appending=[chunk for chunk in sampled if not chunk.draft_token_ids],
         pooled=[
             PooledChunk(chunk, row)
             for chunk, row in zip(chunks, query_indptr[:-1].tolist(), strict=True)
@@ -151,39 +156,40 @@ def prepare_inputs(
 
 
 def _attention_batch(
-    tables: Sequence[list[int]],
-    query_indptr: np.ndarray,
-    starts: np.ndarray,
-    positions: np.ndarray,
+    blocks: RaggedRows,
+    rows: Indices,
+    query_indptr: Indices,
+    starts: Indices,
+    positions: Indices,
     *,
     block_size: int,
     window: int | None,
 ) -> AttentionBatch:
-    """The batch of one group of layers, which these are the block ``tables`` for. With a ``window`` the context of a
-    chunk begins where that of its first token does, or before it, at a multiple of ``WINDOW_ALIGNMENT``.
+    """The batch of one group of layers, whose block tables these are. With a ``window`` the context of a chunk begins
+    where that of its first token does, or before it, at a multiple of ``WINDOW_ALIGNMENT``.
     """
     lengths = np.diff(query_indptr)
-    context_lens, firsts = starts + lengths, [0] * len(tables)
+    context_lens, firsts = starts + lengths, np.zeros_like(starts)
     if window is not None:
         alignment = math.lcm(WINDOW_ALIGNMENT, block_size)
         skipped = np.maximum(starts + 1 - window, 0) // alignment * alignment
         context_lens, positions = context_lens - skipped, positions - np.repeat(skipped, lengths)
-        firsts = (skipped // block_size).tolist()
+        firsts = skipped // block_size
     page_counts = -(-context_lens // block_size)
     page_indptr, last_page_len = _indptr(page_counts), context_lens - (page_counts - 1) * block_size
-    bounds = zip(tables, firsts, page_counts.tolist(), strict=True)
-    page_lists = [table[first : first + count] for table, first, count in bounds]
-    page_ids = np.fromiter(chain.from_iterable(page_lists), np.int32, int(page_indptr[-1]))
+    page_ids = blocks.gather(rows, firsts, page_counts, page_indptr)
     arrays = query_indptr, page_indptr, page_ids, last_page_len, context_lens, positions
     return AttentionBatch(*[torch.from_numpy(array.astype(np.int32, copy=False)) for array in arrays])
 
 
-def _indptr(sizes: np.ndarray) -> np.ndarray:
+def _indptr(sizes: Indices) -> Indices:
     """[0, and the running sum of ``sizes``]."""
-    return np.concatenate(([0], np.cumsum(sizes)))
+    indptr = np.zeros(len(sizes) + 1, np.int64)
+    np.cumsum(sizes, out=indptr[1:])
+    return indptr
 
 
-def _sampled_rows(chunks: Sequence[ScheduledChunk], query_indptr: np.ndarray) -> torch.Tensor:
+def _sampled_rows(chunks: Sequence[ScheduledChunk], query_indptr: Indices) -> torch.Tensor:
     """The indices of the tokens that are drawn behind, ``ModelInput.sampled_rows``."""
     last = (query_indptr[1:] - 1)[[bool(chunk.sample_requests) for chunk in chunks]]
     drafts = np.array([chunk.num_draft_tokens for chunk in chunks if chunk.sample_requests], np.int64)
@@ -206,7 +212,7 @@ def _logits_rows(sampled: Sequence[ScheduledChunk]) -> list[int]:
     return rows
 
 
-def _prompt_logprob_rows(chunks: Sequence[ScheduledChunk], query_indptr: np.ndarray) -> torch.Tensor:
+def _prompt_logprob_rows(chunks: Sequence[ScheduledChunk], query_indptr: Indices) -> torch.Tensor:
     """The indices of the tokens that targets follow: of each chunk, as many as it has, from its first token on."""
     counts = np.array([len(chunk.prompt_logprob_targets) for chunk in chunks], np.int64)
     bounds = _indptr(counts)

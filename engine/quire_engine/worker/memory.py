@@ -8,6 +8,7 @@ with stand at the end. All sizes are in bytes unless a name says otherwise.
 """
 
 import math
+from array import array
 from collections.abc import Callable, Iterator
 from contextlib import suppress
 from dataclasses import dataclass
@@ -22,7 +23,7 @@ from quire_proto.sampling import MAX_LOGPROBS, SamplingParams
 from quire_engine.core.block_pool import BlockCopies, BlockCopy, KVCacheConfig
 from quire_engine.core.executor import Executor, Rates
 from quire_engine.core.lora import LoRARequest
-from quire_engine.core.step import SampleRequest, ScheduledChunk, SchedulerOutput
+from quire_engine.core.step import NewRequest, SampleRequest, ScheduledChunk, SchedulerOutput
 from quire_engine.device.host import ROOT, cgroup_memory_limits, memory_field
 from quire_engine.errors import ModelError, first_line
 
@@ -368,28 +369,15 @@ def largest_step(
     have the adapter ``lora``. All tokens lie in block 1, those of all ``num_groups`` of layers, so that the smallest
     pool is enough.
     """
-    sizes = _chunk_lengths(max_num_batched_tokens, max_num_seqs, length)
-    if pooling is not None:
-        return SchedulerOutput(
-            0,
-            [
-                ScheduledChunk(
-                    number,
-                    _sample_tokens(size, vocab),
-                    0,
-                    [1] * -(-size // block_size),
-                    pooling=pooling,
-                    is_last=True,
-                    other_block_ids=[[1] * -(-size // block_size)] * (num_groups - 1),
-                )
-                for number, size in enumerate(sizes)
-            ],
-        )
-    chunks = [
-        _costliest_chunk(number, size, block_size, vocab, lora=lora, num_groups=num_groups)
-        for number, size in enumerate(sizes)
-    ]
-    return SchedulerOutput(0, chunks)
+    sizes = list(_chunk_lengths(max_num_batched_tokens, max_num_seqs, length))
+    tokens = [_sample_tokens(size, vocab) for size in sizes]
+    blocks = [[1] * -(-size // block_size) for size in sizes]
+    new = [_new_request(*each, num_groups) for each in zip(range(len(sizes)), tokens, blocks, strict=True)]
+    if pooling is None:
+        chunks = [_costliest_chunk(row, each, lora) for row, each in enumerate(tokens)]
+    else:
+        chunks = [ScheduledChunk(row, row, 0, size, pooling=pooling, is_last=True) for row, size in enumerate(sizes)]
+    return SchedulerOutput(0, chunks, new=new)
 
 
 def measure_rates(executor: Executor, longest: int, vocab: int) -> Rates:
@@ -400,9 +388,9 @@ def measure_rates(executor: Executor, longest: int, vocab: int) -> Rates:
     size = capacity.block_size
     tokens = min(TIMED_TOKENS, longest, (capacity.device_blocks - 1) * size)
     blocks = list(range(1, -(-tokens // size) + 1))
-    others = [blocks] * (len(capacity.groups) - 1)
-    prompt = ScheduledChunk(0, _sample_tokens(tokens, vocab), 0, blocks, other_block_ids=others)
-    seconds = _min_seconds(lambda: executor.execute_model(SchedulerOutput(0, [prompt])))
+    new = _new_request(0, _sample_tokens(tokens, vocab), blocks, len(capacity.groups))
+    step = SchedulerOutput(0, [ScheduledChunk(0, 0, 0, tokens)], new=[new])
+    seconds = _min_seconds(lambda: executor.execute_model(step))
     return Rates(tokens / seconds, _bytes_per_second(executor))
 
 
@@ -441,22 +429,18 @@ def _chunk_lengths(max_num_batched_tokens: int, max_num_seqs: int, length: int) 
         left -= size
 
 
-def _costliest_chunk(
-    number: int, size: int, block_size: int, vocab: int, *, lora: LoRARequest | None, num_groups: int
-) -> ScheduledChunk:
-    tokens = _sample_tokens(size, vocab)
-    sample = SampleRequest(number, COSTLIEST_PARAMS, number, tokens, len(tokens))
-    blocks = [1] * -(-size // block_size)
+def _new_request(row: int, tokens: list[int], blocks: list[int], num_groups: int) -> NewRequest:
+    """A sequence whose blocks are the same in each group of layers."""
+    return NewRequest(row, array("i", tokens), (array("i", blocks),) * num_groups)
+
+
+def _costliest_chunk(row: int, tokens: list[int], lora: LoRARequest | None) -> ScheduledChunk:
     return ScheduledChunk(
-        number,
-        tokens,
-        0,
-        blocks,
-        (sample,),
+        *(row, row, 0, len(tokens)),
+        sample_requests=(SampleRequest(row, COSTLIEST_PARAMS, row, tokens, len(tokens)),),
         prompt_logprob_targets=tokens[1 : PROMPT_LOGPROB_TOKENS + 1],
         num_prompt_logprobs=MAX_LOGPROBS,
         lora=lora,
-        other_block_ids=[blocks] * (num_groups - 1),
     )
 
 

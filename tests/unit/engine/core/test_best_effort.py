@@ -41,7 +41,7 @@ class Bench:
         output = self.scheduler.schedule()
         found = dict.fromkeys(self.scheduler.request_ids(output), 0)
         for chunk in output.chunks:
-            found[self.scheduler._registry.sequences[chunk.sequence_id].request.request_id] += len(chunk.token_ids)
+            found[self.scheduler._registry.sequences[chunk.sequence_id].request.request_id] += chunk.length
         self.scheduler.update_from_output(output, _drawn(output))
         return found
 
@@ -118,7 +118,7 @@ def test_what_it_is_swapped_out_to_is_not_what_the_other_found_there() -> None:
     output = bench.scheduler.schedule()
     assert bench.scheduler.request_ids(output) == ["new"]
     assert len(output.copies.blocks_to_swap_out) == 5
-    assert [(chunk.start, len(chunk.token_ids)) for chunk in output.chunks] == [(0, len(prompt))]
+    assert [(chunk.start, chunk.length) for chunk in output.chunks] == [(0, len(prompt))]
     assert not output.copies.blocks_to_swap_in
 
 

@@ -39,7 +39,8 @@ class PoisonedExecutor(PagedExecutor):
     poison = 13
 
     def execute_model(self, scheduler_output: SchedulerOutput) -> ModelOutput:
-        if any(self.poison in chunk.token_ids for chunk in scheduler_output.chunks):
+        self.take_rows(scheduler_output)
+        if any(self.poison in chunk.token_ids for chunk in self.given):
             raise RuntimeError("the kernel cannot do this")
         return super().execute_model(scheduler_output)
 

@@ -13,7 +13,7 @@ from quire_engine.core.kv_cache_manager import KVCacheManager
 from quire_engine.core.outputs import EngineCoreOutput
 from quire_engine.core.request import Request, SequenceStatus
 from quire_engine.core.scheduler import Scheduler
-from quire_engine.core.step import PLACEHOLDER_TOKEN_ID, ScheduledChunk, SchedulerOutput
+from quire_engine.core.step import ScheduledChunk, SchedulerOutput
 from quire_engine.simulation.config import PRESETS
 from quire_engine.simulation.simulated_executor import SimulatedExecutor
 from quire_proto.errors import ErrorCode
@@ -98,10 +98,10 @@ def test_the_next_step_is_launched_before_the_result_of_the_last_one_and_drawn_a
         ("launch", 3), ("result", 2), ("draw", 3),
         ("result", 3),
     ]  # fmt: skip
-    assert [[chunk.token_ids for chunk in chunks] for chunks in engine.chunks] == [
-        [PROMPT],
-        [[PLACEHOLDER_TOKEN_ID]],
-        [[PLACEHOLDER_TOKEN_ID]],
+    assert [[(chunk.start, chunk.length, chunk.awaits_token) for chunk in chunks] for chunks in engine.chunks] == [
+        [(0, 3, False)],
+        [(3, 1, True)],
+        [(4, 1, True)],
         [],
     ]
 
@@ -189,7 +189,7 @@ def test_a_prompt_is_read_in_chunks_one_after_the_other_without_waiting() -> Non
     engine = Engine(max_num_batched_tokens=4)
     engine.add("a", list(range(10)), max_tokens=2)
     engine.step(4)
-    assert [[(chunk.start, len(chunk.token_ids)) for chunk in chunks] for chunks in engine.chunks] == [
+    assert [[(chunk.start, chunk.length) for chunk in chunks] for chunks in engine.chunks] == [
         [(0, 4)], [(4, 4)], [(8, 2)], [(10, 1)]
     ]  # fmt: skip
     assert (
@@ -227,7 +227,7 @@ def test_forking_outputs_wait_for_their_first_tokens_and_overlap_afterwards() ->
     engine.add("a", n=3, max_tokens=4)
     (outputs,) = engine.run().values()
     assert [len(chunks) for chunks in engine.chunks[:4]] == [1, 0, 3, 3]
-    assert PLACEHOLDER_TOKEN_ID not in [token for chunk in engine.chunks[2] for token in chunk.token_ids]
+    assert not any(chunk.awaits_token for chunk in engine.chunks[2])
     for index in range(3):
         own = [output for output in outputs if output.index == index]
         assert tokens(own) == expected_output(PROMPT, choice_seed(0, index), 4)
@@ -241,9 +241,7 @@ def test_beams_wait_for_each_other_while_other_requests_overlap() -> None:
     beams = expected_beams(PROMPT, search.sampling, frozenset())
     assert [output.token_ids for output in outputs["search"]] == [beam.token_ids for beam in beams]
     assert tokens(outputs["a"]) == expected_output([4, 5], choice_seed(0, 0), 12)
-    pending = [
-        chunk.sequence_id for chunks in engine.chunks for chunk in chunks if PLACEHOLDER_TOKEN_ID in chunk.token_ids
-    ]
+    pending = [chunk.sequence_id for chunks in engine.chunks for chunk in chunks if chunk.awaits_token]
     assert set(pending) == {1}
     assert len(pending) == 11
 
@@ -366,7 +364,7 @@ class PoisonedExecutor(OverlappingPagedExecutor):
         self.fails = self.is_poisoned
 
     def is_poisoned(self, where: str, scheduler_output: SchedulerOutput) -> bool:
-        return where != "draw" and any(self.poison in chunk.token_ids for chunk in scheduler_output.chunks)
+        return where != "draw" and any(self.poison in chunk.token_ids for chunk in self.given)
 
 
 def prompt_of(fits: Callable[[list[int], list[int]], bool]) -> list[int]:

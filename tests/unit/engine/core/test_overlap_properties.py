@@ -15,7 +15,7 @@ from quire_engine.core.block_pool import NULL_BLOCK, BlockStored, KVCacheConfig,
 from quire_engine.core.block_table import BlockTable, CachedBlocks
 from quire_engine.core.engine_core import GetSnapshot
 from quire_engine.core.outputs import EngineLoad
-from quire_engine.core.step import PLACEHOLDER_TOKEN_ID, SchedulerOutput
+from quire_engine.core.step import SchedulerOutput
 
 from tests.support.engine_state_machine import Client, EngineStateMachine
 from tests.support.overlapping_executor import Misuse, OverlappingPagedExecutor
@@ -64,10 +64,10 @@ class OverlapStateMachine(EngineStateMachine):
     def check_not_being_written(self, block_ids: list[int]) -> None:
         """No step in flight writes to a block that becomes shared."""
         size = self.memory.block_size
-        for scheduler_output in self.scheduler._in_flight:
-            for chunk in scheduler_output.chunks:
+        for step in self.executor.in_flight:
+            for chunk in step.chunks:
                 if self.scheduler._registry.sequences.get(chunk.sequence_id) is not None:
-                    for table in (chunk.block_ids, *chunk.other_block_ids):
+                    for table in chunk.tables:
                         written = set(table[chunk.start // size : -(-chunk.end // size)]) - {NULL_BLOCK}
                         assert written.isdisjoint(block_ids), "a block is shared while it is written"
 
@@ -83,7 +83,7 @@ class OverlapStateMachine(EngineStateMachine):
 
     def check_scheduler_output(self, scheduler_output: SchedulerOutput) -> None:
         super().check_scheduler_output(scheduler_output)
-        pending = [chunk for chunk in scheduler_output.chunks if PLACEHOLDER_TOKEN_ID in chunk.token_ids]
+        pending = [chunk for chunk in scheduler_output.chunks if chunk.awaits_token]
         in_flight = {
             request.sequence_id
             for step in self.executor.in_flight

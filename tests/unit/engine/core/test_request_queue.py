@@ -186,7 +186,7 @@ def test_in_a_phased_batch_prompts_go_first_and_nothing_decodes_beside_them() ->
     lengths = []
     bench.add("1", 20, max_tokens=9)
     for _ in range(5):
-        lengths.append([len(chunk.token_ids) for chunk in bench.step().chunks])
+        lengths.append([chunk.length for chunk in bench.step().chunks])
     assert lengths == [[8], [8], [4], [1, 1], [1, 1]]
     assert bench.drain() == ["0", "1"]
 

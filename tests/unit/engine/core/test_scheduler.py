@@ -56,7 +56,7 @@ def preempted(scheduler_output: SchedulerOutput) -> bool:
 
 
 def lengths(scheduler_output: SchedulerOutput) -> list[tuple[int, int]]:
-    return [(chunk.sequence_id, len(chunk.token_ids)) for chunk in scheduler_output.chunks]
+    return [(chunk.sequence_id, chunk.length) for chunk in scheduler_output.chunks]
 
 
 def test_decodes_are_scheduled_before_a_long_prompt_which_takes_the_rest_of_the_budget() -> None:

@@ -27,7 +27,6 @@ from quire_engine.config import EngineArgs
 from quire_engine.core.block_pool import BlockCopies, BlockCopy, DiskTransfer, KVCacheGroup
 from quire_engine.core.kv_disk import TransferOutcome, TransferResult
 from quire_engine.core.lora import LoRARequest
-from quire_engine.core.step import PLACEHOLDER_TOKEN_ID, ScheduledChunk
 from quire_engine.distributed.communicator import Communicator, GroupCoordinator, largest_shard_size, shard
 from quire_engine.errors import ModelError
 from quire_engine.executor import rank_worker, rpc
@@ -52,10 +51,12 @@ from quire_engine.executor.rpc import (
     send,
 )
 from quire_engine.models.transformers_backend import TransformersConfig
-from quire_engine.worker.input_batch import ModelInput, prepare_inputs
+from quire_engine.worker.input_batch import ModelInput
 from quire_engine.worker.memory import CacheBudget, CacheSizes, MemoryProfile, compute_cache_sizes
 from safetensors.torch import save_file
 from torch import distributed
+
+from tests.support.steps import PENDING, KnownChunk, prepare
 
 CPU = torch.device("cpu")
 GIB = 1 << 30
@@ -210,13 +211,13 @@ def test_text_that_is_no_json_is_refused() -> None:
 
 
 @st.composite
-def chunks(draw: st.DrawFn) -> list[ScheduledChunk]:
+def chunks(draw: st.DrawFn) -> list[KnownChunk]:
     made = []
     for number in range(draw(st.integers(1, 5))):
         start, tokens = draw(st.integers(0, 9)), draw(st.lists(st.integers(0, 999), min_size=1, max_size=9))
-        tokens[-1] = draw(st.sampled_from([tokens[-1], PLACEHOLDER_TOKEN_ID]))
+        tokens[-1] = draw(st.sampled_from([tokens[-1], PENDING]))
         made.append(
-            ScheduledChunk(
+            KnownChunk(
                 number,
                 tokens,
                 start,
@@ -229,10 +230,10 @@ def chunks(draw: st.DrawFn) -> list[ScheduledChunk]:
 
 
 @given(chunks(), st.lists(st.sampled_from([None, 3, 6]), min_size=1, max_size=3))
-def test_a_batch_arrives_as_it_was(chunks: list[ScheduledChunk], windows: list[int | None]) -> None:
+def test_a_batch_arrives_as_it_was(chunks: list[KnownChunk], windows: list[int | None]) -> None:
     for chunk in chunks:
         chunk.other_block_ids = [list(range(number, 20 + number)) for number in range(1, len(windows))]
-    batch = prepare_inputs(chunks, 4, [KVCacheGroup(window) for window in windows]).model_input
+    batch = prepare(chunks, 4, [KVCacheGroup(window) for window in windows]).model_input
     again = batch_from_arrays(batch_to_arrays(batch))
     groups = [(AttentionBatch, *pair) for pair in zip(batch.attention, again.attention, strict=True)]
     for kind, one, other in ((ModelInput, batch, again), *groups):
@@ -246,10 +247,10 @@ def test_a_batch_arrives_as_it_was(chunks: list[ScheduledChunk], windows: list[i
 @pytest.mark.parametrize("groups", range(1, MAX_GROUPS + 1))
 def test_a_batch_of_as_many_groups_as_a_model_may_have_passes_between_ranks(groups: int) -> None:
     blocks = [list(range(number, 20 + number)) for number in range(groups)]
-    chunk = ScheduledChunk(1, [5, 6, 7], 0, blocks[0], prompt_logprob_targets=[])
+    chunk = KnownChunk(1, [5, 6, 7], 0, blocks[0], prompt_logprob_targets=[])
     chunk.other_block_ids = blocks[1:]
     windows = [None, *[8] * (groups - 1)]
-    batch = prepare_inputs([chunk], 4, [KVCacheGroup(window) for window in windows]).model_input
+    batch = prepare([chunk], 4, [KVCacheGroup(window) for window in windows]).model_input
     one, other = socket.socketpair()
     with one, other:
         send(one, RpcMessage(RpcMethod.FORWARD, 1, batch_to_arrays(batch)))
@@ -269,8 +270,8 @@ def test_a_message_of_too_many_arrays_is_not_sent() -> None:
 
 
 @given(chunks(), st.data())
-def test_a_batch_whose_parts_do_not_fit_is_refused(chunks: list[ScheduledChunk], data: st.DataObject) -> None:
-    arrays = batch_to_arrays(prepare_inputs(chunks, 4).model_input)
+def test_a_batch_whose_parts_do_not_fit_is_refused(chunks: list[KnownChunk], data: st.DataObject) -> None:
+    arrays = batch_to_arrays(prepare(chunks, 4).model_input)
     with_loras = [5] if len(arrays[5]) else []
     place = data.draw(st.sampled_from([0, 1, *with_loras, 6, 7, 9, 10, 11]))
     arrays[place] = np.append(arrays[place], arrays[place][:1])

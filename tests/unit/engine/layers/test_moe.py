@@ -122,14 +122,14 @@ def write(folder: Path, family: str, **changes: Any) -> Path:
 
 
 def logits(folder: Path) -> torch.Tensor:
-    from quire_engine.core.step import ScheduledChunk
-    from quire_engine.worker.input_batch import prepare_inputs
     from quire_engine.worker.memory import CacheSizes
+
+    from tests.support.steps import KnownChunk, prepare
 
     config = EngineArgs(model=folder, dtype="float32", attention="reference", enforce_eager=True)
     parts = load_model_and_attention(config, read_model_config(folder), CPU)
     kv = parts.make_kv_cache(CacheSizes(1 << 20, 0))
-    batch = prepare_inputs([ScheduledChunk(0, list(range(3, 33)), 0, [1, 2])], 16).model_input
+    batch = prepare([KnownChunk(0, list(range(3, 33)), 0, [1, 2])], 16).model_input
     parts.attention.prepare(*batch.attention)
     with torch.inference_mode():
         hidden = parts.model.forward(batch.token_ids, batch.positions, kv.layers, parts.attention)

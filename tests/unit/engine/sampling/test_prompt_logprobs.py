@@ -6,24 +6,25 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from quire_engine.core.step import ModelOutput, ScheduledChunk
+from quire_engine.core.step import ModelOutput
 from quire_engine.sampling.sample_ops import MAX_ROWS, MAX_VALUES, max_rows_at_once, stable_topk
 from quire_engine.sampling.sampler import compute_prompt_logprobs
 from quire_proto.errors import ErrorCode
 
 from tests.support.sampling_inputs import make_sample_request, some_logits, some_tokens
+from tests.support.steps import KnownChunk
 
 VOCAB = 30
 
 
-def chunk(id: int, count: int, num_targets: int, num_top: int = 0) -> ScheduledChunk:
+def chunk(id: int, count: int, num_targets: int, num_top: int = 0) -> KnownChunk:
     tokens = some_tokens(count + 1, VOCAB, seed=id)
-    return ScheduledChunk(
+    return KnownChunk(
         id, tokens[:count], 0, [], prompt_logprob_targets=tokens[1 : num_targets + 1], num_prompt_logprobs=num_top
     )
 
 
-def scored(chunks: list[ScheduledChunk], logits: torch.Tensor) -> tuple[ModelOutput, list[int]]:
+def scored(chunks: list[KnownChunk], logits: torch.Tensor) -> tuple[ModelOutput, list[int]]:
     """The result, and how many rows of ``logits`` were asked for at a time. Each chunk's rows follow the last one's."""
     model_output, asked, rows, start = ModelOutput(), [], [], 0
     for one in chunks:

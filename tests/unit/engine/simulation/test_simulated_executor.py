@@ -1,5 +1,6 @@
 """The simulated executor answers what a model would have to, and takes the time that the formula says."""
 
+from dataclasses import replace
 from itertools import pairwise
 from math import exp
 
@@ -7,9 +8,11 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from quire_engine.core.block_pool import BlockCopies, BlockCopy, KVCacheConfig
-from quire_engine.core.step import ModelOutput, SampleRequest, ScheduledChunk, SchedulerOutput
+from quire_engine.core.step import ModelOutput, SampleRequest, SchedulerOutput
 from quire_engine.simulation.simulated_executor import LatencyModel, SimulatedExecutor
 from quire_proto.sampling import SamplingParams
+
+from tests.support.steps import KnownChunk, make_step
 
 CAPACITY = KVCacheConfig(block_size=4, device_blocks=100, host_blocks=10, block_bytes=1000)
 LATENCY = LatencyModel(
@@ -49,12 +52,12 @@ def sample_requests(draw: st.DrawFn, sequence_id: int, token_ids: list[int]) -> 
 
 
 @st.composite
-def chunks(draw: st.DrawFn, sequence_id: int) -> ScheduledChunk:
+def chunks(draw: st.DrawFn, sequence_id: int) -> KnownChunk:
     token_ids = draw(st.lists(st.integers(0, VOCAB_SIZE - 1), min_size=1, max_size=12))
     start = draw(st.integers(0, len(token_ids) - 1))
     count = draw(st.integers(0, 3))
     num_targets = draw(st.sampled_from([0, 0, len(token_ids) - start - 1, len(token_ids) - start]))
-    return ScheduledChunk(
+    return KnownChunk(
         sequence_id,
         token_ids[start:],
         start,
@@ -68,7 +71,7 @@ def chunks(draw: st.DrawFn, sequence_id: int) -> ScheduledChunk:
 @st.composite
 def scheduler_outputs(draw: st.DrawFn) -> SchedulerOutput:
     copies = st.lists(st.builds(BlockCopy, st.integers(1, 9), st.integers(0, 9)), max_size=3)
-    return SchedulerOutput(
+    return make_step(
         draw(st.integers(1, 100)),
         [draw(chunks(index)) for index in range(draw(st.integers(0, 4)))],
         draw(st.builds(BlockCopies, copies, copies, copies, copies)),
@@ -139,8 +142,8 @@ def test_nothing_that_ends_a_sequence_is_drawn_before_min_tokens(scheduler_outpu
 def test_an_answer_depends_on_nothing_else_in_the_step(scheduler_output: SchedulerOutput) -> None:
     whole = executor()[0].execute_model(scheduler_output)
     apart = ModelOutput()
-    for part in reversed(scheduler_output.split()):
-        part.step += 1
+    for chunk in reversed(scheduler_output.chunks):
+        part = replace(scheduler_output, step=scheduler_output.step + 1, chunks=[chunk])
         apart.add(executor()[0].execute_model(part))
     for name in ("token_ids", "logprobs", "candidates", "prompt_logprobs"):
         assert getattr(apart, name) == getattr(whole, name)
@@ -153,9 +156,7 @@ def test_tokens_differ_by_seed_and_position_and_greedy_ones_by_position_alone() 
         for position in range(1, 9):
             sample_request = SampleRequest(0, SamplingParams(temperature=temperature), draw_seed, [5] * position, 1)
             tokens.append(
-                run(SchedulerOutput(1, [ScheduledChunk(0, [5], position - 1, [1, 2, 3], (sample_request,))])).token_ids[
-                    0
-                ]
+                run(make_step(1, [KnownChunk(0, [5], position - 1, [1, 2, 3], (sample_request,))])).token_ids[0]
             )
         return tokens
 
@@ -171,7 +172,7 @@ def test_a_step_takes_the_time_of_the_formula(scheduler_output: SchedulerOutput)
     timings = run.execute_model(scheduler_output).timings
     forward = 0.0
     if scheduler_output.chunks:
-        forward = max(0.01, sum(len(chunk.token_ids) for chunk in scheduler_output.chunks) / 1000)
+        forward = max(0.01, sum(chunk.length for chunk in scheduler_output.chunks) / 1000)
         for chunk in scheduler_output.chunks:
             pairs = sum(position + 1 for position in range(chunk.start, chunk.end))
             forward += max(chunk.end * 1e-4, pairs * 1e-5)
@@ -184,7 +185,7 @@ def test_a_step_takes_the_time_of_the_formula(scheduler_output: SchedulerOutput)
 
 
 def test_jitter_stays_in_its_bounds_and_comes_from_the_seed() -> None:
-    steps = [SchedulerOutput(step, [ScheduledChunk(0, [1], 0, [1])]) for step in range(200)]
+    steps = [make_step(step, [KnownChunk(0, [1], 0, [1])]) for step in range(200)]
     exact, shaken = LATENCY, LatencyModel(**{**vars_of(LATENCY), "jitter": 0.2})
 
     def seconds(seed: int, latency: LatencyModel) -> list[float]:

@@ -19,12 +19,11 @@ from quire_engine.attention.base import MAX_GRAPH_BATCH_SIZE
 from quire_engine.attention.flashinfer import FlashInferAttention
 from quire_engine.attention.reference import ReferenceAttention
 from quire_engine.config import EngineArgs
-from quire_engine.core.step import PLACEHOLDER_TOKEN_ID, ScheduledChunk
 from quire_engine.executor.torch_executor import TorchExecutor
 from quire_engine.kernels import bindings
 from quire_engine.models.loader import read_model_config
 from quire_engine.worker.cuda_graph import CapturedGraph, CudaGraphCapturer, capture_sizes
-from quire_engine.worker.input_batch import dummy_decode, pad_decode, prepare_inputs
+from quire_engine.worker.input_batch import dummy_decode, pad_decode
 from quire_engine.worker.memory import CacheSizes
 from quire_engine.worker.model_runner import LoadedModel, ModelRunner, load_model_and_attention
 
@@ -33,6 +32,7 @@ from tests.model.models import small_model, small_prompts
 from tests.model.overlapping import Loop, came_of, some_sequences
 from tests.support.fake_graphs import FakeCapturer, GraphReference, check_decode, parts_of
 from tests.support.flashinfer_emulation import installed
+from tests.support.steps import PENDING, KnownChunk, prepare
 
 BLOCK_SIZE = 16
 POOLS = CacheSizes(2 << 20, 2 << 20)
@@ -60,12 +60,12 @@ def loaded_model(name: str, folders: Path, sizes: tuple[int, ...] = SIZES) -> Lo
     return replace(parts, attention=GraphReference(parts.attention._shape), graph_sizes=sizes)
 
 
-def decode_chunks(lengths: list[int], first_block: int = 1) -> list[ScheduledChunk]:
+def decode_chunks(lengths: list[int], first_block: int = 1) -> list[KnownChunk]:
     """A chunk of one token for each sequence of so many tokens, each with blocks of its own."""
     chunks, block = [], first_block
     for id, length in enumerate(lengths):
         count = -(-length // BLOCK_SIZE)
-        chunks.append(ScheduledChunk(id, [id + 3], length - 1, list(range(block, block + count))))
+        chunks.append(KnownChunk(id, [id + 3], length - 1, list(range(block, block + count))))
         block += count
     return chunks
 
@@ -96,7 +96,7 @@ def test_the_ladder_is_1_2_4_and_the_eights() -> None:
 
 @given(st.lists(st.integers(1, 70), min_size=1, max_size=5), st.integers(0, 3))
 def test_a_padded_batch_is_the_batch_and_then_first_tokens_on_the_null_page(lengths: list[int], more: int) -> None:
-    batch = prepare_inputs(decode_chunks(lengths), BLOCK_SIZE).model_input
+    batch = prepare(decode_chunks(lengths), BLOCK_SIZE).model_input
     (attention,) = batch.attention
     padded = pad_decode(attention, len(lengths) + more)
     check_decode(padded, len(lengths) + more, sum(-(-length // BLOCK_SIZE) for length in lengths) + more, BLOCK_SIZE)
@@ -164,17 +164,17 @@ def test_pending_tokens_are_put_where_the_graph_reads_them(folders: Path) -> Non
     runner = ModelRunner(parts, POOLS, FakeCapturer())
     chunks = decode_chunks([1, 20, 33])
     with torch.inference_mode():
-        known = runner.forward(prepare_inputs(chunks, BLOCK_SIZE).model_input).clone()
+        known = runner.forward(prepare(chunks, BLOCK_SIZE).model_input).clone()
         assert len(known) == len(chunks), "pads are not told"
         for places in ([0, 1, 2], [1], [0, 2], []):
             pending = torch.tensor([chunks[place].token_ids[0] for place in places])
             hidden = [replace_last(chunk) if place in places else chunk for place, chunk in enumerate(chunks)]
-            made = runner.forward(prepare_inputs(hidden, BLOCK_SIZE).model_input, pending if places else None)
+            made = runner.forward(prepare(hidden, BLOCK_SIZE).model_input, pending if places else None)
             assert torch.equal(made, known)
 
 
-def replace_last(chunk: ScheduledChunk) -> ScheduledChunk:
-    return replace(chunk, token_ids=[*chunk.token_ids[:-1], PLACEHOLDER_TOKEN_ID])
+def replace_last(chunk: KnownChunk) -> KnownChunk:
+    return replace(chunk, token_ids=[*chunk.token_ids[:-1], PENDING])
 
 
 def test_replayed_steps_overlap_as_others_do(folders: Path) -> None:
@@ -196,9 +196,9 @@ def test_replayed_steps_overlap_as_others_do(folders: Path) -> None:
 def test_a_batch_without_a_graph_runs_eagerly(lengths: list[int], folders: Path) -> None:
     capturer = FakeCapturer()
     runner = ModelRunner(loaded_model("llama3", folders), POOLS, capturer)
-    chunks = [ScheduledChunk(id, [5] * length, 0, [id + 1]) for id, length in enumerate(lengths)]
+    chunks = [KnownChunk(id, [5] * length, 0, [id + 1]) for id, length in enumerate(lengths)]
     with torch.inference_mode():
-        assert len(runner.forward(prepare_inputs(chunks, BLOCK_SIZE).model_input)) == sum(lengths)
+        assert len(runner.forward(prepare(chunks, BLOCK_SIZE).model_input)) == sum(lengths)
     assert capturer.replays == 0
 
 
@@ -207,7 +207,7 @@ def test_pads_touch_the_null_page_alone(folders: Path) -> None:
     kv = runner._kv_cache.blocks
     with torch.inference_mode():
         kv[1:].fill_(7.0)
-        runner.forward(prepare_inputs(decode_chunks([1, 1, 1], first_block=2), BLOCK_SIZE).model_input)
+        runner.forward(prepare(decode_chunks([1, 1, 1], first_block=2), BLOCK_SIZE).model_input)
     touched = [block for block in range(1, len(kv)) if not bool((kv[block] == 7.0).all())]
     assert touched == [2, 3, 4]
 
@@ -233,7 +233,7 @@ def test_a_recording_that_fails_is_one_warning_and_steps_without_graphs(
     runner = ModelRunner(parts, POOLS, refuse)
     assert [record.levelno for record in caplog.records] == [logging.WARNING]
     assert "no CUDA graphs: operation not permitted when stream is capturing; short steps" in caplog.text
-    batch = prepare_inputs(decode_chunks([1, 20]), BLOCK_SIZE).model_input
+    batch = prepare(decode_chunks([1, 20]), BLOCK_SIZE).model_input
     with torch.inference_mode():
         expected = ModelRunner(replace(parts, graph_sizes=()), POOLS).forward(batch)
         assert torch.equal(runner.forward(batch), expected)

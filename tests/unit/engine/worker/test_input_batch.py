@@ -11,26 +11,27 @@ from quire_engine.attention.base import AttentionBackend, AttentionBatch, Attent
 from quire_engine.attention.cpu import CpuAttention
 from quire_engine.attention.reference import ReferenceAttention
 from quire_engine.core.block_pool import NULL_BLOCK, KVCacheGroup
-from quire_engine.core.step import ScheduledChunk
-from quire_engine.worker.input_batch import WINDOW_ALIGNMENT, prepare_inputs
+from quire_engine.worker.input_batch import WINDOW_ALIGNMENT
+
+from tests.support.steps import KnownChunk, prepare
 
 SIZE, WINDOW = 16, 100
 SHAPE = AttentionShape(num_heads=4, num_kv_heads=2, head_dim=16, block_size=SIZE, scale=0.25)
 GROUPS = (KVCacheGroup(), KVCacheGroup(WINDOW))
 
 
-def chunk(start: int, length: int, first_block: int) -> ScheduledChunk:
+def chunk(start: int, length: int, first_block: int) -> KnownChunk:
     """With tables as the manager leaves them: what the window has left is the null block."""
     count = -(-(start + length) // SIZE)
     blocks = list(range(first_block, first_block + count))
     left = KVCacheGroup(WINDOW).first_block(start, SIZE)
     others = [[NULL_BLOCK] * left + [100 + block for block in blocks[left:]]]
-    return ScheduledChunk(0, [1] * length, start, blocks, other_block_ids=others)
+    return KnownChunk(start, [1] * length, start, blocks, other_block_ids=others)
 
 
 def test_a_window_has_the_pages_that_it_reaches_and_few_before_them() -> None:
     chunks = [chunk(0, 40, 1), chunk(1500, 1, 1), chunk(1120, 80, 1)]
-    batch = prepare_inputs(chunks, SIZE, GROUPS).model_input
+    batch = prepare(chunks, SIZE, GROUPS).model_input
     whole, window = batch.attention
     assert batch.positions.tolist() == [*range(40), 1500, *range(1120, 1200)]
     assert torch.equal(whole.positions, batch.positions)
@@ -51,7 +52,7 @@ def test_a_window_has_the_pages_that_it_reaches_and_few_before_them() -> None:
 def test_contexts_begin_at_whole_blocks_and_whole_tiles(size: int) -> None:
     for start in range(0, 2000, 37):
         table = list(range(1, 2100))
-        batch = prepare_inputs([ScheduledChunk(0, [1], start, table)], size, [KVCacheGroup(WINDOW)]).model_input
+        batch = prepare([KnownChunk(0, [1], start, table)], size, [KVCacheGroup(WINDOW)]).model_input
         (attention,) = batch.attention
         skipped = start + 1 - int(attention.context_lens)
         assert skipped % WINDOW_ALIGNMENT == skipped % size == 0
@@ -69,11 +70,9 @@ def test_what_is_skipped_changes_no_bit(
     kv[NULL_BLOCK] = 7.0  # finite, as pads leave it
     heads = torch.randn(length, 8, SHAPE.head_dim, generator=noise)
     given = chunk(start, length, 1)
-    _, window = prepare_inputs([given], SIZE, GROUPS).model_input.attention
+    _, window = prepare([given], SIZE, GROUPS).model_input.attention
     assert int(window.context_lens) < start + length
-    (whole,) = prepare_inputs(
-        [ScheduledChunk(0, [1] * length, start, given.other_block_ids[0])], SIZE
-    ).model_input.attention
+    (whole,) = prepare([KnownChunk(0, [1] * length, start, given.other_block_ids[0])], SIZE).model_input.attention
 
     def attend(batch: AttentionBatch) -> torch.Tensor:
         backend = make(SHAPE)

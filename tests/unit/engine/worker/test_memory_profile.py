@@ -21,12 +21,13 @@ def test_the_largest_step_has_as_many_tokens_and_sequences_as_are_allowed(
     scheduler_output = largest_step(tokens, sequences, length, block_size, VOCAB)
     assert len(scheduler_output.chunks) == min(sequences, tokens)
     assert scheduler_output.num_tokens == min(tokens, len(scheduler_output.chunks) * length)
-    assert {block for chunk in scheduler_output.chunks for block in chunk.block_ids} == {1}
-    for chunk in scheduler_output.chunks:
-        assert 1 <= len(chunk.token_ids) <= length
-        assert len(chunk.block_ids) * block_size >= chunk.end
+    for chunk, new in zip(scheduler_output.chunks, scheduler_output.new, strict=True):
+        assert 1 <= chunk.length <= length
+        assert chunk.row == new.row
+        assert all(set(table) == {1} and len(table) * block_size >= chunk.end for table in new.block_ids)
         assert len(chunk.sample_requests) == 1
-        assert all(0 <= token < VOCAB for token in chunk.token_ids)
+        assert len(new.token_ids) == chunk.length
+        assert all(0 <= token < VOCAB for token in new.token_ids)
     assert len({chunk.sequence_id for chunk in scheduler_output.chunks}) == len(scheduler_output.chunks)
 
 
@@ -45,8 +46,9 @@ class Machine:
         return self.now
 
     def execute_model(self, scheduler_output: SchedulerOutput) -> ModelOutput:
-        for chunk in scheduler_output.chunks:
-            assert all(1 <= block < self.kv_cache_config.device_blocks for block in chunk.block_ids)
+        for new in scheduler_output.new:
+            for table in new.block_ids:
+                assert all(1 <= block < self.kv_cache_config.device_blocks for block in table)
         assert all(
             copy.target < self.kv_cache_config.host_blocks for copy in scheduler_output.copies.blocks_to_swap_out
         )

@@ -1,0 +1,84 @@
+"""Which row of the worker's state each running sequence has, and what the worker lacks of it.
+
+The worker's state is a cache of the scheduler's: a sequence gets a row with its first chunk on the device, loses it
+when it is preempted or ends, and any row can be sent again as a ``NewRequest`` at any time.
+"""
+
+from array import array
+from collections.abc import Sequence as Tokens
+from heapq import heappop, heappush
+from typing import TYPE_CHECKING
+
+from quire_engine.core.step import NewRequest, SchedulerOutput
+
+if TYPE_CHECKING:
+    from quire_engine.core.request import Sequence
+
+
+class WorkerRows:
+    """Gives rows to sequences, the lowest first, so that there are no more of them than sequences ran at once.
+
+    A row that a step in flight computes is not given to another sequence before that step is done: what it draws is
+    written into the row.
+    """
+
+    def __init__(self, num_groups: int) -> None:
+        self._num_groups = num_groups
+        self._num_rows = 0
+        self._free: list[int] = []
+        # Rows, and the last step that computed them.
+        self._released: list[tuple[int, int]] = []
+
+    def begin_step(self, step: int, oldest_in_flight: int) -> SchedulerOutput:
+        """An empty output for ``step``. Rows that no step from ``oldest_in_flight`` on computes are free again."""
+        if self._released:
+            for row, last_step in self._released:
+                if last_step < oldest_in_flight:
+                    heappush(self._free, row)
+            self._released = [each for each in self._released if each[1] >= oldest_in_flight]
+        return SchedulerOutput(step, new_blocks=tuple([array("i") for _ in range(self._num_groups)]))
+
+    def release(self, sequence: "Sequence") -> None:
+        """Takes its row, if it has one, from a sequence that leaves the device."""
+        if sequence.row is not None:
+            self._released.append((sequence.row, sequence.last_step))
+            sequence.row = None
+
+    def send_changes(self, sequence: "Sequence", scheduler_output: SchedulerOutput, drafts: Tokens[int]) -> int:
+        """Adds to the step what the worker lacks of a sequence that has a chunk in it, and the ``drafts`` behind its
+        known tokens. Returns its row.
+        """
+        row = sequence.row
+        if row is None:
+            sequence.row = row = self._take()
+            scheduler_output.new.append(new_request(sequence, row))
+        else:
+            if sequence.num_sent_tokens < len(sequence.token_ids):
+                _add(scheduler_output.new_tokens, row, sequence.num_sent_tokens, sequence.token_ids)
+                sequence.num_sent_tokens = len(sequence.token_ids)
+            if sequence.table.has_changes:
+                for changes, group in zip(scheduler_output.new_blocks, sequence.table.groups, strict=True):
+                    for index in group.take_changes():
+                        changes.extend((row, index, group.block_ids[index]))
+        if drafts:
+            _add(scheduler_output.new_tokens, row, len(sequence.token_ids), [*sequence.token_ids, *drafts])
+        return row
+
+    def _take(self) -> int:
+        if self._free:
+            return heappop(self._free)
+        self._num_rows += 1
+        return self._num_rows - 1
+
+
+def new_request(sequence: "Sequence", row: int) -> NewRequest:
+    """All of the sequence that a worker needs, for its ``row``."""
+    sequence.num_sent_tokens = len(sequence.token_ids)
+    tables = tuple([group.take_all() for group in sequence.table.groups])
+    return NewRequest(row, array("i", sequence.token_ids), tables)
+
+
+def _add(changes: "array[int]", row: int, first: int, values: Tokens[int]) -> None:
+    """Adds the ``values`` from the index ``first`` on."""
+    for index in range(first, len(values)):
+        changes.extend((row, index, values[index]))
