@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 from quire_engine.config import PreemptionPolicy
+from quire_engine.core.absence import PreemptionReason
 from quire_engine.core.executor import Rates
-from quire_engine.core.preemption import PreemptionReason
 from quire_engine.executor.torch_executor import TorchExecutor
 from quire_proto.sampling import SamplingParams
 

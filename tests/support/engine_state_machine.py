@@ -8,6 +8,7 @@ from random import Random
 
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
+from quire_engine.core.absence import PreemptionReason, TimeAway
 from quire_engine.core.block_pool import BlockStored, KVCacheConfig, KVCacheGroup
 from quire_engine.core.config import SchedulerConfig
 from quire_engine.core.engine_core import AbortRequest, AddRequest, EngineCore, EngineCoreOutputs
@@ -16,7 +17,6 @@ from quire_engine.core.kv_cache_manager import KVCacheManager
 from quire_engine.core.kv_disk import DiskContents, TransferOutcome
 from quire_engine.core.lora import LoRARequest
 from quire_engine.core.outputs import EngineCoreOutput
-from quire_engine.core.preemption import PreemptionReason, TimeAway
 from quire_engine.core.request import Request, ResumedOutput
 from quire_engine.core.scheduler import Scheduler
 from quire_engine.core.step import ModelOutput, SchedulerOutput

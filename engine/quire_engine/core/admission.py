@@ -8,9 +8,8 @@ from typing import TYPE_CHECKING
 
 from quire_engine.core.block_table import CachedBlocks
 from quire_engine.core.executor import Rates
+from quire_engine.core.gates import DiskGate, LoRAGate
 from quire_engine.core.kv_cache_manager import KVCacheManager
-from quire_engine.core.kv_disk import DiskGate
-from quire_engine.core.lora import LoRAGate
 from quire_engine.core.outputs import SchedulerStats
 from quire_engine.core.preemption import Preemptor, preempted_with
 from quire_engine.core.request import Sequence, SequenceStatus

@@ -81,13 +81,6 @@ class BlockTable(GroupTable):
         return (self, *self.others)
 
     @property
-    def has_changes(self) -> bool:
-        """Whether the worker's tables are behind any of these."""
-        if len(self.block_ids) > self.num_sent or self.changed:
-            return True
-        return any(group.changed for group in self.others) if self.others else False
-
-    @property
     def num_held_blocks(self) -> int:
         """The device blocks of all groups."""
         return sum([len(group.block_ids) - group.num_skipped for group in self.groups]) if self.block_ids else 0

@@ -16,6 +16,7 @@ from typing import cast
 from quire_proto.errors import ErrorCode, QuireError, internal
 from quire_proto.sampling import FinishReason
 
+from quire_engine.core.absence import TimeAway
 from quire_engine.core.block_pool import BlockStored, KVCacheEvent
 from quire_engine.core.executor import (
     AsyncExecutor,
@@ -27,7 +28,6 @@ from quire_engine.core.executor import (
 )
 from quire_engine.core.kv_disk import TransferResult
 from quire_engine.core.outputs import EngineCoreOutput, EngineLoad, KVCacheFragmentation
-from quire_engine.core.preemption import TimeAway
 from quire_engine.core.request import Request
 from quire_engine.core.scheduler import Scheduler
 from quire_engine.core.step import ModelOutput, SchedulerOutput, StepTimings

@@ -17,13 +17,8 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from enum import IntEnum, StrEnum
 from time import time_ns
-from typing import TYPE_CHECKING
 
 from quire_engine.core.block_pool import BlockCopies, BlockCopy, BlockPool, DiskTransfer, Tier
-
-if TYPE_CHECKING:
-    from quire_engine.core import request
-    from quire_engine.core.kv_cache_manager import KVCacheManager
 
 log = logging.getLogger(__name__)
 
@@ -320,110 +315,3 @@ class DiskTier:
             disk_block = self.pool.get_cached_block(block.block_hash)
             assert disk_block is not None
             self.pool.forget(disk_block)
-
-
-class DiskGate:
-    """The ``AdmissionGate`` of blocks on disk: a sequence is held while what the disk has of its prefix is loaded, if
-    that is faster than computing it at ``rate`` tokens a second. These blocks are looked for once, when the sequence
-    could be next, and it is admitted with what has come of them.
-
-    A held sequence waits for the last of its blocks that is on its way, and is looked at again when that has come; one
-    that others leave no room to load for is when they have left it. So that what needs much room does not wait for
-    ever, only ``max_overtakes`` others begin to load before the oldest of those that lack room: then nobody else does
-    until that has begun, or is to be computed.
-    """
-
-    def __init__(self, disk: DiskTier, kv_cache_manager: "KVCacheManager", rate: float, max_overtakes: int) -> None:
-        self._disk = disk
-        self._kv_cache_manager = kv_cache_manager
-        self._rate = rate
-        self._max_overtakes = max_overtakes
-        # What is being loaded for a sequence, by its id, once that was looked for.
-        self._awaited: dict[int, list[bytes]] = {}
-        # By their ids: those that are held by the block that each waits for, and those that lack room, the oldest
-        # first, which keep their places here while they are looked at again.
-        self._waiting_for: dict[bytes, dict[int, request.Sequence]] = {}
-        self._lacking_room: dict[int, _LackingRoom] = {}
-        self._num_overtakes = 0  # of the oldest of them
-        self._has_new_oldest = False
-
-    def release(self) -> "Iterable[request.Sequence]":
-        """Those that wait for a block that has come, or for room that there is now; all if the disk is off."""
-        is_on = self._disk.is_on
-        ended = self._disk.take_ended_loads() if is_on else list(self._waiting_for)
-        released = [sequence for each in ended for sequence in self._waiting_for.pop(each, {}).values()]
-        if ended or self._has_new_oldest or not is_on:
-            self._has_new_oldest = False
-            for each in self._lacking_room.values():
-                # Of the oldest's blocks, others may have loaded some.
-                has_room = self._is_reserved_for(each.sequence) or self._disk.has_room_for(each.num_blocks)
-                if each.is_held and (has_room or not is_on):
-                    each.is_held = False
-                    released.append(each.sequence)
-                if is_on and self._is_reserved:
-                    break
-        return released
-
-    def admits(self, sequence: "request.Sequence") -> bool:
-        """Whether none of its blocks is on its way from the disk. Begins to load them when it is first asked for."""
-        if sequence.group.needs_prompt_logprobs:
-            return True
-        awaited = self._awaited.get(sequence.id)
-        if awaited is None:
-            awaited, num_lacking = self._kv_cache_manager.load_from_disk(
-                sequence.table,
-                sequence.token_ids,
-                self._rate,
-                may_begin=not self._is_reserved or self._is_reserved_for(sequence),
-            )
-            if num_lacking:
-                self._lacking_room[sequence.id] = _LackingRoom(sequence, num_lacking)
-                return False
-            self._awaited[sequence.id] = awaited
-            if awaited and self._lacking_room and not self._is_oldest(sequence):
-                self._num_overtakes += 1
-            self._forget_lack(sequence)
-        if not self._disk.is_loading(awaited):
-            return True
-        self._waiting_for.setdefault(awaited[-1], {})[sequence.id] = sequence
-        return False
-
-    def on_admission(self, sequence: "request.Sequence") -> None:
-        """Forgets what came for it."""
-        self._awaited.pop(sequence.id, None)
-
-    def on_abort(self, sequence: "request.Sequence") -> None:
-        """Forgets it; what is on its way still comes to the host pool."""
-        self._forget_lack(sequence)
-        awaited = self._awaited.pop(sequence.id, None)
-        if awaited:
-            waiting = self._waiting_for.get(awaited[-1], {})
-            waiting.pop(sequence.id, None)
-            if not waiting:
-                self._waiting_for.pop(awaited[-1], None)
-
-    @property
-    def _is_reserved(self) -> bool:
-        """Whether the oldest of those that lack room alone may begin to load."""
-        return bool(self._lacking_room) and self._num_overtakes >= self._max_overtakes
-
-    def _is_reserved_for(self, sequence: "request.Sequence") -> bool:
-        return self._is_reserved and self._is_oldest(sequence)
-
-    def _is_oldest(self, sequence: "request.Sequence") -> bool:
-        return next(iter(self._lacking_room), None) == sequence.id
-
-    def _forget_lack(self, sequence: "request.Sequence") -> None:
-        """It lacks room no more. If it was the oldest, the next one is from now on."""
-        if self._is_oldest(sequence):
-            self._num_overtakes, self._has_new_oldest = 0, True
-        self._lacking_room.pop(sequence.id, None)
-
-
-@dataclass(slots=True)
-class _LackingRoom:
-    """A sequence that so many blocks lack room for. It is held until it is to be looked at again."""
-
-    sequence: "request.Sequence"
-    num_blocks: int
-    is_held: bool = True

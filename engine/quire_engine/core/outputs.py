@@ -7,12 +7,12 @@ from dataclasses import dataclass, field
 from quire_proto.errors import QuireError
 from quire_proto.sampling import FinishReason, StopToken, TokenLogprobs
 
+from quire_engine.core.absence import PreemptionMode, PreemptionReason
 from quire_engine.core.block_pool import BlockPool
 from quire_engine.core.block_table import BlockTable
 from quire_engine.core.kv_cache_manager import KVCacheManager
 from quire_engine.core.kv_disk import DiskFailure
 from quire_engine.core.lora import LoRAStats
-from quire_engine.core.preemption import PreemptionMode, PreemptionReason
 from quire_engine.core.request import SequenceTimings
 from quire_engine.core.step_time_model import Pace
 

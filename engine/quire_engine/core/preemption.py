@@ -7,14 +7,14 @@ pools give up the least recently used.
 
 from collections import abc
 from collections.abc import Callable
-from dataclasses import dataclass
-from enum import StrEnum
 from operator import attrgetter
 from typing import TYPE_CHECKING
 
+from quire_engine.core.absence import Absence, PreemptionMode, PreemptionReason, TimeAway
 from quire_engine.core.executor import Rates
 from quire_engine.core.kv_cache_manager import KVCacheManager, SwapCost
-from quire_engine.core.request import SequenceEvent, SequenceStatus
+from quire_engine.core.outputs import SchedulerStats
+from quire_engine.core.request import Sequence, SequenceEvent, SequenceGroup, SequenceStatus
 from quire_engine.core.request_queue import AdmittedQueue
 from quire_engine.core.step import SchedulerOutput
 from quire_engine.core.step_time_model import StepTimeModel, StepWork
@@ -23,31 +23,12 @@ from quire_engine.core.worker_rows import WorkerRows
 if TYPE_CHECKING:
     from quire_engine.config import PreemptionPolicy
     from quire_engine.core.config import SchedulerConfig
-    from quire_engine.core.outputs import SchedulerStats
-    from quire_engine.core.request import Sequence, SequenceGroup
 
 _NANOSECONDS = 1_000_000_000
 MAX_BYTES_BESIDE = 1 << 40  # the rate is infinite where there is nothing to copy to
 SWAP_AHEAD_STEPS = 1  # by which copies are ready before they are needed
 
 _preemption_key = attrgetter("preemption_key")
-
-
-class PreemptionMode(StrEnum):
-    """How a victim is preempted, as metrics and spans name it: swapped to the host pool, or computed again later."""
-
-    SWAP = "swap"
-    RECOMPUTE = "recompute"
-
-
-class PreemptionReason(StrEnum):
-    """Why that mode was chosen."""
-
-    CHEAPER = "cheaper"
-    HOST_FULL = "host_full"
-    TOO_MANY_SWAPPED = "too_many_swapped"
-    CONFIGURED = "configured"
-    LOST = "lost"
 
 
 def choose_preemption_mode(
@@ -74,7 +55,7 @@ def choose_preemption_mode(
 
 def copy_beside(
     scheduler_output: SchedulerOutput,
-    running: "abc.Sequence[Sequence]",
+    running: abc.Sequence[Sequence],
     memory: KVCacheManager,
     rates: Rates,
     model: StepTimeModel | None,
@@ -108,7 +89,7 @@ def num_blocks_beside(
     return max(1, int(min(seconds * rates.bytes_per_second, MAX_BYTES_BESIDE) / block_bytes))
 
 
-def swap_ahead(running: "abc.Sequence[Sequence]", memory: KVCacheManager, *, part: float, limit: int) -> int:
+def swap_ahead(running: abc.Sequence[Sequence], memory: KVCacheManager, *, part: float, limit: int) -> int:
     """When more than ``part`` of the device blocks is held, copies full blocks of those that would be preempted next to
     the host, so that a preemption finds them there. A step copies at most ``limit``, and none of a sequence whose turn
     comes so late that later steps suffice. Returns how many are copied.
@@ -129,30 +110,11 @@ def swap_ahead(running: "abc.Sequence[Sequence]", memory: KVCacheManager, *, par
     return limit - left
 
 
-def _num_blocks_taken_in(steps: int, running: "abc.Sequence[Sequence]", memory: KVCacheManager) -> int:
+def _num_blocks_taken_in(steps: int, running: abc.Sequence[Sequence], memory: KVCacheManager) -> int:
     """Blocks that the running sequences may take in so many steps: for what is left of their prompts, and a token a
     step.
     """
     return sum(memory.capacity.max_blocks(each.num_tokens + steps) - each.table.num_held_blocks for each in running)
-
-
-@dataclass(frozen=True, slots=True)
-class TimeAway:
-    """How long a preempted sequence was away, in seconds. ``mode`` is recompute if any of it was computed again."""
-
-    mode: PreemptionMode
-    seconds: float
-
-
-@dataclass(slots=True)
-class Absence:
-    """A preempted sequence that is not back where it was: since when, in nanoseconds since 1970, by which mode, and how
-    many tokens were computed, or would have been by the steps in flight.
-    """
-
-    since: int
-    mode: PreemptionMode
-    num_computed_tokens: int
 
 
 class Absences:
@@ -165,7 +127,7 @@ class Absences:
         self._clock = clock
         self.ended: list[TimeAway] = []
 
-    def begin(self, sequence: "Sequence", mode: PreemptionMode) -> None:
+    def begin(self, sequence: Sequence, mode: PreemptionMode) -> None:
         """A running sequence is preempted; or what was swapped out cannot be used. Its counts of tokens are those that
         it had.
         """
@@ -177,13 +139,13 @@ class Absences:
         if mode is PreemptionMode.RECOMPUTE:
             absence.mode = mode
 
-    def on_swapped_in(self, sequence: "Sequence") -> float:
+    def on_swapped_in(self, sequence: Sequence) -> float:
         """Ends it if what the swap brings back is all that was computed. Returns the seconds; 0 if it goes on."""
         absence = sequence.absence
         is_back = absence is not None and sequence.num_computed_tokens >= absence.num_computed_tokens
         return self.end(sequence) if is_back else 0.0
 
-    def on_computed(self, sequence: "Sequence") -> float:
+    def on_computed(self, sequence: Sequence) -> float:
         """Ends it if the sequence has computed more than before, or all that is known. Returns the seconds; 0 if it
         goes on.
         """
@@ -191,7 +153,7 @@ class Absences:
         is_back = absence is not None and (computed > absence.num_computed_tokens or computed >= sequence.num_tokens)
         return self.end(sequence) if is_back else 0.0
 
-    def end(self, sequence: "Sequence") -> float:
+    def end(self, sequence: Sequence) -> float:
         """Ends it, if there is one, and adds its seconds to the sequence's timings. Returns them."""
         absence, sequence.absence = sequence.absence, None
         if absence is None:
@@ -207,13 +169,13 @@ class Absences:
         return ended
 
 
-def running_beams(group: "SequenceGroup") -> "list[Sequence]":
+def running_beams(group: SequenceGroup) -> list[Sequence]:
     """The beams of a search that run, by precedence."""
     beams = [beam for beam in group.sequences.values() if beam.status is SequenceStatus.RUNNING]
     return sorted(beams, key=_preemption_key)
 
 
-def preempted_with(victim: "Sequence") -> "list[Sequence]":
+def preempted_with(victim: Sequence) -> list[Sequence]:
     """The sequences preempted with ``victim``, the least precedence first: beams can only go on together."""
     return [victim] if victim.group.beam_search is None else running_beams(victim.group)[::-1]
 
@@ -231,7 +193,7 @@ class Preemptor:
         kv_cache_manager: KVCacheManager,
         *,
         rates: Rates,
-        stats: "SchedulerStats",
+        stats: SchedulerStats,
         clock: Callable[[], int],
     ) -> None:
         self.swapped = AdmittedQueue()
@@ -245,7 +207,7 @@ class Preemptor:
         self._stats = stats
         self._clock = clock
 
-    def preempt(self, victim: "Sequence") -> None:
+    def preempt(self, victim: Sequence) -> None:
         """Takes a running sequence off the device, by swap or by recompute."""
         self._running.remove(victim)
         self._rows.release(victim)
@@ -263,30 +225,30 @@ class Preemptor:
         else:
             self._recompute(victim, reason)
 
-    def next(self) -> "Sequence | None":
+    def next(self) -> Sequence | None:
         """The one that comes back next: nothing passes another, whether swapped or not."""
         heads = [queue.first() for queue in (self.swapped, self.preempted) if queue]
         return min(heads, key=_preemption_key) if heads else None
 
-    def invalidate_kv(self, sequence: "Sequence") -> None:
+    def invalidate_kv(self, sequence: Sequence) -> None:
         """What was computed for a preempted sequence cannot be used: all of it is computed again."""
         if sequence.status is SequenceStatus.SWAPPED:
             self.swapped.remove(sequence)
             self._recompute(sequence, PreemptionReason.LOST)
 
-    def swap_in(self, sequence: "Sequence") -> None:
+    def swap_in(self, sequence: Sequence) -> None:
         """Brings the blocks of a swapped sequence back to the device, where there is room for them."""
         self.swapped.remove(sequence)
         blocks = self._kv_cache_manager.swap_in(sequence.table)
         self._stats.blocks_swapped_in += blocks
         self._record(sequence, "swap_in", blocks, away_seconds=self.absences.on_swapped_in(sequence))
 
-    def on_computed(self, sequence: "Sequence") -> None:
+    def on_computed(self, sequence: Sequence) -> None:
         """Records that a preempted sequence is back where it was, if it is."""
         if away_seconds := self.absences.on_computed(sequence):
             self._record(sequence, "recomputed", 0, away_seconds=away_seconds)
 
-    def _swap_out(self, victim: "Sequence", reason: PreemptionReason) -> None:
+    def _swap_out(self, victim: Sequence, reason: PreemptionReason) -> None:
         self.absences.begin(victim, PreemptionMode.SWAP)
         # Its blocks are copied after the step in flight, so with what that computes for it.
         victim.num_computed_tokens = victim.num_scheduled_tokens
@@ -297,7 +259,7 @@ class Preemptor:
         self.swapped.push(victim)
         self._record(victim, "swap_out", blocks, reason)
 
-    def _recompute(self, victim: "Sequence", reason: PreemptionReason) -> None:
+    def _recompute(self, victim: Sequence, reason: PreemptionReason) -> None:
         self.absences.begin(victim, PreemptionMode.RECOMPUTE)
         self._kv_cache_manager.free(victim.table)
         victim.num_computed_tokens = victim.num_scheduled_tokens = 0
@@ -305,7 +267,5 @@ class Preemptor:
         self.preempted.push(victim)
         self._record(victim, "recompute", 0, reason)
 
-    def _record(
-        self, sequence: "Sequence", name: str, blocks: int, reason: str = "", away_seconds: float = 0.0
-    ) -> None:
+    def _record(self, sequence: Sequence, name: str, blocks: int, reason: str = "", away_seconds: float = 0.0) -> None:
         sequence.timings.events.append(SequenceEvent(name, self._clock(), blocks, reason, away_seconds))

@@ -13,16 +13,16 @@ from quire_proto.pooling import PoolingParams, Task, check_dimensions
 from quire_proto.priority import BEST_EFFORT
 from quire_proto.sampling import SamplingParams, choice_seed
 
+from quire_engine.core.absence import Absence
 from quire_engine.core.beam_search import BeamSearch
 from quire_engine.core.block_table import BlockTable
+from quire_engine.core.draft_proposers import NgramProposer, SuffixProposer
 from quire_engine.core.kv_cache_manager import KVCacheManager
 from quire_engine.core.lora import LoRARequest
-from quire_engine.core.speculation import NgramProposer, SuffixProposer
 from quire_engine.core.step import BeamCandidates, Grammar, SampleRequest, SchedulerOutput
 
 if TYPE_CHECKING:
     from quire_engine.core.config import SchedulerConfig
-    from quire_engine.core.preemption import Absence
 
 
 @dataclass(frozen=True, slots=True)

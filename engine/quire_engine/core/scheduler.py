@@ -29,6 +29,7 @@ from quire_proto.errors import ErrorCode, QuireError
 from quire_proto.priority import BEST_EFFORT
 from quire_proto.sampling import FinishReason, StopToken, TokenLogprobs
 
+from quire_engine.core.absence import TimeAway
 from quire_engine.core.batch_scheduler import BatchScheduler
 from quire_engine.core.beam_search import Continuation
 from quire_engine.core.executor import UNMEASURED, Rates
@@ -42,7 +43,6 @@ from quire_engine.core.outputs import (
     count_leaked_blocks,
     measure_fragmentation,
 )
-from quire_engine.core.preemption import TimeAway
 from quire_engine.core.request import (
     Request,
     Sequence,

@@ -54,11 +54,6 @@ class Grammar(Protocol):
         ...
 
 
-def int32(numbers: Sequence[int] = ()) -> "array[int]":
-    """The numbers in four bytes each."""
-    return array("i", numbers)
-
-
 @dataclass(slots=True)
 class SampleRequest:
     """How the next token of one sequence is drawn. The same object in every step of the sequence's life, but for the
@@ -179,7 +174,7 @@ class SchedulerOutput:
     chunks: list[ScheduledChunk] = field(default_factory=list)
     copies: BlockCopies = field(default_factory=BlockCopies)
     new: list[NewRequest] = field(default_factory=list)
-    new_tokens: "array[int]" = field(default_factory=int32)
+    new_tokens: "array[int]" = field(default_factory=lambda: array("i"))
     new_blocks: tuple["array[int]", ...] = ()
     finished_seq_ids: list[int] = field(default_factory=list)
     num_preempted: int = 0

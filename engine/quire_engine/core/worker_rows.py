@@ -7,12 +7,9 @@ when it is preempted or ends, and any row can be sent again as a ``NewRequest`` 
 from array import array
 from collections.abc import Sequence as Tokens
 from heapq import heappop, heappush
-from typing import TYPE_CHECKING
 
+from quire_engine.core.request import Sequence
 from quire_engine.core.step import NewRequest, SchedulerOutput
-
-if TYPE_CHECKING:
-    from quire_engine.core.request import Sequence
 
 
 class WorkerRows:
@@ -38,13 +35,13 @@ class WorkerRows:
             self._released = [each for each in self._released if each[1] >= oldest_in_flight]
         return SchedulerOutput(step, new_blocks=tuple([array("i") for _ in range(self._num_groups)]))
 
-    def release(self, sequence: "Sequence") -> None:
+    def release(self, sequence: Sequence) -> None:
         """Takes its row, if it has one, from a sequence that leaves the device."""
         if sequence.row is not None:
             self._released.append((sequence.row, sequence.last_step))
             sequence.row = None
 
-    def send_changes(self, sequence: "Sequence", scheduler_output: SchedulerOutput, drafts: Tokens[int]) -> int:
+    def send_changes(self, sequence: Sequence, scheduler_output: SchedulerOutput, drafts: Tokens[int]) -> int:
         """Adds to the step what the worker lacks of a sequence that has a chunk in it, and the ``drafts`` behind its
         known tokens. Returns its row.
         """
@@ -56,8 +53,9 @@ class WorkerRows:
             if sequence.num_sent_tokens < len(sequence.token_ids):
                 _add(scheduler_output.new_tokens, row, sequence.num_sent_tokens, sequence.token_ids)
                 sequence.num_sent_tokens = len(sequence.token_ids)
-            if sequence.table.has_changes:
-                for changes, group in zip(scheduler_output.new_blocks, sequence.table.groups, strict=True):
+            table = sequence.table
+            if len(table.block_ids) > table.num_sent or table.changed or table.others:
+                for changes, group in zip(scheduler_output.new_blocks, table.groups, strict=True):
                     for index in group.take_changes():
                         changes.extend((row, index, group.block_ids[index]))
         if drafts:
@@ -71,7 +69,7 @@ class WorkerRows:
         return self._num_rows - 1
 
 
-def new_request(sequence: "Sequence", row: int) -> NewRequest:
+def new_request(sequence: Sequence, row: int) -> NewRequest:
     """All of the sequence that a worker needs, for its ``row``."""
     sequence.num_sent_tokens = len(sequence.token_ids)
     tables = tuple([group.take_all() for group in sequence.table.groups])

@@ -17,12 +17,12 @@ from pydantic_settings import BaseSettings
 from quire_cli.bench.config import ServeBenchConfig
 from quire_engine.bench.config import BenchConfig
 from quire_engine.config import EngineConfig
+from quire_engine.core.absence import PreemptionMode, PreemptionReason, TimeAway
 from quire_engine.core.data_parallel import DPStats
 from quire_engine.core.engine_core import EngineCoreOutputs, StepTrace
 from quire_engine.core.executor import WeightStats
 from quire_engine.core.kv_disk import DiskFailure
 from quire_engine.core.outputs import EngineLoad, KVCacheFragmentation, SchedulerStats
-from quire_engine.core.preemption import PreemptionMode, PreemptionReason, TimeAway
 from quire_engine.core.startup import StartupTimer
 from quire_engine.core.step import StepTimings
 from quire_engine.server.loras import LoRARegistry

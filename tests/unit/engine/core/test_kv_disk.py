@@ -10,15 +10,9 @@ from quire_engine.core.block_pool import BlockRemoved, KVCacheConfig, Tier
 from quire_engine.core.config import SchedulerConfig
 from quire_engine.core.engine_core import EngineCore, EngineCoreOutputs
 from quire_engine.core.executor import Rates
+from quire_engine.core.gates import DiskGate
 from quire_engine.core.kv_cache_manager import KVCacheManager
-from quire_engine.core.kv_disk import (
-    STALL_SECONDS,
-    DiskContents,
-    DiskFailure,
-    DiskGate,
-    TransferOutcome,
-    TransferResult,
-)
+from quire_engine.core.kv_disk import STALL_SECONDS, DiskContents, DiskFailure, TransferOutcome, TransferResult
 from quire_engine.core.request import Request, Sequence
 from quire_engine.core.scheduler import Scheduler
 from quire_proto.sampling import SamplingParams

@@ -3,11 +3,11 @@
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from quire_engine.core.absence import PreemptionMode, PreemptionReason
 from quire_engine.core.block_pool import KVCacheConfig
 from quire_engine.core.config import SchedulerConfig
 from quire_engine.core.executor import Rates
 from quire_engine.core.kv_cache_manager import KVCacheManager
-from quire_engine.core.preemption import PreemptionMode, PreemptionReason
 from quire_engine.core.request import Request, SequenceStatus
 from quire_engine.core.request_queue import (
     AGING,

@@ -11,11 +11,11 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from quire_engine.core.block_pool import KVCacheConfig
 from quire_engine.core.config import SchedulerConfig
+from quire_engine.core.draft_proposers import HitRates, NgramProposer, SuffixProposer
 from quire_engine.core.engine_core import AddRequest, EngineCore, EngineCoreOutputs
 from quire_engine.core.kv_cache_manager import KVCacheManager
 from quire_engine.core.request import Request
 from quire_engine.core.scheduler import Scheduler
-from quire_engine.core.speculation import HitRates, NgramProposer, SuffixProposer
 from quire_engine.simulation.simulated_executor import LatencyModel, SimulatedExecutor
 from quire_proto.sampling import SamplingParams
 

@@ -11,12 +11,12 @@ from opentelemetry.sdk.trace import ReadableSpan, TracerProvider
 from opentelemetry.sdk.trace.export import SimpleSpanProcessor
 from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
 from prometheus_client import generate_latest
+from quire_engine.core.absence import PreemptionMode, TimeAway
 from quire_engine.core.data_parallel import DPStats
 from quire_engine.core.engine_core import EngineCoreOutputs, StepTrace
 from quire_engine.core.executor import WeightStats
 from quire_engine.core.lora import LoRAStats
 from quire_engine.core.outputs import EngineCoreOutput, EngineLoad, SchedulerStats
-from quire_engine.core.preemption import PreemptionMode, TimeAway
 from quire_engine.core.request import Request, SequenceEvent, SequenceTimings
 from quire_engine.core.startup import StartupPhase, StartupTimer, process_start
 from quire_engine.core.step import StepTimings
