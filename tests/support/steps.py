@@ -61,7 +61,8 @@ class KnownChunk:
     def new(self) -> NewRequest:
         """Its row, with any tokens before the chunk."""
         known = [0] * self.start + [token_id for token_id in self.token_ids if token_id != PENDING]
-        return NewRequest(self.sequence_id, array("i", known), tuple(array("i", table) for table in self.tables))
+        tables = tuple(array("i", table) for table in self.tables)
+        return NewRequest(self.sequence_id, array("i", known), tables, next(iter(self.sample_requests), None))
 
 
 def make_step(step: int, chunks: Sequence[KnownChunk] = (), *copies: Any, **more: Any) -> SchedulerOutput:

@@ -88,12 +88,14 @@ class NewRequest:
     """A sequence that the worker has no state of: sent with its first chunk, and again when it returns from a
     preemption or is run alone after a failed step. ``row`` is where the worker keeps it, which may have been another
     sequence's. ``token_ids`` (int32) are all its known tokens, and ``block_ids`` (int32) its block table in each group
-    of layers, which covers at least the tokens of its chunk.
+    of layers, which covers at least the tokens of its chunk. ``sample_request`` says how its own next tokens are drawn;
+    None where a prompt is pooled.
     """
 
     row: int
     token_ids: "array[int]"
     block_ids: tuple["array[int]", ...]
+    sample_request: SampleRequest | None = None
 
 
 @dataclass(slots=True)

@@ -73,7 +73,8 @@ def new_request(sequence: Sequence, row: int) -> NewRequest:
     """All of the sequence that a worker needs, for its ``row``."""
     sequence.num_sent_tokens = len(sequence.token_ids)
     tables = tuple([group.take_all() for group in sequence.table.groups])
-    return NewRequest(row, array("i", sequence.token_ids), tables)
+    own = sequence.sample_requests[0] if sequence.sample_requests else None
+    return NewRequest(row, array("i", sequence.token_ids), tables, own)
 
 
 def _add(changes: "array[int]", row: int, first: int, values: Tokens[int]) -> None:

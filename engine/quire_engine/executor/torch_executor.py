@@ -11,6 +11,7 @@ from functools import partial
 from pathlib import Path
 from time import perf_counter
 
+import numpy as np
 import torch
 from quire_proto import __version__
 from quire_proto.errors import ErrorCode, QuireError, internal
@@ -34,9 +35,15 @@ from quire_engine.executor.rank_worker import RankSettings, check_parallel_sizes
 from quire_engine.kernels.bindings import library
 from quire_engine.models.llama import Llama
 from quire_engine.models.loader import read_model_config
-from quire_engine.sampling.sampler import Sampler, SamplerInput, SamplerOutput, compute_prompt_logprobs
+from quire_engine.sampling.sampler import (
+    PlainSamplerOutput,
+    Sampler,
+    SamplerInput,
+    SamplerOutput,
+    compute_prompt_logprobs,
+)
 from quire_engine.worker.block_file import FolderLock
-from quire_engine.worker.input_batch import InputBatch, ModelInput, prepare_inputs
+from quire_engine.worker.input_batch import DrawnRows, InputBatch, ModelInput, prepare_inputs
 from quire_engine.worker.kv_cache import StepEvent
 from quire_engine.worker.memory import (
     CacheBudget,
@@ -478,8 +485,8 @@ class AsyncStep:
         self._pooler = pooler
         self._device = device
         self._forward: ForwardPass | None = None
-        self._drawing: Sequence[ScheduledChunk] = ()
-        self._sampled: list[SamplerOutput] = []
+        self._drawn: DrawnRows | None = None
+        self._sampled: list[SamplerOutput | PlainSamplerOutput] = []
         self._sampled_seq_ids: list[int] = []
         self._pooled: PoolerOutput | None = None
         self._event: StepEvent | None = None
@@ -500,7 +507,7 @@ class AsyncStep:
         prepared = [(early, self._sampler.prepare([batch.sample_requests[index] for index in early]))] if early else []
         hidden = self._run_forward(batch.model_input, pending)
         self._forward = ForwardPass(batch, prepared, late, hidden)
-        self._drawing = batch.appending
+        self._drawn = batch.drawn
 
     def sample_tokens(self) -> None:
         """See ``AsyncModelOutput.sample_tokens``. Waits only for the log-probabilities of prompts. Raises
@@ -539,11 +546,11 @@ class AsyncStep:
 
     def _append_drawn(self) -> None:
         """Appends the tokens to the rows that they were drawn for."""
-        token_ids = self.output.token_ids
-        drawn = [chunk for chunk in self._drawing if chunk.sequence_id in token_ids]
-        if drawn:
-            rows, ends = [chunk.row for chunk in drawn], [chunk.end for chunk in drawn]
-            self._states.append_drawn(rows, ends, [token_ids[chunk.sequence_id] for chunk in drawn])
+        drawn, token_ids = self._drawn, self.output.token_ids
+        if drawn is not None:
+            # A row whose draw failed ends, so what it gets does not matter.
+            appended = np.array([token_ids.get(sequence_id, 0) for sequence_id in drawn.sequence_ids], np.int64)
+            self._states.tokens.write(drawn.rows, drawn.positions, appended)
 
     def sampled_token_ids(self, sequence_ids: Sequence[int]) -> torch.Tensor:
         """The tokens [P] int64 that were sampled for these sequences, on the device, without waiting for them. Where
@@ -565,7 +572,7 @@ class AsyncStep:
         if batch.pooled:
             assert self._pooler is not None, "a step pools prompts, and the model says not how"
             self._pooled = self._pooler.pool(forward.hidden, batch.pooled)
-        if sample_requests:
+        if len(batch.model_input.sampled_rows):
             start = perf_counter()
             logits = self._runner.logits(forward.hidden, batch.model_input.sampled_rows)
             seconds = perf_counter() - start  # as part of the forward pass
@@ -574,6 +581,11 @@ class AsyncStep:
         if batch.prompt_logprob_chunks:
             logits_of, rows = partial(self._runner.logits, forward.hidden), batch.model_input.prompt_logprob_rows
             compute_prompt_logprobs(batch.prompt_logprob_chunks, rows, self._sampler.vocab_size, logits_of, self.output)
+        if batch.is_plain and logits is not None:
+            metadata = self._states.sampling.metadata(batch.drawn.rows, batch.drawn.positions)
+            self._sampled_seq_ids = batch.drawn.sequence_ids
+            self._sampled = [self._sampler.sample_plain(logits, metadata, batch.drawn.sequence_ids)]
+            return
         if forward.unprepared:
             late_requests = [sample_requests[index] for index in forward.unprepared]
             prepared = [*prepared, (forward.unprepared, self._sampler.prepare(late_requests))]

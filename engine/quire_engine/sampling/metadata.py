@@ -62,7 +62,7 @@ _BELOW_ONE = 1 - 2**-24
 Uint64 = npt.NDArray[np.uint64]
 
 
-def row_keys(seeds: Sequence[int], positions: Sequence[int]) -> npt.NDArray[np.int32]:
+def row_keys(seeds: "Sequence[int] | Uint64", positions: Sequence[int] | TokenArray) -> npt.NDArray[np.int32]:
     """Keys [B, 2] (low and high half) of B draws: seeds below 2^64, positions of the tokens to be drawn."""
     mixed = _mix64(np.array(positions, dtype=np.uint64) + GOLDEN64)
     keys = _mix64(np.array(seeds, dtype=np.uint64) ^ mixed)

@@ -206,6 +206,26 @@ class SamplerOutput:
                 model_output.candidates[state.sequence_id] = BeamCandidates(token_ids[:count], logprobs[:count])
 
 
+@dataclass(frozen=True, slots=True)
+class PlainSamplerOutput:
+    """What was sampled in a step whose draws are all plain, as ``SamplerOutput``."""
+
+    token_ids: torch.Tensor
+    sequence_ids: Sequence[int]
+    _copy: HostCopy
+
+    def fetch_into(self, model_output: ModelOutput) -> None:
+        """See ``SamplerOutput.fetch_into``."""
+        token_ids, finite = self._copy.wait()
+        drawn = dict(zip(self.sequence_ids, token_ids.tolist(), strict=True))
+        failed = [] if finite.all() else (~finite).nonzero().flatten().tolist()
+        for index in failed:
+            model_output.errors.setdefault(self.sequence_ids[index], non_finite_error())
+        for sequence_id in model_output.errors:
+            drawn.pop(sequence_id, None)
+        model_output.token_ids.update(drawn)
+
+
 def num_top_logprobs(group: SamplingGroup) -> list[int]:
     """How many of the most probable tokens each sample request wants with its own."""
     return [state.sample_request.params.logprobs or 0 for state in group.states]
@@ -299,6 +319,25 @@ class Sampler:
             logprobs=HostCopy(sampling_pass.logprobs(groups.with_logprobs)) if groups.with_logprobs.states else None,
         )
         return SamplerOutput(token_ids, prepared.states, rows, groups, bitmask.errors, copies)
+
+    def sample_plain(
+        self, logits: torch.Tensor, metadata: SamplingMetadata | None, sequence_ids: Sequence[int]
+    ) -> "PlainSamplerOutput":
+        """Samples a token of each sequence from its row of ``logits`` [R, V], as ``sample`` does where nothing is asked
+        for but the token; with ``metadata`` None all are greedy.
+        """
+        allow_sync = logits.device.type == "cpu" if self._allow_sync is None else self._allow_sync
+        sampled = None if logits.is_cpu and not allow_sync else sample_rows(logits, np.arange(len(logits)), metadata)
+        if sampled is not None:
+            token_ids, finite = sampled.token_ids, sampled.finite
+        else:
+            finite = finite_rows(logits, allow_sync=allow_sync)
+            if metadata is None:
+                token_ids = lowest_argmax(logits, allow_sync=allow_sync)
+            else:
+                token_ids = sample(logits.to(torch.float32, copy=True), metadata, allow_sync=allow_sync)
+        token_ids.mul_(finite)
+        return PlainSamplerOutput(token_ids, sequence_ids, HostCopy([token_ids, finite]))
 
     def close(self) -> None:
         """Ends the thread that fills bitmasks."""

@@ -80,8 +80,10 @@ class InputBatch:
     ``sample_requests`` are all of the step's; ``logits_rows`` says from which of the S sampled rows each one draws, and
     ``awaits_token`` whether a token before it is pending. ``prompt_logprob_chunks`` are those with
     targets. ``pending_sequence_ids`` are the sequences whose last token is pending, in the order of ``ModelInput``'s
-    ``pending_rows``. ``appending`` are the chunks whose first sample request draws a token
-    that is appended to their row. ``pooled`` are the chunks of prompts that are pooled.
+    ``pending_rows``. ``drawn`` are the rows that a token is drawn for which is appended to
+    them. If the batch ``is_plain``, that is one for each of the sampled rows, in their order, and all draws are plain
+    (see ``SamplingColumns``): then there are no ``sample_requests``. ``pooled`` are the chunks of prompts that are
+    pooled.
     """
 
     model_input: ModelInput
@@ -90,8 +92,18 @@ class InputBatch:
     awaits_token: list[bool]
     prompt_logprob_chunks: list[ScheduledChunk]
     pending_sequence_ids: list[int]
-    appending: list[ScheduledChunk]
+    drawn: "DrawnRows"
+    is_plain: bool
     pooled: "list[PooledChunk]"
+
+
+@dataclass(frozen=True, slots=True)
+class DrawnRows:
+    """Rows [D] that a token is drawn for, its position in each, and the sequences that they are of."""
+
+    rows: Indices
+    positions: Indices
+    sequence_ids: list[int]
 
 
 @dataclass(frozen=True, slots=True)
@@ -122,6 +134,14 @@ def prepare_inputs(
     token_ids = states.tokens.gather(rows, starts, lengths, query_indptr).astype(np.int64)
     positions = np.arange(num_tokens) + np.repeat(starts - query_indptr[:-1], lengths)
     sampled = [chunk for chunk in chunks if chunk.sample_requests]
+    appending = [chunk for chunk in sampled if not chunk.draft_token_ids]
+    drawn = DrawnRows(
+        np.array([chunk.row for chunk in appending], np.int64),
+        np.array([chunk.start + chunk.length for chunk in appending], np.int64),
+        [chunk.sequence_id for chunk in appending],
+    )
+    num_draws = sum([len(chunk.sample_requests) for chunk in sampled])
+    is_plain = len(appending) == len(sampled) == num_draws and states.sampling.are_plain(drawn.rows)
     pending = [index for index, chunk in enumerate(chunks) if chunk.awaits_token]
     pending_rows = query_indptr[1:][pending] - 1
     token_ids[pending_rows] = PENDING_TOKEN_ID
@@ -141,12 +161,13 @@ def prepare_inputs(
     )
     return InputBatch(
         model_input,
-        sample_requests=[request for chunk in sampled for request in chunk.sample_requests],
-        logits_rows=_logits_rows(sampled),
-        awaits_token=[chunk.awaits_token for chunk in sampled for _ in chunk.sample_requests],
+        sample_requests=[] if is_plain else [request for chunk in sampled for request in chunk.sample_requests],
+        logits_rows=[] if is_plain else _logits_rows(sampled),
+        awaits_token=[] if is_plain else [chunk.awaits_token for chunk in sampled for _ in chunk.sample_requests],
         prompt_logprob_chunks=prompt_logprob_chunks,
         pending_sequence_ids=[chunks[index].sequence_id for index in pending],
-        appending=[chunk for chunk in sampled if not chunk.draft_token_ids],
+        drawn=drawn,
+        is_plain=is_plain,
         pooled=[
             PooledChunk(chunk, row)
             for chunk, row in zip(chunks, query_indptr[:-1].tolist(), strict=True)

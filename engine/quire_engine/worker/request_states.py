@@ -1,4 +1,4 @@
-"""What a worker keeps of the sequences that run, between steps: their tokens and block tables.
+"""What a worker keeps between steps of the sequences that run: their tokens, block tables and sampling parameters.
 
 A cache of the scheduler's: each sequence has a row, steps say what is new in it, and a row can be sent again at any
 time. The rows of a step are read with one gather for all of them, so preparing a decode step has no loop over
@@ -6,12 +6,12 @@ sequences.
 """
 
 from array import array
-from collections.abc import Sequence
 
 import numpy as np
 import numpy.typing as npt
 
 from quire_engine.core.step import NewRequest, SchedulerOutput
+from quire_engine.sampling.columns import SamplingColumns
 
 Indices = npt.NDArray[np.int64]
 Numbers = npt.NDArray[np.int32]
@@ -86,11 +86,12 @@ class RaggedRows:
 
 
 class RequestStates:
-    """The tokens of each row, and its block table for each group of layers."""
+    """The tokens of each row, its block table for each group of layers, and how its tokens are drawn."""
 
     def __init__(self, num_groups: int) -> None:
         self.tokens = RaggedRows()
         self.blocks = tuple(RaggedRows() for _ in range(num_groups))
+        self.sampling = SamplingColumns()
 
     def update(self, scheduler_output: SchedulerOutput) -> None:
         """Takes what is new with a step."""
@@ -102,14 +103,11 @@ class RequestStates:
             if changes:
                 _write(blocks, changes)
 
-    def append_drawn(self, rows: Sequence[int], positions: Sequence[int], token_ids: Sequence[int]) -> None:
-        """Appends a token that was drawn to each of ``rows``, at its position."""
-        self.tokens.write(*np.array((rows, positions, token_ids), np.int64))
-
     def _add(self, new: NewRequest) -> None:
         self.tokens.put(new.row, np.frombuffer(new.token_ids, np.int32))
         for blocks, block_ids in zip(self.blocks, new.block_ids, strict=True):
             blocks.put(new.row, np.frombuffer(block_ids, np.int32))
+        self.sampling.put(new.row, new.sample_request)
 
 
 def _write(rows: RaggedRows, triples: "array[int]") -> None:

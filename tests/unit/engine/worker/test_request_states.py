@@ -70,7 +70,7 @@ class WorkerRowsMachine(RuleBasedStateMachine):
         rows = data.draw(st.lists(st.sampled_from(sorted(self.plain.tokens)), unique=True, min_size=1))
         positions = [len(self.plain.tokens[row]) for row in rows]
         drawn = data.draw(st.lists(NUMBERS, min_size=len(rows), max_size=len(rows)))
-        self.states.append_drawn(rows, positions, drawn)
+        self.states.tokens.write(np.array(rows), np.array(positions), np.array(drawn))
         for row, position, token_id in zip(rows, positions, drawn, strict=True):
             self.plain.append_drawn(row, position, token_id)
 
