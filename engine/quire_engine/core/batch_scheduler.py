@@ -249,6 +249,7 @@ class BatchScheduler:
         search: SequenceGroup | None = None
         drafts = {} if phase is _prefills else self._propose_drafts(budget, phase)
         running = SequenceStatus.RUNNING  # a member of an enumeration is slow to look up
+        memory = self._kv_cache_manager
         for sequence in self._running_of_step().copy():
             if budget.tokens == 0 or self.out_of_memory or sequence.status is not running:
                 break  # victims are those of the least precedence, so all that follow a victim are victims too
@@ -262,7 +263,11 @@ class BatchScheduler:
                     continue
             wanted = sequence.num_unscheduled_tokens
             length = budget.chunk_length(sequence.num_scheduled_tokens, wanted) if wanted else 0
-            if length and self._preempt_until_fits([sequence], length, scheduler_output):
+            if not length:
+                continue
+            # Most decode steps write into a block that the sequence has to itself.
+            has_room = memory.has_room(sequence.table, sequence.num_scheduled_tokens + length)
+            if has_room or self._preempt_until_fits([sequence], length, scheduler_output):
                 self._schedule(sequence, length, scheduler_output, budget, drafts.get(sequence.id, ()))
 
     def _propose_drafts(self, budget: StepBudget, phase: "Phase | None") -> Mapping[int, abc.Sequence[int]]:
@@ -322,24 +327,25 @@ class BatchScheduler:
         length += len(drafts)
         budget.tokens -= len(drafts)
         end = start + length
-        self._kv_cache_manager.allocate_slots(sequence.table, start, end)
+        if not self._kv_cache_manager.has_room(sequence.table, end):
+            self._kv_cache_manager.allocate_slots(sequence.table, start, end)
         row = self.rows.send_changes(sequence, scheduler_output, drafts)
         sample_requests = sequence.sample_requests if end >= num_known else ()
         chunk = ScheduledChunk(sequence.id, row, start, length, sample_requests, awaits_token=end > num_known)
-        chunk.lora = sequence.group.request.lora
-        chunk.pooling = sequence.group.request.pooling
-        chunk.is_last = chunk.pooling is not None and end >= num_known
+        group = sequence.group
+        chunk.lora = group.request.lora
         if drafts:
             chunk.draft_token_ids = drafts
             chunk.sample_requests = with_draft_requests(sample_requests[0], drafts, self._draft_request_ids)
-        if start < sequence.group.num_prompt_tokens and sequence.group.needs_prompt_logprobs:
-            chunk.prompt_logprob_targets = sequence.token_ids[
-                start + 1 : min(end + 1, sequence.group.num_prompt_tokens)
-            ]
-            chunk.num_prompt_logprobs = sequence.request.sampling.prompt_logprobs or 0
+        if start < group.num_prompt_tokens:
+            chunk.pooling = group.request.pooling
+            chunk.is_last = chunk.pooling is not None and end >= num_known
+            if group.needs_prompt_logprobs:
+                chunk.prompt_logprob_targets = sequence.token_ids[start + 1 : min(end + 1, group.num_prompt_tokens)]
+                chunk.num_prompt_logprobs = group.request.sampling.prompt_logprobs or 0
+            if not sequence.best_effort:
+                self._computes_prompt = True
         scheduler_output.chunks.append(chunk)
-        if start < sequence.group.num_prompt_tokens and not sequence.best_effort:
-            self._computes_prompt = True
         sequence.num_scheduled_tokens, sequence.last_step = end, scheduler_output.step
 
     def _preempt(self, victim: Sequence, scheduler_output: SchedulerOutput) -> None:

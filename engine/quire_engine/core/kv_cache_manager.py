@@ -216,6 +216,10 @@ class KVCacheManager:
 
     # Growing
 
+    def has_room(self, table: BlockTable, num_tokens: int) -> bool:
+        """Whether ``num_tokens`` fit into the blocks of the table, none of which can be another's too."""
+        return num_tokens <= len(table.block_ids) * self.block_size and not table.tail_shared
+
     def num_blocks_needed(self, table: BlockTable, num_computed_tokens: int, num_tokens: int) -> int:
         """Device blocks that it takes to compute ``[num_computed_tokens, num_tokens)`` into the table."""
         more = -(-num_tokens // self.block_size) - len(table.block_ids)
@@ -240,6 +244,15 @@ class KVCacheManager:
         while len(table.block_ids) > self.num_blocks_for(num_computed_tokens):
             for group in table.groups:
                 self.device_pool.decref(group.remove_last_block())
+
+    def on_computed(self, table: BlockTable, token_ids: Sequence[int], num_computed_tokens: int) -> None:
+        """Takes in that a step has computed so many tokens of the table in all: later requests find its full blocks,
+        and those that no window reaches are given up.
+        """
+        if self.prefix_caching and num_computed_tokens >= (table.num_cached_blocks + 1) * self.block_size:
+            self.cache_full_blocks(table, token_ids, num_computed_tokens)
+        if self._windows:
+            self.remove_skipped_blocks(table, num_computed_tokens)
 
     def cache_full_blocks(self, table: BlockTable, token_ids: Sequence[int], num_computed_tokens: int) -> None:
         """Makes the blocks that ``num_computed_tokens`` tokens fill findable by later requests."""

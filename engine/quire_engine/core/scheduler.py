@@ -284,8 +284,7 @@ class Scheduler:
         num_computed_tokens = chunk.length
         if sequence.table.block_ids:  # otherwise it was preempted, and these were counted then
             end = sequence.num_computed_tokens = chunk.start + num_computed_tokens
-            self.kv_cache_manager.cache_full_blocks(sequence.table, sequence.token_ids, end)
-            self.kv_cache_manager.remove_skipped_blocks(sequence.table, end)
+            self.kv_cache_manager.on_computed(sequence.table, sequence.token_ids, end)
             if sequence.absence is not None:
                 self._batch_scheduler.preemptor.on_computed(sequence)
         self.stats.computed_tokens += num_computed_tokens
@@ -298,7 +297,8 @@ class Scheduler:
             self._collect(sequence, model_output.candidates[sequence.id])
         elif len(chunk.sample_requests) == 1:
             sequence.num_sent_tokens += 1  # the worker has what it drew
-            self._commit_token(sequence, model_output.token_ids[sequence.id], _logprobs(sequence.id, model_output))
+            logprobs = _logprobs(sequence.id, model_output) if model_output.logprobs else ()
+            self._commit_token(sequence, model_output.token_ids[sequence.id], logprobs)
         elif sequence.status is SequenceStatus.RUNNING:
             self._fork_choices(sequence, chunk, model_output)
         else:  # preempted, with no blocks to share: the same tokens are sampled when it runs again
@@ -332,9 +332,8 @@ class Scheduler:
         if sequence.absence is not None:
             self._batch_scheduler.preemptor.on_computed(sequence)
         sequence.num_scheduled_tokens = end
-        self.kv_cache_manager.cache_full_blocks(sequence.table, sequence.token_ids, end)
         self.kv_cache_manager.free_unused_blocks(sequence.table, end)
-        self.kv_cache_manager.remove_skipped_blocks(sequence.table, end)
+        self.kv_cache_manager.on_computed(sequence.table, sequence.token_ids, end)
         self.stats.computed_tokens += end - chunk.start
         self.stats.num_drafts += 1
         self.stats.num_draft_tokens += chunk.num_draft_tokens
