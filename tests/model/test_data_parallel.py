@@ -319,7 +319,7 @@ def test_steps_teach_how_long_they_take_where_no_other_engine_has_more_tokens(
         def execute_model(scheduler_output: SchedulerOutput) -> ModelOutput:
             number = engine.lockstep.number
             output = execute(scheduler_output)
-            tokens = sum(len(chunk.token_ids) for chunk in scheduler_output.chunks)
+            tokens = sum(chunk.length for chunk in scheduler_output.chunks)
             made.extend([(number, engine.rank, tokens, output.waited_for_others)] if tokens else [])
             return output
 

@@ -261,7 +261,7 @@ def normal(scheduler_output: SchedulerOutput) -> Any:
             chunk.sequence_id,
             chunk.start,
             chunk.end,
-            tuple(chunk.block_ids),
+            chunk.row,
             tuple(request.sequence_id for request in chunk.sample_requests),
             len(chunk.prompt_logprob_targets),
             chunk.num_draft_tokens,
@@ -276,6 +276,9 @@ def normal(scheduler_output: SchedulerOutput) -> Any:
     )
     return (
         chunks,
+        [(new.row, len(new.token_ids), new.block_ids) for new in scheduler_output.new],
+        len(scheduler_output.new_tokens),
+        scheduler_output.new_blocks,
         replace(copies, blocks_to_store=stores, blocks_to_load=loads),
         scheduler_output.finished_seq_ids,
         scheduler_output.num_preempted,

@@ -390,10 +390,11 @@ class OfflineRun(Generic[PreparedT, ResultT]):
             if output.request_id not in self._live:
                 continue  # finished by a stop string in an earlier step
             index, processor = self._live[output.request_id]
-            if processor.add_output(output):
+            stopped = processor.add_output(output)
+            if stopped:
                 self._to_abort.append((output.request_id, output.index))
             output_tokens += len(output.token_ids)
-            if processor.is_finished:
+            if (stopped or output.finish_reason is not None) and processor.is_finished:
                 self._results[index] = processor.result()
                 del self._live[output.request_id]
                 finished += 1

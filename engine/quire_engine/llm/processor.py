@@ -325,14 +325,18 @@ class OutputProcessor:
 
 class CompletionBuilder:
     """Builds one output while its tokens arrive, without a text where there is no stream of it. ``finish_reason`` is
-    set once the engine or a stop string has ended it.
+    set once the engine or a stop string has ended it. Where no stop string is looked for, tokens become text when that
+    is asked for.
     """
 
     def __init__(self, text: TextStream | None, stop_token_ids: Sequence[int] = ()) -> None:
         self._text = text
         self._stop_token_ids = stop_token_ids
         self._stop_token_id: int | None = None
+        self._may_stop = text is not None and text.may_stop
         self._pieces: list[str] = []
+        self._num_decoded = 0
+        self._is_whole = False  # nothing is held back of the text
         self._num_told = 0  # tokens of earlier deltas
         self._end_told = False
         self.token_ids: list[int] = []
@@ -351,7 +355,7 @@ class CompletionBuilder:
         if self.finish_reason is not None:
             return
         kept, finish_reason = len(output.token_ids), output.finish_reason
-        if self._text is not None:
+        if self._text is not None and self._may_stop:
             self._pieces.append(self._text.push(output.token_ids))
             kept = self._text.num_tokens - len(self.token_ids)
             if self._text.stopped:
@@ -364,6 +368,14 @@ class CompletionBuilder:
         self.score, self.finish_reason = output.score, finish_reason
         if output.stop_token is not None and output.stop_token.token_id in self._stop_token_ids:
             self._stop_token_id = output.stop_token.token_id
+
+    def _decode(self, text: TextStream) -> None:
+        """Makes text of the tokens that have none yet."""
+        self._pieces.append(text.push(self.token_ids[self._num_decoded :]))
+        self._num_decoded = len(self.token_ids)
+        if self.finish_reason is not None and not self._is_whole:
+            self._pieces.append(text.finish())
+            self._is_whole = True
 
     @property
     def _stop_reason(self) -> str | int | None:
@@ -380,6 +392,8 @@ class CompletionBuilder:
         """The output so far as choice ``index``, or what is new of it; with log-probabilities if ``token_text`` is
         given.
         """
+        if self._text is not None and not self._may_stop:
+            self._decode(self._text)
         start = self._num_told if delta else 0
         token_ids, logprobs, text = self.token_ids[start:], self.logprobs[start:], "".join(self._pieces)
         self._pieces = [] if delta else [text]

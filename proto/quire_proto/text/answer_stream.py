@@ -154,6 +154,11 @@ class RawAnswerStream:
         self._held = ""
 
     @property
+    def may_stop(self) -> bool:
+        """As ``OutputTextStream.may_stop``."""
+        return True
+
+    @property
     def stopped(self) -> bool:
         """As ``OutputTextStream.stopped``."""
         return self._answer.stopped

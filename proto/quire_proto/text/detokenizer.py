@@ -45,6 +45,11 @@ class OutputTextStream:
         self._pushed = 0
 
     @property
+    def may_stop(self) -> bool:
+        """Whether there are stop strings."""
+        return self._matcher is not None
+
+    @property
     def stopped(self) -> bool:
         """Whether a stop string was completed. Then all of the output's text has been returned."""
         return self._matcher is not None and self._matcher.stopped
@@ -75,7 +80,10 @@ class OutputTextStream:
         """
         if len(token_ids) == 1:
             return self.push_token(token_ids[0])
-        return "".join(map(self.push_token, token_ids))
+        if self._matcher is not None:
+            return "".join(map(self.push_token, token_ids))
+        self._pushed += len(token_ids)
+        return self._detokenizer.push_all([token_id for token_id in token_ids if self._visible(token_id)])
 
     def finish(self) -> str:
         """Returns what was held back, at the end of the output. Not called after a stop."""
@@ -133,6 +141,19 @@ class Detokenizer:
         if len(self._window) - self._settled < _LONGEST_CHARACTER:
             return ""
         return self._settle_most(text)
+
+    def push_all(self, token_ids: Sequence[int]) -> str:
+        """As ``push`` of each token, with the decoder called once where no character is left open."""
+        if not token_ids:
+            return ""
+        text = self._decode([*self._window, *token_ids])
+        if text.endswith(REPLACEMENT):
+            return "".join(map(self.push, token_ids))
+        self._window.extend(token_ids)
+        delta = self._new_text(text)
+        self._window = _context(self._decode, self._window)
+        self._settled, self._prefix = len(self._window), self._decode(self._window)
+        return delta
 
     def finish(self) -> str:
         """Returns what was held back, with replacement characters for incomplete ones."""

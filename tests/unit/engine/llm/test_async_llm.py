@@ -235,7 +235,7 @@ async def test_too_many_requests_are_refused_and_the_others_run(tmp_path: Path) 
 
 async def test_a_request_that_fails_raises_and_the_others_are_right(offline: OfflineAsync) -> None:
     def fail(scheduler_output: SchedulerOutput) -> None:
-        if any(chunk.start == 0 and chunk.token_ids[0] == 13 for chunk in scheduler_output.chunks):
+        if any(new.token_ids[0] == 13 for new in scheduler_output.new):
             raise RuntimeError("this one")
 
     offline.executor.before = fail

@@ -571,7 +571,7 @@ def test_the_llms_signature_shows_every_setting_with_its_default():
 
 def test_a_request_that_fails_is_returned_with_its_error_and_the_others_are_right(offline, caplog):
     def fail(scheduler_output: SchedulerOutput) -> None:
-        if any(chunk.start == 0 and chunk.token_ids[0] == 13 for chunk in scheduler_output.chunks):
+        if any(new.token_ids[0] == 13 for new in scheduler_output.new):
             raise RuntimeError("this one")
 
     offline.executor.before = fail
@@ -754,7 +754,7 @@ def test_with_priorities_all_prompts_are_in_order_however_many_there_are(tmp_pat
     started: list[int] = []
 
     def watch(scheduler_output: SchedulerOutput) -> None:
-        started.extend(chunk.token_ids[0] for chunk in scheduler_output.chunks if chunk.start == 0)
+        started.extend(new.token_ids[0] for new in scheduler_output.new)
 
     offline.executor.before = watch
     prompts = list(range(3, 43))
