@@ -250,7 +250,7 @@ def test_a_model_of_the_hub_is_downloaded_and_served_by_its_name(
             assert "error: org/demo is served at " in quire(tree, "rm", "org/demo", "--yes").stderr
             stopped = quire(tree, "stop")
             assert (stopped.returncode, stopped.stdout.splitlines()[0]) == (0, f"stopping org/demo at {tree.url}")
-            assert tree.wait(1) == 130
+            assert tree.wait(1) == 143  # as SIGTERM ends it
             assert quire(tree, "ps").stderr == "no server runs here; quire serve MODEL starts one\n"
         finally:
             tree.kill()

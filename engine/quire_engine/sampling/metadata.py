@@ -1,5 +1,5 @@
 """The sampling parameters of a batch of rows, as one array each: on the host, where they can be read without waiting,
-and on the device.
+and on the device. A worker keeps those of its rows as ``SamplingColumns``.
 """
 
 from collections.abc import Sequence
@@ -11,6 +11,7 @@ import numpy.typing as npt
 import torch
 from quire_proto.sampling import SamplingParams
 
+from quire_engine.core.step import SampleRequest
 from quire_engine.device.accelerator import upload_arrays
 from quire_engine.sampling.exact_math import exponential_of_uniform, log_of_parts, split
 
@@ -208,3 +209,56 @@ class SamplingMetadata:
         unlimited = (self.top_k == 0) | (self.top_k >= vocab_size)
         within: BoolArray = ((self.top_k > 0) & (self.top_k <= width)) | (unlimited & (self.top_p >= 1))
         return within | (width >= vocab_size)
+
+
+_FIRST_ROWS = 64
+
+
+class SamplingColumns:
+    """Row by row what ``SamplingMetadata`` has of a draw, and whether a draw is plain: of the model's own logits,
+    nothing banned, and nothing asked for but the token.
+    """
+
+    def __init__(self) -> None:
+        self._temperature = np.zeros(_FIRST_ROWS, np.float32)
+        self._top_k = np.zeros(_FIRST_ROWS, np.int64)
+        self._top_p = np.ones(_FIRST_ROWS, np.float64)
+        self._log_min_p = np.zeros(_FIRST_ROWS, np.float32)
+        self._seeds = np.zeros(_FIRST_ROWS, np.uint64)
+        self._is_plain = np.zeros(_FIRST_ROWS, np.bool_)
+
+    def put(self, row: int, request: SampleRequest | None) -> None:
+        """Takes in the parameters of a row; None for one that nothing is drawn for."""
+        if row >= len(self._is_plain):
+            self._add_rows(row + 1)
+        self._is_plain[row] = request is not None and _is_plain(request)
+        if request is not None:
+            params = request.params
+            self._temperature[row], self._top_k[row], self._top_p[row] = params.temperature, params.top_k, params.top_p
+            self._log_min_p[row] = log(params.min_p) if params.min_p else -inf
+            self._seeds[row] = request.seed
+
+    def are_plain(self, rows: TokenArray) -> bool:
+        """Whether all draws of ``rows`` are plain."""
+        return bool(self._is_plain[rows].all())
+
+    def metadata(self, rows: TokenArray, positions: TokenArray) -> SamplingMetadata | None:
+        """Those of draws for ``rows``, of the tokens at ``positions``; None if all are greedy."""
+        temperature = self._temperature[rows]
+        if not temperature.any():
+            return None
+        keys = row_keys(self._seeds[rows], positions)
+        return SamplingMetadata(temperature, self._top_k[rows], self._top_p[rows], self._log_min_p[rows], keys)
+
+    def _add_rows(self, count: int) -> None:
+        more = max(count, 2 * len(self._is_plain)) - len(self._is_plain)
+        for name, column in vars(self).items():
+            setattr(self, name, np.pad(column, (0, more)))
+
+
+def _is_plain(request: SampleRequest) -> bool:
+    params = request.params
+    is_penalised = params.repetition_penalty != 1 or params.frequency_penalty or params.presence_penalty
+    bans = params.bad_words or params.logit_bias or (params.min_tokens and request.stop_token_ids)
+    asks_more = request.grammar is not None or request.num_candidates or params.wants_logprobs
+    return not (is_penalised or bans or asks_more)

@@ -11,7 +11,7 @@ import numpy as np
 import numpy.typing as npt
 
 from quire_engine.core.step import NewRequest, SchedulerOutput
-from quire_engine.sampling.columns import SamplingColumns
+from quire_engine.sampling.metadata import SamplingColumns
 
 Indices = npt.NDArray[np.int64]
 Numbers = npt.NDArray[np.int32]

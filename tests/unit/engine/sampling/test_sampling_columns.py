@@ -6,9 +6,8 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from quire_engine.core.step import ModelOutput, SampleRequest
-from quire_engine.sampling.columns import SamplingColumns
 from quire_engine.sampling.logits_processors import SequenceSamplingState
-from quire_engine.sampling.metadata import SamplingMetadata
+from quire_engine.sampling.metadata import SamplingColumns, SamplingMetadata
 from quire_engine.sampling.sampler import Sampler
 from quire_proto.sampling import SamplingParams
 
