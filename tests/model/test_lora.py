@@ -279,7 +279,7 @@ def test_llm_runs_the_adapters_that_its_prompts_name(
         with pytest.raises(QuireError, match="The number 1 is that of the adapter 1") as caught:
             llm.generate([prompt] * 2, params, lora_request=[loras[0], LoRARequest("other", 1, "x")])
         assert caught.value.param == "lora_request"
-        with pytest.raises(QuireError, match="does not exist"):
+        with pytest.raises(QuireError, match="no folder"):
             llm.generate(prompt, params, lora_request=LoRARequest("other", 9, tmp_path / "nothing"))
         with pytest.raises(QuireError, match="above 0"):
             llm.generate(prompt, params, lora_request=LoRARequest("other", 0, tmp_path))

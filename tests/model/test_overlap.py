@@ -16,7 +16,7 @@ from quire_engine.core.step import SampleRequest
 from quire_engine.executor import torch_executor
 from quire_engine.executor.torch_executor import TorchExecutor
 from quire_engine.kernels.experts_kernel import ExpertsKernel
-from quire_engine.sampling.sampler import SamplerOutput
+from quire_engine.sampling.sampler import PlainSamplerOutput, SamplerOutput
 from quire_engine.worker.model_runner import LoadedModel
 from quire_proto.errors import ErrorCode
 from quire_proto.sampling import SamplingParams
@@ -106,16 +106,17 @@ def test_a_launch_that_fails_leaves_the_step_before_it_as_it_was(executor: Torch
     assert [*one.output, second.get_output().token_ids[0]] == oracle.output[:2]
 
 
+@pytest.mark.parametrize(("draws", "style"), [("sample_plain", {}), ("sample", {"logprobs": 1})])
 def test_an_error_in_sampling_is_raised_with_the_result(
-    executor: TorchExecutor, monkeypatch: pytest.MonkeyPatch
+    executor: TorchExecutor, monkeypatch: pytest.MonkeyPatch, draws: str, style: dict[str, int]
 ) -> None:
     def fail(*_: object) -> None:
         raise ValueError("no draw")
 
-    one = Sequence(make_sample_request(0, [5, 6, 7]), wanted=3)
+    one = Sequence(make_sample_request(0, [5, 6, 7], **style), wanted=3)
     first = executor.execute_model_async(make_step(0, [one.chunk(40)]))
     with monkeypatch.context() as patch:
-        patch.setattr(executor._sampler, "sample", fail)
+        patch.setattr(executor._sampler, draws, fail)
         first.sample_tokens()
     one.pending = True
     second = executor.execute_model_async(make_step(1, [one.chunk(40)]))
@@ -125,18 +126,19 @@ def test_an_error_in_sampling_is_raised_with_the_result(
     assert set(second.get_output().token_ids) == {0}
 
 
+@pytest.mark.parametrize("style", [{}, {"logprobs": 1}])
 @pytest.mark.parametrize("when", ["launch", "draw", "result"])
 def test_a_device_that_fails_ends_the_engine(
-    executor: TorchExecutor, monkeypatch: pytest.MonkeyPatch, when: str
+    executor: TorchExecutor, monkeypatch: pytest.MonkeyPatch, when: str, style: dict[str, int]
 ) -> None:
     def fail(*_: object, **__: object) -> None:
         raise torch.AcceleratorError("CUDA error: unspecified launch failure")
 
-    scheduler_output = make_step(0, [Sequence(make_sample_request(0, [5, 6]), wanted=3).chunk(40)])
+    scheduler_output = make_step(0, [Sequence(make_sample_request(0, [5, 6], **style), wanted=3).chunk(40)])
     target = {
         "launch": (executor._runner, "forward"),
-        "draw": (executor._sampler, "sample"),
-        "result": (SamplerOutput, "fetch_into"),
+        "draw": (executor._sampler, "sample" if style else "sample_plain"),
+        "result": (SamplerOutput if style else PlainSamplerOutput, "fetch_into"),
     }
     monkeypatch.setattr(*target[when], fail)
     with pytest.raises(ExecutorError, match=r"^The device failed: CUDA error"):
