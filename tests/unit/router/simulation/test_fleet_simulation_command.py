@@ -2,6 +2,8 @@
 
 import json
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
@@ -35,20 +37,17 @@ def test_policies_stand_below_each_other_for_each_utilisation(command) -> None:
     assert lines[1].count("imbalance") == 1
 
 
-def test_a_terminal_shows_which_run_is_on(
-    command, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    monkeypatch.setattr(type(sys.stderr), "isatty", lambda _: True)
-    monkeypatch.setenv("TERM", "xterm")
-    monkeypatch.delenv("NO_COLOR", raising=False)
+def test_a_terminal_is_told_which_run_is_on(command, monkeypatch: pytest.MonkeyPatch) -> None:
     shown: list[str] = []
-    monkeypatch.setattr(sys.stderr, "write", shown.append)
+
+    @contextmanager
+    def noted(text: str) -> Iterator[None]:
+        shown.append(text)
+        yield
+
+    monkeypatch.setattr("quire_router.simulation.command.waiting", noted)
     command(*SMALL, "--limit", "5", "--utilisation", "0.5", "--policies", "cost,round_robin")
-    assert shown == [
-        "\r\x1b[K\x1b[2mrun 1 of 2: cost at utilisation 0.5\x1b[0m",
-        "\r\x1b[K\x1b[2mrun 2 of 2: round_robin at utilisation 0.5\x1b[0m",
-        "\r\x1b[K\x1b[2m\x1b[0m",
-    ]
+    assert shown == ["run 1 of 2: cost at utilisation 0.5", "run 2 of 2: round_robin at utilisation 0.5"]
 
 
 def test_equal_seeds_print_the_same_byte_for_byte(command) -> None:
