@@ -345,6 +345,9 @@ def main() -> None:
     parser.add_argument("--before", type=Path, help="file that was written by an earlier run, for the plot")
     parser.add_argument("--plot", type=Path, help="file to write")
     options = parser.parse_args()
+    for path in (options.json, options.plot):
+        if path is not None:
+            path.parent.mkdir(parents=True, exist_ok=True)
     os.environ.setdefault("GRPC_VERBOSITY", "ERROR")  # else it tells of each engine that leaves
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # leaves no process behind
     points: list[dict[str, Any]] = []
