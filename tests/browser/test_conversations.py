@@ -87,7 +87,7 @@ def test_conversations_are_exported_and_imported(stack: Stack, browser: Browser,
     assert len(names(browser)) == 1
 
 
-def test_conversations_are_found_by_what_is_said_in_them(stack: Stack, browser: Browser) -> None:
+def test_conversations_are_searched_by_their_text(stack: Stack, browser: Browser) -> None:
     browser.open(stack.router.url)
     browser.set(temperature=0, max_tokens=12)
     for question in ("What is 7 plus 5?", STORY):

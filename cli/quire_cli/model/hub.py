@@ -203,7 +203,7 @@ def _answered(name: HubName, api: HfApi, error: Exception) -> str:
 
 
 def _unreachable(name: HubName, api: HfApi, error: Exception) -> str:
-    # A path comes first: whoever mistyped a folder is told of the Hub's cache in vain.
+    # The path comes first: the Hub's cache does not help somebody who mistyped a folder.
     missing = f"{no_such_path(name.repo)}, and {name} is not whole in {constants.HF_HUB_CACHE}"
     if constants.is_offline_mode():
         return f"{missing}: unset HF_HUB_OFFLINE to download the model, or name a folder."

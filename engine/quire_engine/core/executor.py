@@ -143,8 +143,8 @@ class AsyncExecutor(Executor, Protocol):
     A pipeline has as many steps in flight as stages. None of their chunks awaits a token, and each has its
     ``sample_tokens`` right before its ``get_output``, in the order of the launches.
 
-    What ``scheduler_output`` holds is to be read in ``execute_model_async``, but for the token lists of its sample
-    requests: block tables change afterwards. ``execute_model`` may be called when nothing is in flight.
+    Of what ``scheduler_output`` holds, only the token lists of its sample requests change after
+    ``execute_model_async``. ``execute_model`` may be called when nothing is in flight.
     """
 
     def execute_model_async(self, scheduler_output: SchedulerOutput) -> AsyncModelOutput:

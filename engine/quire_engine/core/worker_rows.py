@@ -50,8 +50,9 @@ class WorkerRows:
             sequence.row = row = self._take()
             scheduler_output.new.append(new_request(sequence, row))
         else:
-            if sequence.num_sent_tokens < len(sequence.token_ids):
-                _add(scheduler_output.new_tokens, row, sequence.num_sent_tokens, sequence.token_ids)
+            num_sent = sequence.num_sent_tokens
+            if num_sent < len(sequence.token_ids):
+                _add(scheduler_output.new_tokens, row, num_sent, sequence.token_ids[num_sent:])
                 sequence.num_sent_tokens = len(sequence.token_ids)
             table = sequence.table
             if len(table.block_ids) > table.num_sent or table.changed or table.others:
@@ -59,7 +60,7 @@ class WorkerRows:
                     for index in group.take_changes():
                         changes.extend((row, index, group.block_ids[index]))
         if drafts:
-            _add(scheduler_output.new_tokens, row, len(sequence.token_ids), [*sequence.token_ids, *drafts])
+            _add(scheduler_output.new_tokens, row, len(sequence.token_ids), drafts)
         return row
 
     def _take(self) -> int:
@@ -78,6 +79,6 @@ def new_request(sequence: Sequence, row: int) -> NewRequest:
 
 
 def _add(changes: "array[int]", row: int, first: int, values: Tokens[int]) -> None:
-    """Adds the ``values`` from the index ``first`` on."""
-    for index in range(first, len(values)):
-        changes.extend((row, index, values[index]))
+    """Adds ``values``, which stand in the row from the index ``first`` on."""
+    for index, value in enumerate(values, first):
+        changes.extend((row, index, value))

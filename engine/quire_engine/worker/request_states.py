@@ -94,7 +94,7 @@ class RequestStates:
         self.sampling = SamplingColumns()
 
     def update(self, scheduler_output: SchedulerOutput) -> None:
-        """Takes what is new with a step."""
+        """Brings the rows up to date with a step."""
         for new in scheduler_output.new:
             self._add(new)
         if scheduler_output.new_tokens:
@@ -111,6 +111,6 @@ class RequestStates:
 
 
 def _write(rows: RaggedRows, triples: "array[int]") -> None:
-    """Writes what has changed in rows: int32 triples of a row, an index in it and a number."""
+    """Writes the changes of rows: int32 triples of a row, an index in it and a number."""
     changes = np.frombuffer(triples, np.int32).reshape(-1, 3).astype(np.int64)
     rows.write(changes[:, 0], changes[:, 1], changes[:, 2])

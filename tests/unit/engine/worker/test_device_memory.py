@@ -142,7 +142,7 @@ def test_a_gpu_is_measured_from_what_is_free_there(monkeypatch: pytest.MonkeyPat
         (RuntimeError("Could not find nvcc"), "Could not find nvcc."),
     ],
 )
-def test_smaller_steps_are_advised_where_memory_is_short_only(error: Exception, said: str) -> None:
+def test_smaller_steps_are_advised_only_if_memory_is_short(error: Exception, said: str) -> None:
     def largest_step() -> None:
         raise error
 

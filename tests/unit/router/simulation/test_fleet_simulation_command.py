@@ -37,7 +37,7 @@ def test_policies_stand_below_each_other_for_each_utilisation(command) -> None:
     assert lines[1].count("imbalance") == 1
 
 
-def test_a_terminal_is_told_which_run_is_on(command, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_terminal_shows_which_run_is_on(command, monkeypatch: pytest.MonkeyPatch) -> None:
     shown: list[str] = []
 
     @contextmanager
