@@ -104,9 +104,12 @@ class Penalties:
     @classmethod
     def from_request(cls, sample_request: SampleRequest) -> "Penalties | None":
         """The penalties that the request's parameters ask for; None if there are none."""
-        params = sample_request.params
-        asked = params.repetition_penalty != 1 or params.frequency_penalty or params.presence_penalty
-        return cls(sample_request) if asked else None
+        return cls(sample_request) if cls.are_asked(sample_request.params) else None
+
+    @staticmethod
+    def are_asked(params: SamplingParams) -> bool:
+        """Whether the parameters ask for any penalty."""
+        return bool(params.repetition_penalty != 1 or params.frequency_penalty or params.presence_penalty)
 
     def of_draft(self, sample_request: SampleRequest) -> "Penalties":
         """The same penalties where drafts count as output: those of ``sample_request``, which draws behind them."""
@@ -212,8 +215,13 @@ class TokenBans:
     @classmethod
     def from_request(cls, sample_request: SampleRequest) -> "TokenBans | None":
         """The bans that the request's parameters ask for; None if they never ban a token."""
-        asked = sample_request.params.bad_words or (sample_request.params.min_tokens and sample_request.stop_token_ids)
-        return cls(sample_request) if asked else None
+        return cls(sample_request) if cls.are_asked(sample_request) else None
+
+    @staticmethod
+    def are_asked(sample_request: SampleRequest) -> bool:
+        """Whether the parameters may ever ban a token."""
+        params = sample_request.params
+        return bool(params.bad_words or (params.min_tokens and sample_request.stop_token_ids))
 
     def token_ids(self) -> list[int]:
         """The tokens that are banned next; in most steps none."""
@@ -284,6 +292,14 @@ class SequenceSamplingState:
         if isinstance(self.grammar_state, GrammarState):
             state.grammar_state = DraftGrammarState(sample_request, self.grammar_state)
         return state
+
+
+def is_plain(sample_request: SampleRequest) -> bool:
+    """Whether its tokens are drawn from the model's own logits, nothing is banned, and only the token is asked for."""
+    params = sample_request.params
+    is_changed = params.logit_bias or Penalties.are_asked(params) or sample_request.grammar is not None
+    asks_more = sample_request.num_candidates or params.wants_logprobs
+    return not (is_changed or TokenBans.are_asked(sample_request) or asks_more)
 
 
 def apply_logits_processors(

@@ -215,8 +215,8 @@ _FIRST_ROWS = 64
 
 
 class SamplingColumns:
-    """Row by row what ``SamplingMetadata`` has of a draw, and whether a draw is plain: of the model's own logits,
-    nothing banned, and nothing asked for but the token.
+    """Row by row what ``SamplingMetadata`` has of a draw, and whether a draw is plain (see
+    ``logits_processors.is_plain``).
     """
 
     def __init__(self) -> None:
@@ -227,11 +227,11 @@ class SamplingColumns:
         self._seeds = np.zeros(_FIRST_ROWS, np.uint64)
         self._is_plain = np.zeros(_FIRST_ROWS, np.bool_)
 
-    def put(self, row: int, request: SampleRequest | None) -> None:
-        """Takes in the parameters of a row; None for one that nothing is drawn for."""
+    def put(self, row: int, request: SampleRequest | None, *, is_plain: bool) -> None:
+        """Takes in the parameters of a row, and whether its draws are plain; None for one that nothing is drawn for."""
         if row >= len(self._is_plain):
             self._add_rows(row + 1)
-        self._is_plain[row] = request is not None and _is_plain(request)
+        self._is_plain[row] = is_plain
         if request is not None:
             params = request.params
             self._temperature[row], self._top_k[row], self._top_p[row] = params.temperature, params.top_k, params.top_p
@@ -254,11 +254,3 @@ class SamplingColumns:
         more = max(count, 2 * len(self._is_plain)) - len(self._is_plain)
         for name, column in vars(self).items():
             setattr(self, name, np.pad(column, (0, more)))
-
-
-def _is_plain(request: SampleRequest) -> bool:
-    params = request.params
-    is_penalised = params.repetition_penalty != 1 or params.frequency_penalty or params.presence_penalty
-    bans = params.bad_words or params.logit_bias or (params.min_tokens and request.stop_token_ids)
-    asks_more = request.grammar is not None or request.num_candidates or params.wants_logprobs
-    return not (is_penalised or bans or asks_more)

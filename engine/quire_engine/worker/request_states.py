@@ -11,6 +11,7 @@ import numpy as np
 import numpy.typing as npt
 
 from quire_engine.core.step import NewRequest, SchedulerOutput
+from quire_engine.sampling.logits_processors import is_plain
 from quire_engine.sampling.metadata import SamplingColumns
 
 Indices = npt.NDArray[np.int64]
@@ -107,7 +108,8 @@ class RequestStates:
         self.tokens.put(new.row, np.frombuffer(new.token_ids, np.int32))
         for blocks, block_ids in zip(self.blocks, new.block_ids, strict=True):
             blocks.put(new.row, np.frombuffer(block_ids, np.int32))
-        self.sampling.put(new.row, new.sample_request)
+        request = new.sample_request
+        self.sampling.put(new.row, request, is_plain=request is not None and is_plain(request))
 
 
 def _write(rows: RaggedRows, triples: "array[int]") -> None:

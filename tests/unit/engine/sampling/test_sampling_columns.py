@@ -6,7 +6,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from quire_engine.core.step import ModelOutput, SampleRequest
-from quire_engine.sampling.logits_processors import SequenceSamplingState
+from quire_engine.sampling.logits_processors import SequenceSamplingState, is_plain
 from quire_engine.sampling.metadata import SamplingColumns, SamplingMetadata
 from quire_engine.sampling.sampler import Sampler
 from quire_proto.sampling import SamplingParams
@@ -20,7 +20,7 @@ ROWS = st.integers(0, 300)
 def columns_of(rows: dict[int, SampleRequest]) -> SamplingColumns:
     columns = SamplingColumns()
     for row, request in rows.items():
-        columns.put(row, request)
+        columns.put(row, request, is_plain=is_plain(request))
     return columns
 
 
@@ -49,11 +49,11 @@ def test_a_draw_is_plain_only_if_nothing_changes_its_logits_and_only_a_token_is_
     assert not (columns.are_plain(np.array([3])) and asks_more)
 
 
-def test_rows_that_nothing_is_drawn_for_are_not_plain() -> None:
-    columns = columns_of({0: SampleRequest(0, SamplingParams(), 0, [1], 1)})
-    assert columns.are_plain(np.array([0]))
-    columns.put(0, None)
-    assert not columns.are_plain(np.array([0]))
+def test_rows_are_plain_only_if_all_are() -> None:
+    columns = columns_of({row: SampleRequest(0, SamplingParams(), 0, [1], 1) for row in range(2)})
+    assert columns.are_plain(np.array([0, 1]))
+    columns.put(0, None, is_plain=False)
+    assert not columns.are_plain(np.array([0, 1]))
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
