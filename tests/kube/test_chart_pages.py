@@ -15,6 +15,7 @@ from tests.kube.values import example_values, over
 
 PAGES = (CHART / "README.md", ROOT / "docs" / "operations.md", ROOT / "docs" / "gateways.md")
 CLOUDS = ROOT / "docs" / "cloud.md"
+STORAGE = list(yaml.safe_load_all((ROOT / "k8s" / "eks.yaml").read_text()))
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
@@ -36,24 +37,52 @@ def test_the_secrets_that_the_operations_guide_creates_are_those_that_its_values
 
 
 def test_the_page_for_clouds_creates_the_secrets_of_its_values_for_production() -> None:
-    _, _, section = CLOUDS.read_text().partition("\n## Production\n")
-    created = re.findall(r"create secret generic (\S+)", section)
+    _, _, section = CLOUDS.read_text().partition("\n## EKS\n")
+    created = re.findall(r"create secret generic (\S+)", section.partition("\n## ")[0])
     named = re.findall(r"(?:existingSecret|apiKeySecret)': '([a-z-]+)", str(example_values("eks-production")))
     assert sorted(created) == sorted(named)
 
 
-def test_the_values_for_clouds_go_with_the_example_of_eight_gpus(helm: Helm) -> None:
-    shown = [block[0] for block in blocks_of(CLOUDS) if "kind" not in block[0]]
-    assert len(shown) == 7
+@pytest.mark.parametrize("example", ["eight-gpu", "tensor-parallel"])
+def test_the_values_for_clouds_go_with_the_examples_of_eight_gpus(helm: Helm, example: str) -> None:
+    shown = [block[0] for block in blocks_of(CLOUDS)]
+    assert len(shown) == 5
     for values in shown:
-        assert problems(helm, helm.render(over(example_values("eight-gpu"), values)).everything, "1.37") == {}
+        assert problems(helm, helm.render(over(example_values(example), values)).everything, "1.37") == {}
 
 
-def test_kubernetes_takes_the_manifests_for_clouds(helm: Helm) -> None:
-    shown = [block for block in blocks_of(CLOUDS) if "kind" in block[0]]
-    assert shown
-    for manifests in shown:
-        assert problems(helm, manifests, "1.37") == {}
+def test_one_engine_on_eight_gpus_takes_the_place_of_eight_in_production(helm: Helm) -> None:
+    values = over(example_values("eks-production"), example_values("tensor-parallel"))
+    release = helm.render(values)
+    assert problems(helm, release.everything, "1.37") == {}
+    (engine,) = (each for each in release.of("Deployment") if each["metadata"]["name"] == "quire-engine-chat")
+    (container,) = engine["spec"]["template"]["spec"]["containers"]
+    assert container["resources"]["limits"]["nvidia.com/gpu"] == "8"
+    (scaler,) = release.of("HorizontalPodAutoscaler")
+    assert (scaler["spec"]["minReplicas"], scaler["spec"]["maxReplicas"]) == (1, 1)
+
+
+def test_production_needs_neither_a_redis_of_the_cloud_nor_the_prometheus_operator(helm: Helm) -> None:
+    """As the comments of its values say."""
+    values = example_values("eks-production")
+    text = (CHART / "ci" / "eks-production-values.yaml").read_text()
+    (instead,) = re.findall(r"write `(redis: .*?)` instead", text)
+    del values["monitoring"]
+    release = helm.render({**values, **yaml.safe_load(instead)})
+    assert problems(helm, release.everything, "1.37") == {}
+    assert not {each["kind"] for each in release.everything} & {"ServiceMonitor", "PodMonitor", "PrometheusRule"}
+    (claim,) = release.of("StatefulSet")[0]["spec"]["volumeClaimTemplates"]
+    classes = [each["metadata"]["name"] for each in STORAGE if each["kind"] == "StorageClass"]
+    assert [claim["spec"]["storageClassName"]] == classes
+
+
+def test_production_mounts_the_claim_that_the_page_for_clouds_creates() -> None:
+    source = example_values("eks-production")["models"]["chat"]["source"]["pvc"]["claimName"]
+    volume, claim = STORAGE[:2]
+    bound = {"namespace": claim["metadata"]["namespace"], "name": claim["metadata"]["name"]}
+    assert source == bound["name"]
+    assert volume["spec"]["claimRef"] == bound
+    assert claim["spec"]["volumeName"] == volume["metadata"]["name"]
 
 
 def test_the_job_of_the_page_for_clouds_fills_the_claim_of_its_values() -> None:

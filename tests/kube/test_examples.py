@@ -18,6 +18,7 @@ WALKTHROUGH = (FOLDER / "README.md").read_text()
 # Manifests for kubectl; the others are for the collector, kind and helm.
 MANIFESTS = [
     "gateway.yaml",
+    "eks.yaml",
     "endpoint-picker.yaml",
     "envoy.yaml",
     "keda.yaml",
