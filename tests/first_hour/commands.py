@@ -13,6 +13,9 @@ NOT_RUN: Mapping[Path, Mapping[str, str]] = {
     README: {"from openai import OpenAI": "tests/service/test_examples.py runs it"},
     ONE_GPU: {
         "scripts/install.sh --cuda && . .venv/bin/activate": "takes 6 GB and a GPU; the README's line runs the script",
+        "flashinfer install-jit-cache-wheel --mode minimal": "needs an NVIDIA GPU",
+        "quire serve Qwen/Qwen3-8B --max-model-len 32768 --gpu-memory-utilization 0.9 --api-key secret "
+        "--host 0.0.0.0 --port 8000": "opens the machine; the line before it is run",
         "quire    | 1 of 1 engines ready after … s": "what is printed: tests/first_hour compares it",
         "quire stop": "the next line takes half an hour without a GPU; tests/bench/gpu_rows.py runs it",
         '{"id": "chatcmpl-92966307…", "object": "chat.completion", "model": "quire-demo",': "what is printed",
