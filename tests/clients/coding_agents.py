@@ -187,8 +187,9 @@ def _aider(_: Agent, home: Path, url: str) -> None:
 def _claude_code(_: Agent, home: Path, url: str) -> None:
     models = dict.fromkeys(("ANTHROPIC_MODEL", "ANTHROPIC_DEFAULT_HAIKU_MODEL"), MODEL)
     alone = {"CLAUDE_CODE_DISABLE_NONESSENTIAL_TRAFFIC": "1", "DISABLE_AUTOUPDATER": "1"}
+    context = {"CLAUDE_CODE_MAX_CONTEXT_TOKENS": "65536"}
     access = {"ANTHROPIC_BASE_URL": url, "ANTHROPIC_AUTH_TOKEN": "none"}
-    _write(home / ".claude" / "settings.json", {"env": {**access, **models, **alone}})
+    _write(home / ".claude" / "settings.json", {"env": {**access, **models, **context, **alone}})
 
 
 def _codex(_: Agent, home: Path, url: str) -> None:

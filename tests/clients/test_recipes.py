@@ -22,14 +22,15 @@ LANGCHAIN, LLAMAINDEX = (CLIENTS / name / "bin" / "python" for name in ("langcha
 
 
 class CallsOnce(ScriptedRunner):
-    """A model that writes ``first`` in its first answer, by default a call of the tool, and ``TEXT`` in every other."""
+    """A model that writes ``first`` in its first answer, by default a call of the tool, and ``then`` in every other."""
 
-    def __init__(self, first: str = CALL) -> None:
+    def __init__(self, first: str = CALL, then: str = TEXT) -> None:
         super().__init__()
         self.first = first
+        self.then = then
 
     async def _play(self, generation: GenerationRequest) -> AsyncIterator[Delta]:
-        self.script = script_of(self.first if len(self.generations) == 1 else TEXT)
+        self.script = script_of(self.first if len(self.generations) == 1 else self.then)
         async for delta in super()._play(generation):
             yield delta
 
@@ -76,15 +77,65 @@ async def test_the_snippets_in_python_call_their_tool(heading: str, python: Path
     await check(snippet(heading, "python"), [python], tmp_path / "snippet.py")
 
 
-@needs(LANGCHAIN)
-async def test_the_agent_of_langchain_is_streamed(tmp_path: Path) -> None:
-    agent, _, _ = snippet("LangChain", "python").partition("answer = ")
-    program = agent + snippet("LangChain", "python", 1)
-    await check(program, [LANGCHAIN], tmp_path / "snippet.py")
+AGENT, BIND_TOOLS, STRUCTURED, RESPONSE_FORMAT, MESSAGES, EVENTS = range(6)
+"""The blocks under LangChain."""
+REPORT = {"city": "Rome", "degrees": 21}
+ONE_CALL = 'model_kwargs={"parallel_tool_calls": False}'
 
 
 def call_of(text: str) -> str:
     return f"<tool_call>\n{text}\n</tool_call>"
+
+
+def langchain(until: str, more: str = "") -> str:
+    """What stands before ``until`` in LangChain's first block, whose model may get ``more``."""
+    begin, _, _ = snippet("LangChain", "python", AGENT).partition(until)
+    return begin.replace('model="qwen3")', f'model="qwen3", {more})') if more else begin
+
+
+@needs(LANGCHAIN)
+@pytest.mark.parametrize("block", [MESSAGES, EVENTS])
+async def test_the_agent_of_langchain_is_streamed_in_the_two_ways_of_the_page(block: int, tmp_path: Path) -> None:
+    program = langchain("answer = ") + snippet("LangChain", "python", block)
+    await check(program, [LANGCHAIN], tmp_path / "snippet.py")
+
+
+@needs(LANGCHAIN)
+async def test_the_calls_of_bound_tools_are_printed_as_on_the_page(tmp_path: Path) -> None:
+    program = langchain("agent = ") + snippet("LangChain", "python", BIND_TOOLS)
+    printed = await printed_by(program, [LANGCHAIN], tmp_path / "snippet.py", CallsOnce())
+    shown = re.sub(r"call_[0-9a-f]+", "call_…", printed)
+    assert f"This prints `{shown}`." in PAGE.read_text()
+
+
+@needs(LANGCHAIN)
+@pytest.mark.parametrize("more", ["", ONE_CALL])
+async def test_a_form_of_the_page_is_filled_and_one_call_at_a_time_does_not_hinder_it(
+    more: str, tmp_path: Path
+) -> None:
+    runner = CallsOnce(json.dumps(REPORT))
+    program = langchain("agent = ", more) + snippet("LangChain", "python", STRUCTURED)
+    printed = await printed_by(program, [LANGCHAIN], tmp_path / "snippet.py", runner)
+    assert f"This prints `{printed}`." in PAGE.read_text()
+    assert "StructuredKind" in repr(runner.generations[0])
+
+
+@needs(LANGCHAIN)
+async def test_one_call_at_a_time_leaves_calls_without_tools_as_they_are(tmp_path: Path) -> None:
+    runner = CallsOnce(TEXT)
+    program = f"{langchain('agent = ', ONE_CALL)}print(model.invoke('Hello').text)"
+    assert await printed_by(program, [LANGCHAIN], tmp_path / "snippet.py", runner) == TEXT
+    assert "StructuredKind" not in repr(runner.generations[0])
+
+
+@needs(LANGCHAIN)
+async def test_an_agent_fills_the_form_of_the_page_after_its_calls(tmp_path: Path) -> None:
+    """LangChain offers the form as one more tool, and the model has to call one of them."""
+    form, _, _ = snippet("LangChain", "python", STRUCTURED).partition("print(")
+    program = langchain("agent = ") + form + snippet("LangChain", "python", RESPONSE_FORMAT)
+    runner = CallsOnce(then=call_of(json.dumps({"name": "Report", "arguments": REPORT})))
+    assert await printed_by(program, [LANGCHAIN], tmp_path / "snippet.py", runner) == "city='Rome' degrees=21"
+    assert len(runner.generations) == 2
 
 
 NO_JSON = call_of('{"name": "weather", "arguments": {"city": Rome}}')
@@ -112,7 +163,7 @@ async def test_langchain_does_with_malformed_calls_what_the_page_says(
     written, expected = MALFORMED[case]
     agent, assigned, asks = snippet("LangChain", "python").partition("answer = ")
     whole = f"{assigned}{asks.splitlines()[0]}"
-    stream = f"{snippet('LangChain', 'python', 1).splitlines()[0]}\n{assigned}run.output"
+    stream = f"{snippet('LangChain', 'python', EVENTS).splitlines()[0]}\n{assigned}run.output"
     program = f"{agent}{stream if streamed else whole}\n{SEEN}"
     assert json.loads(await printed_by(program, [LANGCHAIN], tmp_path / "snippet.py", CallsOnce(written))) == expected
 
@@ -121,13 +172,12 @@ async def test_langchain_does_with_malformed_calls_what_the_page_says(
 @pytest.mark.parametrize("strict", [False, True])
 async def test_langchain_asks_for_a_grammar_in_the_two_ways_of_the_page(strict: bool, tmp_path: Path) -> None:
     program = snippet("LangChain", "python")
-    setting = 'model_kwargs={"parallel_tool_calls": False}'
-    assert f"ChatOpenAI(…, {setting})" in PAGE.read_text()
+    assert f"ChatOpenAI(…, {ONE_CALL})" in PAGE.read_text()
     if strict:
         agent, assigned, asks = program.partition("answer = ")
-        program = f"{agent}{snippet('LangChain', 'python', 2)}{assigned}{asks}"
+        program = f"{agent}{snippet('Malformed calls', 'python')}{assigned}{asks}"
     else:
-        program = program.replace('model="qwen3")', f'model="qwen3", {setting})')
+        program = program.replace('model="qwen3")', f'model="qwen3", {ONE_CALL})')
     runner = CallsOnce()
     assert await printed_by(program, [LANGCHAIN], tmp_path / "snippet.py", runner) == TEXT
     assert "StructuredKind.GRAMMAR" in repr(runner.generations[0])
