@@ -37,7 +37,7 @@ class End:
 ANYWHERE = End()
 STRANGER = End({"app": "stranger"})
 DNS = End({"k8s-app": "kube-dns"}, "kube-system")
-CLIENTS = (End({"app": "gateway"}, "gateways"), End(address="10.0.0.9"))
+CLIENTS = (End({"app": "gateway"}, "gateways"), End(address="192.168.0.9"))
 """A gateway in the cluster, and a load balancer with an address: an example opens the routers to one of them."""
 PROMETHEUS = End({"app": "prometheus"}, "monitoring")
 URL = re.compile(r"(?:redis|rediss|http|https)://(?:[^@/]*@)?([A-Za-z0-9.-]+):([0-9]+)")
