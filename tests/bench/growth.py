@@ -77,12 +77,7 @@ def admission(policy: Policy, waiting: int) -> float:
 
     def step(number: int) -> None:
         scheduler_output = scheduler.schedule()
-        scheduler.update_from_output(
-            scheduler_output,
-            ModelOutput(
-                {request.sequence_id: 5 for chunk in scheduler_output.chunks for request in chunk.sample_requests}
-            ),
-        )
+        scheduler.update_from_output(scheduler_output, ModelOutput([5] * scheduler_output.num_draws))
         scheduler.add_request(request(number))
 
     return median(step, range(waiting, waiting + REPEATS))

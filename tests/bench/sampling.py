@@ -17,9 +17,8 @@ from unittest import mock
 
 import numpy as np
 import torch
-from quire_engine.core.step import ModelOutput, SampleRequest
-from quire_engine.sampling.sampler import Sampler
-from quire_proto.sampling import SamplingParams
+
+from tests.support.sampling_inputs import KeepingSampler, Output, make_output, run_step
 
 PENALTIES = {"repetition_penalty": 1.2, "frequency_penalty": 0.5, "presence_penalty": 0.5}
 BIAS = {"logit_bias": tuple((token_id, 1.0) for token_id in range(0, 3000, 10))}
@@ -108,34 +107,23 @@ def parse_options() -> argparse.Namespace:
 
 def make_step(options: argparse.Namespace, wanted: dict[str, object], logits: torch.Tensor) -> Callable[[], None]:
     """One step of a batch whose rows all want the same, each time with one more token behind it."""
-    sampler, sample_requests = (
-        Sampler(options.vocab),
-        [make_sample_request(options, id, wanted) for id in range(options.rows)],
-    )
+    sampler, outputs = KeepingSampler(options.vocab), [one_output(options, id, wanted) for id in range(options.rows)]
 
     def step() -> None:
-        model_output = ModelOutput()
-        sampler.sample(sampler.prepare(sample_requests), logits, range(len(sample_requests))).fetch_into(model_output)
-        assert not model_output.errors
-        for sample_request in sample_requests:
-            sample_request.token_ids.append(model_output.token_ids.get(sample_request.sequence_id, 0))
+        made = run_step(sampler, outputs, logits)
+        assert not made.errors
+        for output in outputs:
+            output.token_ids.append(made.token_ids.get(output.id, 0))
 
     return step
 
 
-def make_sample_request(options: argparse.Namespace, id: int, wanted: dict[str, object]) -> SampleRequest:
+def one_output(options: argparse.Namespace, id: int, wanted: dict[str, object]) -> Output:
     tokens = random.Random(id).choices(range(options.vocab), k=options.prompt + options.output)
-    fields = {name: value for name, value in wanted.items() if name not in ("grammar", "num_candidates")}
-    return SampleRequest(
-        id,
-        SamplingParams(max_tokens=5000, **fields),
-        id,
-        tokens,
-        options.prompt,
-        frozenset((2,)),
-        EvenTokens() if "grammar" in wanted else None,
-        wanted.get("num_candidates", 0),
-    )
+    prompt, output = tokens[: options.prompt], tokens[options.prompt :]
+    grammar = EvenTokens() if "grammar" in wanted else None
+    fields = {"temperature": 1.0, "max_tokens": 5000} | wanted | {"grammar": grammar}
+    return make_output(id, prompt, output, seed=id, stop_token_ids=frozenset((2,)), **fields)
 
 
 def measure(steps: dict[str, Callable[[], None]], count: int) -> dict[str, float]:

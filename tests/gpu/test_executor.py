@@ -13,7 +13,7 @@ from tests.model.engine import load, run
 from tests.model.models import OUTPUT_TOKENS, SmallModels, tight
 from tests.model.test_bfloat16 import PARAMS, check_close, theirs
 from tests.support.executors import load_executor
-from tests.support.sampling_inputs import make_sample_request
+from tests.support.sampling_inputs import make_output
 from tests.support.steps import PENDING, KnownChunk, make_step
 
 pytestmark = pytest.mark.gpu
@@ -57,25 +57,27 @@ def test_nothing_waits_between_the_launch_of_a_step_and_its_result(
     """Greedy and random draws with and without filters, as steps of one token that follow each other."""
     executor = load(model_folders["qwen3"], 60, 20, "bfloat16", device="cuda", enforce_eager=enforce_eager)
     styles = [{}, {"temperature": 1.0}, {"temperature": 0.7, "top_k": 20}, {"temperature": 1.0, "top_p": 0.9}]
-    sample_requests = [make_sample_request(id, [5, 6, id + 7], seed=id, **style) for id, style in enumerate(styles)]
+    outputs = [make_output(id, [5, 6, id + 7], seed=id, **style) for id, style in enumerate(styles)]
     first = make_step(
-        0,
-        [KnownChunk(id, sample_requests[id].token_ids[:], 0, [id + 1], (sample_requests[id],)) for id in range(4)],
+        0, [KnownChunk(each.id, [*each.token_ids], 0, [each.id + 1], (each.request,)) for each in outputs]
     )
     last = executor.execute_model_async(first)
     last.sample_tokens()
     for step in range(1, 8):
         scheduler_output = make_step(
             step,
-            [KnownChunk(id, [PENDING], 2 + step, [id + 1], (sample_requests[id],)) for id in range(4)],
+            [
+                KnownChunk(each.id, [PENDING], 2 + step, [each.id + 1], (each.request,), known=[*each.token_ids])
+                for each in outputs
+            ],
         )
         # The first of these steps learns shapes and compiles; what comes after it is what a step is.
         torch.cuda.set_sync_debug_mode("error" if step > 2 else "default")
         try:
             launched = executor.execute_model_async(scheduler_output)
             torch.cuda.set_sync_debug_mode("default")
-            for id, token_id in last.get_output().token_ids.items():
-                sample_requests[id].token_ids.append(token_id)
+            for output, token_id in zip(outputs, last.get_output().token_ids, strict=True):
+                output.token_ids.append(token_id)
             torch.cuda.set_sync_debug_mode("error" if step > 2 else "default")
             launched.sample_tokens()
         finally:
@@ -98,10 +100,8 @@ def test_an_engine_that_sizes_its_pools_stays_within_its_share_and_frees_it(mode
     capacity = executor.kv_cache_config
     assert capacity.host_blocks == 64 * MIB // capacity.block_bytes
     tokens = [3 + place % 200 for place in range(200)]
-    sample_request = make_sample_request(0, tokens)
-    assert executor.execute_model(
-        make_step(0, [KnownChunk(0, tokens, 0, list(range(1, 14)), (sample_request,))])
-    ).token_ids
+    request = make_output(0, tokens).request
+    assert executor.execute_model(make_step(0, [KnownChunk(0, tokens, 0, list(range(1, 14)), (request,))])).token_ids
     executor.close()
     del executor
     torch.cuda.empty_cache()
@@ -111,8 +111,8 @@ def test_an_engine_that_sizes_its_pools_stays_within_its_share_and_frees_it(mode
 def test_a_token_outside_of_the_vocabulary_ends_its_step_and_not_the_gpu(model_folders: dict[str, Path]) -> None:
     executor = load(model_folders["llama3"], 20, 0, "bfloat16", device="cuda")
     with pytest.raises(IndexError):
-        executor.execute_model(make_step(0, [KnownChunk(0, [1 << 20], 0, [1], (make_sample_request(0, [1 << 20]),))]))
-    assert executor.execute_model(make_step(1, [KnownChunk(1, [5], 0, [1], (make_sample_request(1, [5]),))])).token_ids
+        executor.execute_model(make_step(0, [KnownChunk(0, [1 << 20], 0, [1], (make_output(0, [1 << 20]).request,))]))
+    assert executor.execute_model(make_step(1, [KnownChunk(1, [5], 0, [1], (make_output(1, [5]).request,))])).token_ids
     executor.close()
 
 

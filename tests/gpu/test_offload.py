@@ -20,7 +20,7 @@ from tests.model.engine import load, run
 from tests.model.models import OUTPUT_TOKENS, SmallModels, greedy_oracle, small_model
 from tests.model.streamed import WITH_ADAPTERS, sequences_with_adapters
 from tests.support.offload import HostWeightsWithout, Wait, offloaded_layers
-from tests.support.sampling_inputs import make_sample_request
+from tests.support.sampling_inputs import make_output
 from tests.support.steps import KnownChunk, make_step
 
 pytestmark = pytest.mark.gpu
@@ -164,7 +164,7 @@ def test_nothing_waits_between_the_launch_of_a_step_and_its_result(tmp_path: Pat
     with closing(load(folder, 20, 0, **REFERENCE, **offload(folder, 5))) as executor:
         tokens = [5, 6, 7, 8]
         for step in range(4):
-            request = make_sample_request(step, tokens, temperature=0.0)
+            request = make_output(step, tokens, temperature=0.0).request
             output = make_step(step, [KnownChunk(step, tokens, 0, [1 + step], (request,))])
             # The first of these steps compiles.
             torch.cuda.set_sync_debug_mode("error" if step > 2 else "default")

@@ -9,7 +9,7 @@ from quire_engine.core.lora import LoRARequest
 from quire_engine.core.step import ModelOutput, SampleRequest, SchedulerOutput
 from quire_proto.sampling import SamplingParams
 
-from tests.support.steps import KnownChunk, make_step
+from tests.support.steps import KnownChunk, execute, make_step
 
 GREEDY = SamplingParams(temperature=0)
 
@@ -53,7 +53,7 @@ class Driver:
     def run(self, sequences: list[Sequence]) -> list[list[int]]:
         """The outputs, in the order of the sequences."""
         while alive := [one for one in sequences if not one.done]:
-            self._apply(sequences, self._executor.execute_model(self._plan(alive)))
+            self._apply(sequences, execute(self._executor, self._plan(alive)))
             self._release(sequences)
         return [one.output for one in sequences]
 
@@ -83,12 +83,15 @@ class Driver:
             return []
         for table in one.blocks:
             table += [self._free.pop() for _ in range(missing)]
-        sample_request = SampleRequest(
-            one.id, one.sampling, one.sampling.seed, one.tokens, len(one.tokens) - len(one.output)
+        request = SampleRequest(one.sampling, one.sampling.seed, len(one.tokens) - len(one.output))
+        tokens, (first, *others) = one.tokens[one.computed : end], one.blocks
+        chunk = KnownChunk(
+            *(one.id, tokens, one.computed, first, (request,)),
+            lora=one.lora,
+            other_block_ids=others,
+            num_draws=int(end == len(one.tokens)),
+            known=[*one.tokens],
         )
-        sample_requests = (sample_request,) if end == len(one.tokens) else ()
-        known, (first, *others) = one.tokens[one.computed : end], one.blocks
-        chunk = KnownChunk(one.id, known, one.computed, first, sample_requests, lora=one.lora, other_block_ids=others)
         one.computed = end
         return [chunk]
 

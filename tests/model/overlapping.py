@@ -4,14 +4,14 @@ import random
 from dataclasses import dataclass, field
 
 import pytest
-from quire_engine.core.step import ModelOutput, SampleRequest, SchedulerOutput
+from quire_engine.core.step import ModelOutput, SchedulerOutput
 from quire_engine.executor.torch_executor import AsyncStep, TorchExecutor
 from quire_proto.errors import ErrorCode
 from quire_proto.sampling import TokenLogprobs
 
 from tests.model.models import VOCAB_SIZE
-from tests.support.sampling_inputs import ModuloGrammar, make_sample_request
-from tests.support.steps import PENDING, KnownChunk, make_step
+from tests.support.sampling_inputs import ModuloGrammar, Output, make_output
+from tests.support.steps import PENDING, KnownChunk, by_sequence, execute, make_step
 
 # Sequences have blocks of their own, enough for all their tokens.
 BLOCKS_EACH = 6
@@ -21,7 +21,7 @@ BLOCKS_EACH = 6
 class Sequence:
     """What is known of a sequence's tokens, how many are computed, and what came of it."""
 
-    sample_request: SampleRequest
+    made: Output
     wanted: int
     computed: int = 0
     pending: bool = False
@@ -31,7 +31,7 @@ class Sequence:
 
     @property
     def output(self) -> list[int]:
-        return self.sample_request.token_ids[self.sample_request.num_prompt_tokens :]
+        return self.made.token_ids[self.made.request.num_prompt_tokens :]
 
     @property
     def is_done(self) -> bool:
@@ -39,23 +39,15 @@ class Sequence:
 
     def chunk(self, most: int) -> KnownChunk:
         """The next tokens, the pending one among them."""
-        id, known = (
-            self.sample_request.sequence_id,
-            self.sample_request.token_ids + [PENDING] * self.pending,
-        )
+        id, known = self.made.id, self.made.token_ids + [PENDING] * self.pending
         end = min(len(known), self.computed + most)
         first, start = 1 + id * BLOCKS_EACH, self.computed
-        targets = self.sample_request.token_ids[start + 1 : min(end + 1, self.sample_request.num_prompt_tokens)]
-        sample_requests = (self.sample_request,) if end == len(known) else ()
         self.computed = end
         return KnownChunk(
-            id,
-            known[start:end],
-            start,
-            list(range(first, first + BLOCKS_EACH)),
-            sample_requests,
-            prompt_logprob_targets=targets,
+            *(id, known[start:end], start, list(range(first, first + BLOCKS_EACH)), (self.made.request,)),
             num_prompt_logprobs=2,
+            known=[*self.made.token_ids],
+            num_draws=int(end == len(known)),
         )
 
 
@@ -64,28 +56,28 @@ class Loop:
 
     def __init__(self, executor: TorchExecutor, sequences: list[Sequence], seed: int) -> None:
         self._executor = executor
-        self._sequences = {one.sample_request.sequence_id: one for one in sequences}
+        self._sequences = {one.made.id: one for one in sequences}
         self._random = random.Random(seed)
         self.num_pending = 0
 
     def run(self) -> None:
         """Step by step."""
         while scheduler_output := self._schedule():
-            self._commit(self._executor.execute_model(scheduler_output))
+            self._commit(execute(self._executor, scheduler_output))
 
     def run_overlapped(self) -> None:
         """Each step is launched before the result of the last one is taken."""
-        last: AsyncStep | None = None
+        last: tuple[SchedulerOutput, AsyncStep] | None = None
         while True:
             scheduler_output = self._schedule()
             launched = self._executor.execute_model_async(scheduler_output) if scheduler_output else None
             if last is not None:
-                self._commit(last.get_output(), launched=scheduler_output)
+                self._commit(by_sequence(last[0], last[1].get_output()), launched=scheduler_output)
             if launched is not None:
                 launched.sample_tokens()
             elif last is None:
                 return
-            last = launched
+            last = None if scheduler_output is None or launched is None else (scheduler_output, launched)
 
     def _schedule(self) -> SchedulerOutput | None:
         alive = [one for one in self._sequences.values() if not one.is_done]
@@ -94,7 +86,7 @@ class Loop:
         scheduler_output = make_step(0, [one.chunk(self._random.randint(1, 40)) for one in self._some(alive)])
         for chunk in scheduler_output.chunks:
             self.num_pending += chunk.awaits_token
-            self._sequences[chunk.sequence_id].pending = bool(chunk.sample_requests)
+            self._sequences[chunk.sequence_id].pending = bool(chunk.num_draws)
         return scheduler_output
 
     def _some(self, alive: list[Sequence]) -> list[Sequence]:
@@ -102,16 +94,16 @@ class Loop:
 
     def _commit(self, model_output: ModelOutput, launched: SchedulerOutput | None = None) -> None:
         """``launched`` is already in flight: what it draws is pending."""
-        in_flight = {chunk.sequence_id for chunk in launched.chunks if chunk.sample_requests} if launched else set()
+        in_flight = {chunk.sequence_id for chunk in launched.chunks if chunk.num_draws} if launched else set()
         for one in self._sequences.values():
-            id = one.sample_request.sequence_id
+            id = one.made.id
             one.prompt_logprobs += model_output.prompt_logprobs.get(id, [])
             if one.error is not None:
                 continue
             if id in model_output.errors:
                 one.error = model_output.errors[id].code
             if id in model_output.token_ids:
-                one.sample_request.token_ids.append(model_output.token_ids[id])
+                one.made.token_ids.append(model_output.token_ids[id])
                 one.logprobs += [model_output.logprobs[id]] if id in model_output.logprobs else []
             one.pending = id in in_flight
 
@@ -132,8 +124,7 @@ def some_sequences(prompts: list[list[int]]) -> list[Sequence]:
         {"min_tokens": 4, "stop_token_ids": frozenset({2}), "logit_bias": ((2, 100.0),)},
     ]
     return [
-        Sequence(make_sample_request(id, prompts[id], seed=id << 33, **style), wanted=14)
-        for id, style in enumerate(styles)
+        Sequence(make_output(id, prompts[id], seed=id << 33, **style), wanted=14) for id, style in enumerate(styles)
     ]
 
 

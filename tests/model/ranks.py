@@ -48,7 +48,7 @@ def assert_near(made: Run, alone: Run) -> None:
 
 
 def chunk(tokens: list[int], blocks: list[int], id: int = 0) -> KnownChunk:
-    return KnownChunk(id, tokens, 0, blocks, (SampleRequest(id, GREEDY, 0, tokens, len(tokens)),))
+    return KnownChunk(id, tokens, 0, blocks, (SampleRequest(GREEDY, 0, len(tokens)),))
 
 
 def assert_only_its_own_request_fails(executor: TorchExecutor) -> None:

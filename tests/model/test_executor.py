@@ -15,7 +15,7 @@ from safetensors.torch import load_file, save_file
 from tests.model.driver import GREEDY, Driver, Sequence
 from tests.model.models import SmallModels, small_model
 from tests.support.executors import load_executor
-from tests.support.steps import KnownChunk, make_step
+from tests.support.steps import KnownChunk, execute, make_step
 
 POOL = 2 << 20
 
@@ -26,29 +26,26 @@ def executor(small_models: SmallModels) -> TorchExecutor:
 
 
 def chunk(tokens: list[int], blocks: list[int], id: int = 0, sampling: SamplingParams | None = GREEDY) -> KnownChunk:
-    return KnownChunk(id, tokens, 0, blocks, () if sampling is None else sample_requests(tokens, id))
+    return KnownChunk(id, tokens, 0, blocks, () if sampling is None else sample_requests(tokens))
 
 
-def sample_requests(tokens: list[int], id: int = 0) -> tuple[SampleRequest, ...]:
-    return (SampleRequest(id, GREEDY, 0, tokens, len(tokens)),)
+def sample_requests(tokens: list[int]) -> tuple[SampleRequest, ...]:
+    return (SampleRequest(GREEDY, 0, len(tokens)),)
 
 
 def test_a_step_with_nothing_in_it_makes_nothing(executor: TorchExecutor) -> None:
     model_output = executor.execute_model(make_step(0))
-    assert (model_output.token_ids, model_output.errors) == ({}, {})
+    assert (model_output.token_ids, model_output.errors) == ([], {})
 
 
-def test_a_chunk_without_tokens_is_an_error_of_that_request_alone(executor: TorchExecutor) -> None:
-    model_output = executor.execute_model(
-        make_step(0, [chunk([], [], id=1), chunk([5], [1], id=2), chunk([], [], 3, None)])
-    )
-    assert set(model_output.errors) == {1}
-    assert set(model_output.token_ids) == {2}
+def test_a_chunk_without_tokens_is_no_step(executor: TorchExecutor) -> None:
+    with pytest.raises(ValueError, match="no tokens"):
+        executor.execute_model(make_step(0, [chunk([], [], id=1), chunk([5], [1], id=2)]))
 
 
 def test_a_step_that_samples_nothing_still_stores_its_keys(executor: TorchExecutor) -> None:
     whole = executor.execute_model(make_step(0, [chunk([9, 8, 7, 6], [1])])).token_ids
-    assert executor.execute_model(make_step(1, [chunk([9, 8, 7], [2], sampling=None)])).token_ids == {}
+    assert executor.execute_model(make_step(1, [chunk([9, 8, 7], [2], sampling=None)])).token_ids == []
     assert (
         executor.execute_model(make_step(2, [KnownChunk(0, [6], 3, [2], sample_requests([9, 8, 7, 6]))])).token_ids
         == whole
@@ -99,11 +96,11 @@ def test_a_request_whose_numbers_are_not_finite_ends_alone(tmp_path: Path) -> No
     save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
     executor = load_executor(folder, kv_cache_memory=POOL, swap_bytes=0)
     alone = executor.execute_model(make_step(0, [chunk([5, 6], [1])])).token_ids[0]
-    model_output = executor.execute_model(make_step(1, [chunk([5, 7], [2], id=1), chunk([5, 6], [3], id=2)]))
+    model_output = execute(executor, make_step(1, [chunk([5, 7], [2], id=1), chunk([5, 6], [3], id=2)]))
     assert model_output.token_ids == {2: alone}
     assert model_output.errors[1].code == ErrorCode.INTERNAL
     # The blocks that hold its keys are used again by others, who see only what they wrote themselves.
-    assert executor.execute_model(make_step(2, [chunk([5, 6], [2])])).token_ids == {0: alone}
+    assert executor.execute_model(make_step(2, [chunk([5, 6], [2])])).token_ids == [alone]
 
 
 def test_sampled_output_is_the_same_alone_and_among_others(small_models: SmallModels) -> None:

@@ -25,7 +25,7 @@ from tests.support.adapters import ATTENTION, write_adapter, write_merged_model
 from tests.support.executors import load_executor
 from tests.support.model_folders import write_model_folder
 from tests.support.rank_threads import ranks_are_threads
-from tests.support.steps import KnownChunk, make_step, prepare
+from tests.support.steps import KnownChunk, execute, make_step, prepare
 
 POOL = 4 << 20
 OUTPUT_TOKENS = 12
@@ -163,10 +163,10 @@ def test_an_adapter_that_one_rank_alone_cannot_read_ends_its_own_requests_alone(
         for number in (1, 2):
             with monkeypatch.context() as patch:
                 patch.setattr(LoRAManager, "_read", read_or_fail)
-                output = executor.execute_model(make_step(number, [chunk(0, known), chunk(1, broken)]))
+                output = execute(executor, make_step(number, [chunk(0, known), chunk(1, broken)]))
             assert (sorted(output.token_ids), sorted(output.errors)) == ([0], [1])
         assert sorted(executor._lora_manager.held) == [1]
-        output = executor.execute_model(make_step(3, [chunk(0, known), chunk(1, broken)]))
+        output = execute(executor, make_step(3, [chunk(0, known), chunk(1, broken)]))
         assert sorted(output.token_ids) == [0, 1], "and once it can be read it is used"
 
 
@@ -196,7 +196,7 @@ def test_an_adapter_whose_folder_has_changed_ends_its_own_requests_alone(
     known, changed = adapters.request("llama3", 1), LoRARequest("changed", 7, folder, digest)
     with closing(load(model)) as executor:
         chunks = [chunk(0, None), chunk(1, known), chunk(2, changed)]
-        output = executor.execute_model(make_step(1, chunks))
+        output = execute(executor, make_step(1, chunks))
         assert sorted(output.token_ids) == [0, 1]
         assert {key: (error.code, error.param) for key, error in output.errors.items()} == {
             2: (ErrorCode.UNAVAILABLE, "model")
@@ -206,7 +206,7 @@ def test_an_adapter_whose_folder_has_changed_ends_its_own_requests_alone(
 
 def chunk(sequence_id: int, lora: LoRARequest | None) -> KnownChunk:
     tokens = [5, 6, 7]
-    sample = SampleRequest(sequence_id, GREEDY, 0, tokens, len(tokens))
+    sample = SampleRequest(GREEDY, 0, len(tokens))
     return KnownChunk(sequence_id, tokens, 0, [sequence_id + 1], (sample,), lora=lora)
 
 

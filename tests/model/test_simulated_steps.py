@@ -262,10 +262,9 @@ def normal(scheduler_output: SchedulerOutput) -> Any:
             chunk.start,
             chunk.end,
             chunk.row,
-            tuple(request.sequence_id for request in chunk.sample_requests),
-            len(chunk.prompt_logprob_targets),
+            chunk.num_draws,
+            chunk.awaits_token,
             chunk.num_draft_tokens,
-            chunk.lora,
         )
         for chunk in scheduler_output.chunks
     ]
@@ -276,11 +275,11 @@ def normal(scheduler_output: SchedulerOutput) -> Any:
     )
     return (
         chunks,
-        [(new.row, len(new.token_ids), new.block_ids) for new in scheduler_output.new],
+        [replace(new, token_ids=len(new.token_ids)) for new in scheduler_output.new],
         len(scheduler_output.new_tokens),
         scheduler_output.new_blocks,
         replace(copies, blocks_to_store=stores, blocks_to_load=loads),
-        scheduler_output.finished_seq_ids,
+        scheduler_output.freed_rows,
         scheduler_output.num_preempted,
         scheduler_output.max_seconds,
     )

@@ -166,8 +166,7 @@ class EngineStateMachine(RuleBasedStateMachine):
         self.cached: set[BlockStored] = set()
         self.ran_before: set[int] = set()
         self.decoding: set[int] = set()
-        self.sampled: set[int] = set()
-        self.freed: set[int] = set()
+        self.in_use: set[int] = set()
         self.limit = min(MAX_MODEL_LEN, capacity.usable_tokens)
 
     def make_executor(self, capacity: KVCacheConfig) -> PagedExecutor:
@@ -181,15 +180,9 @@ class EngineStateMachine(RuleBasedStateMachine):
             assert all(chunk.sequence_id in self.ran_before for chunk in scheduler_output.chunks)
         assert scheduler_output.num_tokens <= self.scheduler.config.max_num_batched_tokens
         assert len({chunk.sequence_id for chunk in scheduler_output.chunks}) == len(scheduler_output.chunks)
-        self.sampled.update(
-            request.sequence_id
-            for chunk in scheduler_output.chunks
-            for request in chunk.sample_requests
-            if request.draft_of is None
-        )
         if self.scheduler.config.batching == "phased":
             self.check_phase(scheduler_output)
-        self.check_ended(scheduler_output)
+        self.check_rows(scheduler_output)
 
     def check_phase(self, scheduler_output: SchedulerOutput) -> None:
         """A step that decodes any sequence computes nothing else."""
@@ -204,9 +197,12 @@ class EngineStateMachine(RuleBasedStateMachine):
         self.decoding = {sequence.id for sequence in admitted if sequence.num_unscheduled_tokens == 1}
         return Scheduler.schedule(self.scheduler)
 
-    def check_ended(self, scheduler_output: SchedulerOutput) -> None:
-        assert self.freed.isdisjoint(scheduler_output.finished_seq_ids), "a sequence was freed twice"
-        self.freed.update(scheduler_output.finished_seq_ids)
+    def check_rows(self, scheduler_output: SchedulerOutput) -> None:
+        assert self.in_use.issuperset(scheduler_output.freed_rows), "a row was freed twice"
+        self.in_use.difference_update(scheduler_output.freed_rows)
+        new = {new.row for new in scheduler_output.new}
+        assert self.in_use.isdisjoint(new), "a row was given to two sequences"
+        self.in_use.update(new)
 
     @rule(
         count=st.integers(1, 4),
@@ -390,9 +386,9 @@ class EngineStateMachine(RuleBasedStateMachine):
         assert self.memory.host_pool.num_free == self.memory.host_pool.num_blocks
         if self.memory.disk is not None:
             assert self.memory.disk.pool.num_free == self.memory.disk.pool.num_blocks
-        self.check_ended(self.scheduler.schedule())
+        self.check_rows(self.scheduler.schedule())
         self.check_times_away()
-        assert self.sampled <= self.freed, "an executor keeps the state of a sequence that has ended"
+        assert not self.in_use, "an executor keeps the state of a sequence that has ended"
 
     def check_times_away(self) -> None:
         """Absences are of preemptions, and one may be of several."""

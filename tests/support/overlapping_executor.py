@@ -18,7 +18,7 @@ from quire_engine.core.kv_disk import TransferResult
 from quire_engine.core.step import BeamCandidates, ModelOutput, SchedulerOutput
 
 from tests.support.paged_executor import VOCAB_SIZE, PagedExecutor
-from tests.support.steps import PENDING, KnownChunk
+from tests.support.steps import PENDING, KnownChunk, drawn_tokens
 
 GARBAGE = VOCAB_SIZE + 1
 
@@ -62,12 +62,10 @@ class OverlappingPagedExecutor(PagedExecutor):
         self.pace: Callable[[int], int] = lambda queued: 0
         self.fails: Callable[[str, SchedulerOutput], bool] = lambda where, scheduler_output: False
         self.in_flight: deque[PagedStep] = deque()
-        self.states: set[int] = set()
-        self.ended: set[int] = set()
         self.events: list[tuple[str, int]] = []
         self.wasted = 0
         self.spoilt = False
-        self.drawn: tuple[PagedStep | None, dict[int, int]] = None, {}
+        self.drawn: tuple[PagedStep | None, dict[int, list[int]]] = None, {}
         self._stream: deque[Callable[[], None]] = deque()
 
     def execute_model(self, scheduler_output: SchedulerOutput) -> ModelOutput:
@@ -78,7 +76,7 @@ class OverlappingPagedExecutor(PagedExecutor):
         )
         self.events.append(("run", scheduler_output.step))
         self._start_over()
-        self._forget(scheduler_output)
+        self._check_rows(scheduler_output)
         with misuse():
             self.take_rows(scheduler_output)
         self.check("run", scheduler_output)
@@ -96,7 +94,7 @@ class OverlappingPagedExecutor(PagedExecutor):
         self.events.append(("launch", scheduler_output.step))
         if not self.in_flight:
             self._start_over()
-        self._forget(scheduler_output)
+        self._check_rows(scheduler_output)
         with misuse():
             self.take_rows(scheduler_output)
         before = self.in_flight[-1] if self.in_flight else None
@@ -133,18 +131,13 @@ class OverlappingPagedExecutor(PagedExecutor):
             self.events.append((f"failed {where}", scheduler_output.step))
             raise FailureError(f"step {scheduler_output.step} failed: {where}")
 
-    def _forget(self, scheduler_output: SchedulerOutput) -> None:
-        for sequence_id in scheduler_output.finished_seq_ids:
-            drawing = (
-                d.sequence_id
-                for step in self.in_flight
-                for c in step.scheduler_output.chunks
-                for d in c.sample_requests
-            )
-            require(sequence_id not in drawing, "the end of a sequence was told while it is drawn for")
-            require(sequence_id not in self.ended, "the end of a sequence was told twice")
-            self.states.discard(sequence_id)
-            self.ended.add(sequence_id)
+    def _check_rows(self, scheduler_output: SchedulerOutput) -> None:
+        computed = {row for step in self.in_flight for row in step.scheduler_output.rows}
+        for row in scheduler_output.freed_rows:
+            require(row not in computed, "a row was freed while a step computes it")
+            require(row in self.rows.requests, "a row was freed twice")
+        for new in scheduler_output.new:
+            require(new.row not in computed, "a row was given to a sequence while a step computes it")
 
     def _start_over(self) -> None:
         while self._stream:
@@ -169,7 +162,7 @@ class PagedStep:
         self.copy_fails = False
         self._executor = executor
         self._before = before
-        self._model_output = ModelOutput()
+        self._model_output = ModelOutput([0] * scheduler_output.num_draws)
         self._prefixes: dict[int, bytes] = {}
         self._failure: Exception | None = None
 
@@ -178,11 +171,8 @@ class PagedStep:
         require(self._executor.in_flight[0] is self, "drawn before the result of the step before was taken")
         self.is_drawn = True
         self._executor.events.append(("draw", self.scheduler_output.step))
-        sample_requests = [request for chunk in self.scheduler_output.chunks for request in chunk.sample_requests]
-        for sample_request in sample_requests:
-            require(sample_request.sequence_id not in self._executor.ended, "a draw for a sequence whose end was told")
-            self._executor.states.add(sample_request.sequence_id)
-        known = {request.sequence_id: [*request.token_ids] for request in sample_requests}
+        rows = self._executor.rows.tokens
+        known = [rows[chunk.row][: chunk.end] for chunk in self.scheduler_output.chunks]
         self._executor.queue(partial(self.sample, known))
         self._executor.check("draw", self.scheduler_output)
 
@@ -208,28 +198,28 @@ class PagedStep:
                 chunks = [self._with_drawn_token(chunk) for chunk in self.chunks]
                 self._executor.given = chunks
                 self._executor.check("forward", self.scheduler_output)
-                for chunk in chunks:
-                    self._prefixes[chunk.sequence_id] = self._executor.compute(chunk, self._model_output)
+                for number, chunk in enumerate(chunks):
+                    self._prefixes[number] = self._executor.compute(number, chunk, self._model_output)
                 return
         except FailureError as failure:
             self._executor.spoilt, self._failure = True, failure
         for chunk in self.chunks:
             self._executor.spoil(chunk)
 
-    def sample(self, known: dict[int, list[int]]) -> None:
-        for chunk in self.scheduler_output.chunks:
-            for sample_request in chunk.sample_requests:
-                token_ids = known[sample_request.sequence_id]
-                assert len(token_ids) <= chunk.end, "a draw after a token that is not computed"
-                if chunk.sequence_id not in self._prefixes or len(token_ids) < chunk.end:
-                    self._executor.wasted += 1
-                    self._model_output.token_ids[sample_request.sequence_id] = GARBAGE
-                    self._model_output.candidates[sample_request.sequence_id] = BeamCandidates([GARBAGE], [0.0])
-                else:
-                    self._executor.draw(
-                        sample_request, token_ids, self._prefixes[chunk.sequence_id], self._model_output
-                    )
-        self._executor.drawn = self, self._model_output.token_ids
+    def sample(self, known: list[list[int]]) -> None:
+        draw = 0
+        for number, chunk in enumerate(self.chunks):
+            if number not in self._prefixes:
+                self._executor.wasted += chunk.draws
+                self._model_output.token_ids[draw : draw + chunk.draws] = [GARBAGE] * chunk.draws
+                if any(request.num_candidates for request in chunk.sample_requests):
+                    self._model_output.candidates[draw] = BeamCandidates([GARBAGE], [0.0])
+                draw += chunk.draws
+                continue
+            for request, token_ids, prefix in self._executor.draws_of(chunk, known[number], self._prefixes[number]):
+                self._executor.draw(request, token_ids, prefix, draw, self._model_output)
+                draw += 1
+        self._executor.drawn = self, drawn_tokens(self.scheduler_output, self._model_output)
         self.is_done = True
 
     def _with_drawn_token(self, chunk: KnownChunk) -> KnownChunk:
@@ -238,12 +228,9 @@ class PagedStep:
         step, token_ids = self._executor.drawn
         assert self._before is not None, "a token is pending, and nothing is in flight"
         assert step is self._before, "a pending token is of another step than the one before"
-        return replace(chunk, token_ids=[*chunk.token_ids[:-1], token_ids[chunk.sequence_id]])
+        return replace(chunk, token_ids=[*chunk.token_ids[:-1], token_ids[chunk.sequence_id][0]])
 
 
 def as_given(scheduler_output: SchedulerOutput) -> SchedulerOutput:
-    """What a device is given at the launch: the scheduler's lists as they are now, but for the draws'."""
-    chunks = [
-        replace(chunk, prompt_logprob_targets=[*chunk.prompt_logprob_targets]) for chunk in scheduler_output.chunks
-    ]
-    return replace(scheduler_output, chunks=chunks, copies=deepcopy(scheduler_output.copies))
+    """What a device is given at the launch."""
+    return deepcopy(scheduler_output)

@@ -16,7 +16,7 @@ from quire_engine.core.kv_disk import DiskContents, TransferOutcome, TransferRes
 from quire_engine.core.step import BeamCandidates, ModelOutput, SampleRequest, SchedulerOutput
 from quire_proto.sampling import SamplingParams, TokenLogprobs
 
-from tests.support.steps import KnownChunk, PlainRows
+from tests.support.steps import KnownChunk, PlainRows, prompt_targets
 
 VOCAB_SIZE = 50
 DIGEST_BYTES = 8
@@ -93,11 +93,12 @@ class PagedExecutor:
     def execute_model(self, scheduler_output: SchedulerOutput) -> ModelOutput:
         self.take_rows(scheduler_output)
         self.copy(scheduler_output)
-        model_output = ModelOutput()
-        for chunk in self.given:
-            prefix = self.compute(chunk, model_output)
-            for sample_request, behind in zip(chunk.sample_requests, self.prefixes(chunk, prefix), strict=True):
-                self.draw(sample_request, sample_request.token_ids, behind, model_output)
+        model_output, draw = ModelOutput([0] * scheduler_output.num_draws), 0
+        for number, chunk in enumerate(self.given):
+            prefix = self.compute(number, chunk, model_output)
+            for request, known, behind in self.draws_of(chunk, list(chunk.known)[: chunk.end], prefix):
+                self.draw(request, known, behind, draw, model_output)
+                draw += 1
         self.copy_ahead(scheduler_output)
         self.append_drawn(scheduler_output, model_output)
         return model_output
@@ -108,10 +109,11 @@ class PagedExecutor:
         self.given = [self.rows.known(chunk) for chunk in scheduler_output.chunks]
 
     def append_drawn(self, scheduler_output: SchedulerOutput, model_output: ModelOutput) -> None:
+        draw = 0
         for chunk in scheduler_output.chunks:
-            token_id = model_output.token_ids.get(chunk.sequence_id)
-            if chunk.sample_requests and not chunk.draft_token_ids and token_id is not None:
-                self.rows.append_drawn(chunk.row, chunk.end, token_id)
+            if chunk.num_draws and not chunk.draft_token_ids:
+                self.rows.append_drawn(chunk.row, chunk.end, model_output.token_ids[draw])
+            draw += chunk.num_draws
 
     def take_transfers(self, timeout: float) -> list[TransferResult]:
         return self.disk.take(timeout)
@@ -129,30 +131,36 @@ class PagedExecutor:
         _copy(scheduler_output.copies.blocks_to_swap_ahead, self.device, self.host)
         self.disk.submit(scheduler_output.copies)
 
-    def compute(self, chunk: KnownChunk, model_output: ModelOutput) -> bytes:
-        """Fills the chunk's slots; returns the prefix that ends in it."""
+    def compute(self, number: int, chunk: KnownChunk, model_output: ModelOutput) -> bytes:
+        """Fills the slots of the step's chunk ``number``; returns the prefix that ends in it."""
         adapter = b"" if chunk.lora is None else chunk.lora.lora_name.encode()
         tables = self._tables(chunk)
         (prefix,) = {self._read(table, number, chunk.start, adapter) for number, table in enumerate(tables)} - {None}
         for position, token_id in enumerate(chunk.token_ids, chunk.start):
             parent, prefix = prefix, digest(prefix, token_id)
             self.parents[prefix] = parent
-            for number, table in enumerate(tables):
-                self._write(table, position, prefix + bytes((number,)) + adapter)
-        if chunk.prompt_logprob_targets:
-            pairs = zip(chunk.prompt_logprob_targets, range(chunk.start, chunk.end), strict=False)
+            for group, table in enumerate(tables):
+                self._write(table, position, prefix + bytes((group,)) + adapter)
+        if targets := prompt_targets(chunk):
+            pairs = zip(targets, range(chunk.start, chunk.end), strict=False)
             told = [TokenLogprobs(float(position + 1), ((token_id, 0.0),)) for token_id, position in pairs]
-            model_output.prompt_logprobs[chunk.sequence_id] = told
+            model_output.prompt_logprobs[number] = told
         return prefix
 
-    def prefixes(self, chunk: KnownChunk, last: bytes) -> list[bytes]:
-        """What each of the chunk's sample requests draws behind, of the prefixes that end in ``last``."""
+    def draws_of(
+        self, chunk: KnownChunk, known: list[int], last: bytes
+    ) -> list[tuple[SampleRequest, list[int], bytes]]:
+        """Each draw of a chunk: how, the tokens before it, of all that are ``known`` with the drafts, and the prefix
+        that was computed of them; ``last`` is that of the whole chunk.
+        """
         if not chunk.num_draft_tokens:
-            return [last] * len(chunk.sample_requests)
+            return [(request, known, last) for request in chunk.sample_requests[: chunk.draws]]
         behind = [last]
         for _ in range(chunk.num_draft_tokens):
             behind.append(self.parents[behind[-1]])
-        return behind[::-1]
+        return [
+            (chunk.sample_requests[0], known[: len(known) - number], prefix) for number, prefix in enumerate(behind)
+        ][::-1]
 
     def spoil(self, chunk: KnownChunk) -> None:
         """Leaves in the chunk's slots what no token is."""
@@ -161,18 +169,18 @@ class PagedExecutor:
                 self._write(table, position, b"spoilt")
 
     def draw(
-        self, sample_request: SampleRequest, token_ids: list[int], prefix: bytes, model_output: ModelOutput
+        self, request: SampleRequest, token_ids: list[int], prefix: bytes, number: int, model_output: ModelOutput
     ) -> None:
-        """From the sequence's tokens, and the prefix that was computed of them."""
+        """The step's draw ``number``, from the sequence's tokens, and the prefix that was computed of them."""
         assert prefix_digests(token_ids)[-1] == prefix, "the draw is not of what was computed"
-        if sample_request.num_candidates:
-            model_output.candidates[sample_request.sequence_id] = candidates(prefix, sample_request.num_candidates)
+        if request.num_candidates:
+            model_output.candidates[number] = candidates(prefix, request.num_candidates)
             return
-        is_early = len(token_ids) - sample_request.num_prompt_tokens < sample_request.params.min_tokens
-        token_id = next_token(prefix, sample_request.seed, sample_request.stop_token_ids if is_early else ())
-        model_output.token_ids[sample_request.sequence_id] = token_id
-        if sample_request.params.wants_logprobs:
-            model_output.logprobs[sample_request.sequence_id] = TokenLogprobs(logprob(prefix, token_id))
+        is_early = len(token_ids) - request.num_prompt_tokens < request.params.min_tokens
+        token_id = next_token(prefix, request.seed, request.stop_token_ids if is_early else ())
+        model_output.token_ids[number] = token_id
+        if request.params.wants_logprobs:
+            model_output.logprobs[number] = TokenLogprobs(logprob(prefix, token_id))
 
     def _tables(self, chunk: KnownChunk) -> list[list[int]]:
         tables = chunk.tables

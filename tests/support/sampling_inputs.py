@@ -5,10 +5,12 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
+import numpy.typing as npt
 import torch
 from quire_engine.core.step import GrammarError, ModelOutput, SampleRequest
 from quire_engine.sampling import metadata as noise
-from quire_engine.sampling.sampler import Sampler
+from quire_engine.sampling.logits_processors import Draw, SamplingState
+from quire_engine.sampling.sampler import PlainSamplerOutput, Sampler, SamplerInput, SamplerOutput
 from quire_proto.sampling import SamplingParams
 
 
@@ -64,19 +66,64 @@ def some_tokens(count: int, vocab_size: int, seed: int = 0) -> list[int]:
     return random.Random(seed).choices(range(vocab_size), k=count)
 
 
-def make_sample_request(id: int, prompt: Sequence[int], output: Sequence[int] = (), **wanted: object) -> SampleRequest:
-    """A request for the token after ``prompt`` and ``output``; its fields by name, others are parameters'."""
+@dataclass(eq=False)
+class Output:
+    """An output by its number: how it is drawn, and its tokens so far, which a test may append to."""
+
+    id: int
+    request: SampleRequest
+    token_ids: list[int]
+
+    @property
+    def params(self) -> SamplingParams:
+        return self.request.params
+
+    @property
+    def known(self) -> npt.NDArray[np.int32]:
+        return np.array(self.token_ids, np.int32)
+
+
+def make_output(id: int, prompt: Sequence[int], output: Sequence[int] = (), **wanted: object) -> Output:
+    """An output after ``prompt`` and ``output``; fields of its request by name, others are parameters'."""
     names = ("seed", "stop_token_ids", "grammar", "num_candidates")
     fields = {name: wanted.pop(name) for name in names if name in wanted}
     params = wanted.pop("params", None) or SamplingParams(**{"temperature": 0, "max_tokens": 1000} | wanted)
-    return SampleRequest(id, params, fields.pop("seed", 0), [*prompt, *output], len(prompt), **fields)
+    request = SampleRequest(params, fields.pop("seed", 0), len(prompt), **fields)
+    return Output(id, request, [*prompt, *output])
 
 
-def run_step(sampler: Sampler, sample_requests: Sequence[SampleRequest], logits: torch.Tensor) -> ModelOutput:
-    """One step with a row of logits for each request."""
-    model_output = ModelOutput()
-    sampler.sample(sampler.prepare(sample_requests), logits, range(len(sample_requests))).fetch_into(model_output)
-    return model_output
+class KeepingSampler(Sampler):
+    """A sampler with the states of the outputs that it draws, by their ids, as a worker keeps them by rows."""
+
+    def __init__(self, vocab_size: int, *, allow_sync: bool | None = None) -> None:
+        super().__init__(vocab_size, allow_sync=allow_sync)
+        self.states: dict[int, tuple[Output, SamplingState]] = {}
+
+    def draws(self, outputs: Sequence[Output]) -> list[Draw]:
+        """A draw of each, whose number is its id."""
+        for output in outputs:
+            if self.states.get(output.id, (None,))[0] is not output:
+                self.states[output.id] = output, SamplingState(output.request, self.vocab_size)
+        return [Draw(output.id, self.states[output.id][1], output.known) for output in outputs]
+
+    def prepare_outputs(self, outputs: Sequence[Output]) -> SamplerInput:
+        return self.prepare(self.draws(outputs))
+
+
+def answers(sampled: SamplerOutput | PlainSamplerOutput) -> ModelOutput:
+    """What came of draws, each part by their numbers, and no token where there is another answer."""
+    made = ModelOutput({})
+    sampled.fetch_into(made)
+    made.token_ids = dict(made.token_ids if isinstance(made.token_ids, dict) else enumerate(made.token_ids))
+    for number in (*made.draw_errors, *made.candidates):
+        made.token_ids.pop(number, None)
+    made.errors = made.draw_errors
+    return made
+
+
+def run_step(sampler: KeepingSampler, outputs: Sequence[Output], logits: torch.Tensor) -> ModelOutput:
+    """One step with a row of logits for each output."""
+    return answers(sampler.sample(sampler.prepare_outputs(outputs), logits, range(len(outputs))))
 
 
 def row_keys(seeds: Sequence[int], positions: Sequence[int]) -> torch.Tensor:

@@ -16,7 +16,6 @@ What a sequence needs to be admitted is in ``admission``; how a victim leaves th
 
 from collections import abc
 from collections.abc import Callable, Collection, Iterable, Mapping
-from itertools import count
 from typing import TYPE_CHECKING
 
 from quire_engine.core.admission import Admission
@@ -27,8 +26,8 @@ from quire_engine.core.outputs import SchedulerStats
 from quire_engine.core.preemption import Preemptor, copy_beside, preempted_with, running_beams
 from quire_engine.core.request import Sequence, SequenceGroup, SequenceStatus
 from quire_engine.core.request_queue import AdmittedQueue
-from quire_engine.core.speculation import Speculator, can_take_drafts, with_draft_requests
-from quire_engine.core.step import ScheduledChunk, SchedulerOutput
+from quire_engine.core.speculation import Speculator, can_take_drafts
+from quire_engine.core.step import SchedulerOutput
 from quire_engine.core.step_time_model import StepBudget, StepTimeEstimator
 from quire_engine.core.worker_rows import WorkerRows
 
@@ -42,8 +41,9 @@ _NANOSECONDS = 1_000_000_000
 
 
 class BatchScheduler:
-    """Owns the queues, of which ``admission`` has that of what waits. ``out_of_memory``: sequences that the last call
-    found no memory for, whatever it preempted. ``speculator``: chooses drafts, where there is speculation.
+    """Owns the queues, of which ``admission`` has that of what waits. Of the last call, ``scheduled`` are the sequences
+    of its chunks, and ``out_of_memory`` those that it found no memory for, whatever it preempted. ``speculator``:
+    chooses drafts, where there is speculation.
     """
 
     def __init__(
@@ -66,6 +66,7 @@ class BatchScheduler:
             config, self.running, self.preemptor, kv_cache_manager, rates=rates, stats=stats, clock=clock
         )
         self.waiting = self.admission.waiting
+        self.scheduled: list[Sequence] = []
         self.out_of_memory: list[Sequence] = []
         self.speculator = Speculator(config, rates) if config.speculative_method != "none" else None
         self._queues = {
@@ -83,7 +84,6 @@ class BatchScheduler:
         self.has_best_effort = False
         self._last_regular = -(1 << 62)
         self._computes_prompt = False
-        self._draft_request_ids = count()
         self._is_pipeline = config.num_stages > 1
         self._oldest_in_flight = 0
 
@@ -108,6 +108,7 @@ class BatchScheduler:
 
     def schedule(self, step: int, in_flight: Collection[SchedulerOutput] = ()) -> SchedulerOutput:
         """The next step, behind those that are ``in_flight``. Empty when nothing can be computed."""
+        self.scheduled = []
         self.out_of_memory.clear()
         self._computes_prompt = False
         self._oldest_in_flight = min((each.step for each in in_flight), default=step)
@@ -116,10 +117,9 @@ class BatchScheduler:
         if self._is_pipeline:
             share = _share_of_tokens(self.running, self.waiting.uncomputed_tokens, in_flight, self._config.num_stages)
             budget.tokens = min(budget.tokens, share)
-        self._draft_request_ids = count(-1, -1)
         if self._config.batching == "phased":
             self._schedule_phase(scheduler_output, budget, _prefills)
-            if not scheduler_output.chunks:
+            if not scheduler_output.rows:
                 self._schedule_phase(scheduler_output, budget, _decodes)
         elif not (self.has_best_effort and self._has_classes and self.num_best_effort()):
             self._schedule_phase(scheduler_output, budget)
@@ -131,7 +131,7 @@ class BatchScheduler:
                 scheduler_output.has_fragments = rest.has_prompts
         if not (
             in_flight
-            or scheduler_output.chunks
+            or scheduler_output.rows
             or scheduler_output.num_preempted
             or self.out_of_memory
             or self._kv_cache_manager.has_pending_copies
@@ -322,30 +322,26 @@ class BatchScheduler:
         drafts: abc.Sequence[int] = (),
     ) -> None:
         """Adds the sequence's next chunk to the step, with ``drafts`` behind its known tokens. There is room for it."""
-        start, num_known = sequence.num_scheduled_tokens, len(sequence.token_ids) + len(drafts)
+        start, num_known = sequence.num_scheduled_tokens, len(sequence.token_ids)
         budget.spend(start, length, sequence.num_unscheduled_tokens)
-        length += len(drafts)
-        budget.tokens -= len(drafts)
         end = start + length
+        if drafts:
+            end, num_known = end + len(drafts), num_known + len(drafts)
+            budget.tokens -= len(drafts)
+            scheduler_output.drafts[len(scheduler_output.rows)] = tuple(drafts)
         if not self._kv_cache_manager.has_room(sequence.table, end):
             self._kv_cache_manager.allocate_slots(sequence.table, start, end)
-        row = self.rows.send_changes(sequence, scheduler_output, drafts)
-        sample_requests = sequence.sample_requests if end >= num_known else ()
-        chunk = ScheduledChunk(sequence.id, row, start, length, sample_requests, awaits_token=end > num_known)
-        group = sequence.group
-        chunk.lora = group.request.lora
-        if drafts:
-            chunk.draft_token_ids = drafts
-            chunk.sample_requests = with_draft_requests(sample_requests[0], drafts, self._draft_request_ids)
-        if start < group.num_prompt_tokens:
-            chunk.pooling = group.request.pooling
-            chunk.is_last = chunk.pooling is not None and end >= num_known
-            if group.needs_prompt_logprobs:
-                chunk.prompt_logprob_targets = sequence.token_ids[start + 1 : min(end + 1, group.num_prompt_tokens)]
-                chunk.num_prompt_logprobs = group.request.sampling.prompt_logprobs or 0
-            if not sequence.best_effort:
-                self._computes_prompt = True
-        scheduler_output.chunks.append(chunk)
+        if end > num_known:
+            scheduler_output.awaiting.append(len(scheduler_output.rows))
+        scheduler_output.sequence_ids.append(sequence.id)
+        scheduler_output.rows.append(self.rows.send_changes(sequence, scheduler_output, drafts))
+        scheduler_output.starts.append(start)
+        scheduler_output.lengths.append(end - start)
+        num_draws = len(drafts) + 1 if drafts else len(sequence.sample_requests) or 1
+        scheduler_output.draws.append(num_draws if end >= num_known else 0)
+        self.scheduled.append(sequence)
+        if start < sequence.group.num_prompt_tokens and not sequence.best_effort:
+            self._computes_prompt = True
         sequence.num_scheduled_tokens, sequence.last_step = end, scheduler_output.step
 
     def _preempt(self, victim: Sequence, scheduler_output: SchedulerOutput) -> None:

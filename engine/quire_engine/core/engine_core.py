@@ -109,7 +109,7 @@ class StepTrace:
     ``elapsed`` are those from the start of its scheduling to its end.
 
     ``num_decode`` counts the chunks of one token, which the last of a prompt may be too, and of one token and drafts;
-    ``num_tokens`` has no drafts, and ``num_sample_requests`` counts the tokens that were to be drawn, those behind
+    ``num_tokens`` has no drafts, and ``num_draws`` counts the tokens that were to be drawn, those behind
     drafts included. Where steps overlap, others are scheduled and ended in the ``pause`` between the launch of a step
     and the wait for what it makes. ``seconds`` is how long the step took on the core's clock, from the end of the one
     before where they overlap, and ``max_seconds`` what it was planned to take at most, 0 without a bound.
@@ -128,7 +128,7 @@ class StepTrace:
     swapped_blocks: int
     failed: bool
     request_ids: list[str]
-    num_sample_requests: int = 0
+    num_draws: int = 0
     seconds: float = 0.0
     max_seconds: float = 0.0
 
@@ -270,7 +270,7 @@ class EngineCore:
             step.sample_tokens()
         model_output, scheduler_output = self._get_model_output(step), step.scheduler_output
         executed = perf_counter()
-        request_ids = self.scheduler.request_ids(scheduler_output)
+        request_ids = [] if scheduler_output.is_empty else self.scheduler.request_ids()
         outputs = self._rejected + self.scheduler.update_from_output(scheduler_output, model_output)
         self._rejected = []
         measures = scheduler_output.step % FRAGMENTATION_INTERVAL == 0 or not self.scheduler.has_work
@@ -287,8 +287,8 @@ class EngineCore:
         """
         ended = self._clock()
         seconds, self._ended = ended - max(step.clocked, self._ended), ended
-        if not (model_output.errors or model_output.waited_for_others or step.scheduler_output.has_fragments):
-            work = StepWork.of(step.scheduler_output.chunks)
+        if not (model_output.has_errors or model_output.waited_for_others or step.scheduler_output.has_fragments):
+            work = StepWork.of(step.scheduler_output)
             self.scheduler.step_times.observe(work, seconds - model_output.timings.swap, ended)
         return seconds
 
@@ -299,7 +299,7 @@ class EngineCore:
             raise
         except Exception:
             failed = step.scheduler_output
-            log.exception("step %d failed; running its %d sequences one by one", failed.step, len(failed.chunks))
+            log.exception("step %d failed; running its %d sequences one by one", failed.step, len(failed.rows))
             for later in self._in_flight:
                 later.discard()
             return self._run_one_by_one(failed)
@@ -307,16 +307,17 @@ class EngineCore:
     def _run_one_by_one(self, failed: SchedulerOutput) -> ModelOutput:
         """Runs each sequence of a failed step alone: only a sequence that fails alone ends with an error."""
         merged = ModelOutput()
-        for single in self.scheduler.split_for_retry(failed):
-            try:
-                model_output = self._executor.execute_model(single)
-            except ExecutorError:
-                raise
-            except Exception:
-                log.exception("sequence %d failed alone", single.chunks[0].sequence_id)
-                merged.errors[single.chunks[0].sequence_id] = internal()
-            else:
-                merged.add(model_output)
+        for number, single in enumerate(self.scheduler.split_for_retry(failed)):
+            model_output = ModelOutput([0] * failed.draws[number])
+            if single is not None:
+                try:
+                    model_output = self._executor.execute_model(single)
+                except ExecutorError:
+                    raise
+                except Exception:
+                    log.exception("sequence %d failed alone", failed.sequence_ids[number])
+                    model_output.errors[0] = internal()
+            merged.add(model_output, number)
         return merged
 
     def _process_commands(self) -> None:
@@ -486,7 +487,9 @@ def _trace(
     ``perf_counter``.
     """
     scheduler_output = step.scheduler_output
-    lengths = [chunk.length - chunk.num_draft_tokens for chunk in scheduler_output.chunks]
+    lengths = list(scheduler_output.lengths)
+    for number, drafts in scheduler_output.drafts.items():
+        lengths[number] -= len(drafts)
     num_decode = lengths.count(1)
     return StepTrace(
         step=scheduler_output.step,
@@ -500,8 +503,8 @@ def _trace(
         num_tokens=sum(lengths),
         preempted=scheduler_output.num_preempted,
         swapped_blocks=scheduler_output.num_swapped_blocks,
-        failed=bool(model_output.errors),
+        failed=model_output.has_errors,
         request_ids=request_ids,
         max_seconds=scheduler_output.max_seconds,
-        num_sample_requests=sum([len(chunk.sample_requests) for chunk in scheduler_output.chunks]),
+        num_draws=scheduler_output.num_draws,
     )

@@ -116,14 +116,13 @@ class AsyncModelOutput(Protocol):
     A sequence may end after the launch, by the token that was pending then or because it was aborted: its chunk was
     computed for nothing, and nobody looks at what is drawn for it, an error included. If the step before fails, this
     one has computed garbage: it is drawn and taken all the same, what it returns or raises is thrown away (but for an
-    ``ExecutorError``), and its chunks are run again. In both cases the sample request's list may lack the pending
-    token.
+    ``ExecutorError``), and its chunks are run again. In both cases any token may stand in the place of the pending one.
     """
 
     def sample_tokens(self) -> None:
-        """Has the tokens drawn. By now the lists of the sample requests hold every token before the one to be drawn,
-        those that were pending at the launch included: grammars, penalties and whatever else looks at them is done
-        here. Returns without waiting for the device, as far as that can be.
+        """Has the tokens drawn. By now the rows have every token before the one to be drawn, as the step before has had
+        its ``get_output``: grammars, penalties and whatever else looks at tokens is done here. Returns without waiting
+        for the device, as far as that can be.
         """
         ...
 
@@ -143,8 +142,7 @@ class AsyncExecutor(Executor, Protocol):
     A pipeline has as many steps in flight as stages. None of their chunks awaits a token, and each has its
     ``sample_tokens`` right before its ``get_output``, in the order of the launches.
 
-    Of what ``scheduler_output`` holds, only the token lists of its sample requests change after
-    ``execute_model_async``. ``execute_model`` may be called when nothing is in flight.
+    ``execute_model`` may be called when nothing is in flight.
     """
 
     def execute_model_async(self, scheduler_output: SchedulerOutput) -> AsyncModelOutput:

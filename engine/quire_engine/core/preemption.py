@@ -65,7 +65,7 @@ def copy_beside(
     """Has so many blocks copied to the host as are copied while the step computes: what would be preempted next, as
     ``swap_ahead`` says, and then what goes to disk. To be called when all else of the step is scheduled.
     """
-    swaps_ahead = swap_ahead_part and scheduler_output.chunks
+    swaps_ahead = swap_ahead_part and scheduler_output.rows
     stores = memory.disk is not None and memory.disk.is_busy
     if not (swaps_ahead or stores):
         return
@@ -85,7 +85,7 @@ def num_blocks_beside(
     if model is None:
         seconds = scheduler_output.num_tokens / rates.tokens_per_second
     else:
-        seconds = model.predict(StepWork.of(scheduler_output.chunks))
+        seconds = model.predict(StepWork.of(scheduler_output))
     return max(1, int(min(seconds * rates.bytes_per_second, MAX_BYTES_BESIDE) / block_bytes))
 
 
@@ -212,13 +212,16 @@ class Preemptor:
         self._running.remove(victim)
         self._rows.release(victim)
         victim.timings.num_preemptions += 1
-        mode, reason = choose_preemption_mode(
-            self._config.preemption_mode,
-            self._kv_cache_manager.swap_cost(victim.table, victim.num_scheduled_tokens),
-            self._rates,
-            host_has_room=self._kv_cache_manager.can_swap_out(victim.table, victim.num_scheduled_tokens),
-            may_swap=len(self.swapped) < self._config.max_swapped,
-        )
+        if victim.request.pooling is not None:  # what the worker has pooled so far goes with its row
+            mode, reason = PreemptionMode.RECOMPUTE, PreemptionReason.LOST
+        else:
+            mode, reason = choose_preemption_mode(
+                self._config.preemption_mode,
+                self._kv_cache_manager.swap_cost(victim.table, victim.num_scheduled_tokens),
+                self._rates,
+                host_has_room=self._kv_cache_manager.can_swap_out(victim.table, victim.num_scheduled_tokens),
+                may_swap=len(self.swapped) < self._config.max_swapped,
+            )
         self._stats.preemptions[mode, reason] += 1
         if mode is PreemptionMode.SWAP:
             self._swap_out(victim, reason)

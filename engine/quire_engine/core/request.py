@@ -1,7 +1,7 @@
 """One request and the sequences it generates, the registry of all that are live, and which requests are refused."""
 
 from collections import abc
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from enum import Enum, auto
 from typing import TYPE_CHECKING
@@ -19,7 +19,7 @@ from quire_engine.core.block_table import BlockTable
 from quire_engine.core.draft_proposers import NgramProposer, SuffixProposer
 from quire_engine.core.kv_cache_manager import KVCacheManager
 from quire_engine.core.lora import LoRARequest
-from quire_engine.core.step import BeamCandidates, Grammar, SampleRequest, SchedulerOutput
+from quire_engine.core.step import BeamCandidates, Grammar, SampleRequest
 
 if TYPE_CHECKING:
     from quire_engine.core.config import SchedulerConfig
@@ -274,8 +274,7 @@ class Sequence:
 
 class SequenceRegistry:
     """All live requests and the sequences that each of them is made of: created, forked, freed. ``groups`` by request
-    id, ``sequences`` by sequence id. Ids of sequences only grow, in the order of arrival. ``finished_seq_ids`` have
-    finished since the executor last heard of any.
+    id, ``sequences`` by sequence id. Ids of sequences only grow, in the order of arrival.
     """
 
     def __init__(self, config: "SchedulerConfig", kv_cache_manager: KVCacheManager, clock: Callable[[], int]) -> None:
@@ -285,7 +284,6 @@ class SequenceRegistry:
         self._next_id = 0
         self.groups: dict[str, SequenceGroup] = {}
         self.sequences: dict[int, Sequence] = {}
-        self.finished_seq_ids: list[int] = []
 
     def create(self, request: Request) -> list[Sequence]:
         """The sequences that a request begins with: one for all its choices, or one for each that an earlier attempt
@@ -307,7 +305,7 @@ class SequenceRegistry:
     def fork(self, parent: Sequence, sequence_id: int | None = None, index: int = 0) -> Sequence:
         """A sequence forked from ``parent`` with all its tokens and blocks. It runs as soon as it is queued."""
         child = Sequence(
-            self._next_sequence_id() if sequence_id is None else sequence_id,
+            self._next_sequence_ids() if sequence_id is None else sequence_id,
             parent.group,
             index,
             [*parent.token_ids],
@@ -318,39 +316,25 @@ class SequenceRegistry:
         child.num_computed_tokens, child.num_scheduled_tokens = parent.num_computed_tokens, parent.num_scheduled_tokens
         child.num_output_sent = parent.num_output_sent
         child.preemption_key = (*parent.preemption_key[:2], child.id)
-        child.sample_requests = (self._new_sample_request(child, index),)
+        child.sample_requests = (self._new_sample_request(child.group, index),)
         self._register(child)
         return child
 
-    def split(self, root: Sequence) -> None:
-        """``root`` is from now on the output of its own choice only. Choices that have ended were drawn for until now,
-        and get no sequences.
+    def split(self, root: Sequence) -> list[Sequence]:
+        """Makes ``root`` the output of its own choice only, and forks the other choices from it, of which those that
+        have ended get no sequences.
         """
-        group, others = root.group, root.sample_requests[1:]
-        self.finished_seq_ids += [
-            request.sequence_id for index, request in enumerate(others, 1) if index not in group.unfinished
-        ]
         root.sample_requests, root.num_seqs = root.sample_requests[:1], 1
+        others = [index for index in root.group.unfinished if index != root.index]
+        return [self.fork(root, root.id + index, index) for index in others]
 
     def free(self, sequence: Sequence) -> None:
-        """Forgets a sequence, all that it draws for, and its request with the last one."""
+        """Forgets a sequence, and its request with the last one."""
         del self.sequences[sequence.id]
-        self.finished_seq_ids += [request.sequence_id for request in sequence.sample_requests] or [sequence.id]
         group = sequence.group
         del group.sequences[sequence.id]
         if not group.sequences:
             del self.groups[group.request.request_id]
-
-    def take_finished(self, in_flight: Iterable[SchedulerOutput]) -> list[int]:
-        """Ids of the sequences that finished since the last call, but for those that a step in flight draws for or
-        pools: they are returned later, because that would make anew what the executor drops.
-        """
-        chunks = [chunk for step in in_flight for chunk in step.chunks]
-        in_use = {request.sequence_id for chunk in chunks for request in chunk.sample_requests}
-        in_use.update(chunk.sequence_id for chunk in chunks if chunk.pooling is not None)
-        ended = [each for each in self.finished_seq_ids if each not in in_use]
-        self.finished_seq_ids = [each for each in self.finished_seq_ids if each in in_use]
-        return ended
 
     def _new_pooled(self, request: Request) -> Sequence:
         """The one sequence of a prompt that is pooled. It ends with its last chunk."""
@@ -362,15 +346,14 @@ class SequenceRegistry:
         return sequence
 
     def _new_root(self, group: SequenceGroup, width: int) -> Sequence:
-        """One sequence for all choices, whose ids it reserves."""
+        """One sequence for all choices, whose ids are the next ones behind its own."""
         root = self._new_sequence(group, 0, [])
         if group.beam_search is not None:
             root.num_seqs = group.beam_search.width
         elif width > 1:
             root.num_seqs = width
-            own = root.sample_requests
-            others = (self._new_sample_request(root, i, self._next_sequence_id()) for i in range(1, width))
-            root.sample_requests = (*own, *others)
+            root.sample_requests = tuple(self._new_sample_request(group, index) for index in range(width))
+            self._next_sequence_ids(width - 1)
         return root
 
     def _new_sequence(self, group: SequenceGroup, index: int, output: list[int]) -> Sequence:
@@ -383,8 +366,8 @@ class SequenceRegistry:
         table = self._kv_cache_manager.new_table(key)
         table.num_prompt_tokens, table.max_tokens = group.num_prompt_tokens, limit
         timings = SequenceTimings(arrived=self._clock())
-        sequence = Sequence(self._next_sequence_id(), group, index, tokens, table=table, timings=timings, limit=limit)
-        sequence.sample_requests = (self._new_sample_request(sequence, index),)
+        sequence = Sequence(self._next_sequence_ids(), group, index, tokens, table=table, timings=timings, limit=limit)
+        sequence.sample_requests = (self._new_sample_request(group, index),)
         self._register(sequence)
         return sequence
 
@@ -392,14 +375,11 @@ class SequenceRegistry:
         self.sequences[sequence.id] = sequence
         sequence.group.sequences[sequence.id] = sequence
 
-    def _new_sample_request(self, sequence: Sequence, index: int, sequence_id: int | None = None) -> SampleRequest:
-        group = sequence.group
+    def _new_sample_request(self, group: SequenceGroup, index: int) -> SampleRequest:
         request = group.request
         return SampleRequest(
-            sequence_id=sequence.id if sequence_id is None else sequence_id,
             params=request.sampling,
             seed=choice_seed(request.sampling.seed, index),
-            token_ids=sequence.token_ids,
             num_prompt_tokens=group.num_prompt_tokens,
             stop_token_ids=self._stop_token_ids(request),
             grammar=request.grammar,
@@ -411,9 +391,10 @@ class SequenceRegistry:
         ends = frozenset() if sampling.ignore_eos else self._config.eos_token_ids
         return ends.union(sampling.stop_token_ids) if sampling.stop_token_ids else ends
 
-    def _next_sequence_id(self) -> int:
-        self._next_id += 1
-        return self._next_id - 1
+    def _next_sequence_ids(self, count: int = 1) -> int:
+        """Takes the next ids, and returns the first of them."""
+        self._next_id += count
+        return self._next_id - count
 
 
 MAX_SALT_BYTES = 32

@@ -15,7 +15,7 @@ writes into them. That is safe because
 * a sequence that may fork is never scheduled ahead, so no step in flight writes a partial block when it
   becomes shared, and the copy for the first writer belongs to a later step;
 * a sequence that was preempted does not return while a step in flight draws for it, which would draw the token again;
-* outputs for a sequence that has ended are dropped, and the executor is given its id once no step in flight samples it.
+* what a step in flight makes for a sequence that has ended is dropped, and its row is nobody else's before that.
 """
 
 import logging
@@ -61,6 +61,7 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 
 ASYNC_DEPTH = 2
+_FINISHED = SequenceStatus.FINISHED  # a member of an enumeration is slow to look up
 
 
 class Scheduler:
@@ -94,6 +95,8 @@ class Scheduler:
         self._step = 0
         self._last_step = 0
         self._in_flight: deque[SchedulerOutput] = deque()
+        # Those of the chunks of each step in flight; None where nothing of the chunk is to be committed.
+        self._scheduled: deque[list[Sequence | None]] = deque()
         self._outputs: list[EngineCoreOutput] = []
         self._complete_searches: list[SequenceGroup] = []
 
@@ -146,10 +149,9 @@ class Scheduler:
             for sequence in self._batch_scheduler.out_of_memory:
                 self.stats.out_of_memory += 1
                 self._fail(sequence.group, _out_of_memory())
-        if self._registry.finished_seq_ids:
-            scheduler_output.finished_seq_ids = self._registry.take_finished(self._in_flight)
         if not scheduler_output.is_empty:
             self._in_flight.append(scheduler_output)
+            self._scheduled.append([*self._batch_scheduler.scheduled])
         return scheduler_output
 
     def disable_speculation(self) -> None:
@@ -160,15 +162,15 @@ class Scheduler:
             log.info("speculation is off, because steps overlap")
         self._batch_scheduler.speculator = None
 
-    def split_for_retry(self, scheduler_output: SchedulerOutput) -> list[SchedulerOutput]:
-        """One step for each chunk of a step that failed, the oldest that is in flight, to be run alone. Chunks whose
-        sequence no longer has its blocks are struck from ``scheduler_output``.
+    def split_for_retry(self, scheduler_output: SchedulerOutput) -> list[SchedulerOutput | None]:
+        """One step for each chunk of a step that failed, the oldest that is in flight, to be run alone; None for chunks
+        whose sequence no longer has its blocks, of which nothing is committed.
         """
-        live = self._registry.sequences
-        scheduler_output.chunks = [
-            chunk for chunk in scheduler_output.chunks if self._can_retry(live.get(chunk.sequence_id))
+        sequences = self._scheduled[0] = [each if self._can_retry(each) else None for each in self._scheduled[0]]
+        return [
+            None if sequence is None else self._alone(scheduler_output.step, chunk, sequence)
+            for chunk, sequence in zip(scheduler_output.chunks, sequences, strict=True)
         ]
-        return [self._alone(scheduler_output.step, chunk, live[chunk.sequence_id]) for chunk in scheduler_output.chunks]
 
     def update_from_output(
         self, scheduler_output: SchedulerOutput, model_output: ModelOutput
@@ -176,8 +178,10 @@ class Scheduler:
         """Adds the step's tokens to their sequences. Returns the outputs, with those of requests that ended otherwise
         since the last update.
         """
+        sequences = list[Sequence | None]()
         if self._in_flight and self._in_flight[0] is scheduler_output:
             self._in_flight.popleft()
+            sequences = self._scheduled.popleft()
         self._last_step = scheduler_output.step
         copies = scheduler_output.copies
         self.stats.blocks_parted += len(copies.blocks_to_copy)
@@ -189,10 +193,7 @@ class Scheduler:
             self.stats.blocks_copied_ahead -= sum(copy.target in stored for copy in copies.blocks_to_swap_ahead)
         if self._batch_scheduler.speculator is not None:
             self._batch_scheduler.speculator.observe(scheduler_output, model_output.timings)
-        for chunk in scheduler_output.chunks:
-            sequence = self._registry.sequences.get(chunk.sequence_id)
-            if sequence is not None:  # None: it has ended meanwhile, or another choice of its request has failed
-                self._commit_chunk(sequence, chunk, model_output)
+        self._commit(sequences, scheduler_output, model_output)
         if self._complete_searches:
             self._advance_beams()
         outputs, self._outputs = self._outputs, []
@@ -214,11 +215,11 @@ class Scheduler:
         self.stats.disk_bytes_loaded = disk.num_loaded * disk.block_bytes
         self.stats.disk_failures = disk.failures
 
-    def request_ids(self, scheduler_output: SchedulerOutput) -> list[str]:
-        """The requests whose tokens the step computes, in its order."""
-        live = self._registry.sequences
-        sequences = [live.get(chunk.sequence_id) for chunk in scheduler_output.chunks]
-        return list(dict.fromkeys([each.group.request.request_id for each in sequences if each is not None]))
+    def request_ids(self) -> list[str]:
+        """The requests whose tokens the oldest step in flight computes, in its order."""
+        sequences = self._scheduled[0] if self._scheduled else ()
+        live = [each for each in sequences if each is not None and each.status is not _FINISHED]
+        return list(dict.fromkeys([each.group.request.request_id for each in live]))
 
     def get_load(self) -> EngineLoad:
         """What the engine is busy with. O(running)."""
@@ -258,7 +259,7 @@ class Scheduler:
     # Processing a step's output
 
     def _can_retry(self, sequence: Sequence | None) -> bool:
-        if sequence is None:
+        if sequence is None or sequence.status is _FINISHED:
             return False
         if sequence.status is not SequenceStatus.RUNNING:
             self._batch_scheduler.preemptor.invalidate_kv(sequence)
@@ -271,79 +272,92 @@ class Scheduler:
         """
         new = new_request(sequence, chunk.row)
         new.token_ids.extend(chunk.draft_token_ids)
-        return SchedulerOutput(step, [replace(chunk, awaits_token=False)], new=[new])
+        alone = SchedulerOutput(step, new=[new])
+        alone.add_chunk(replace(chunk, awaits_token=False))
+        return alone
 
-    def _commit_chunk(self, sequence: Sequence, chunk: ScheduledChunk, model_output: ModelOutput) -> None:
-        error = _error_of(chunk, model_output) if model_output.errors else None
-        if error is not None:
-            self._fail(sequence.group, error)
-            return
-        if chunk.num_draft_tokens:
-            self._commit_drafts(sequence, chunk, model_output)
-            return
-        num_computed_tokens = chunk.length
+    def _commit(
+        self, sequences: abc.Sequence[Sequence | None], scheduler_output: SchedulerOutput, model_output: ModelOutput
+    ) -> None:
+        """Takes what the step has computed and drawn, chunk by chunk. What has ended meanwhile is passed over."""
+        draw, has_errors, token_ids = 0, model_output.has_errors, model_output.token_ids
+        columns = zip(sequences, scheduler_output.starts, scheduler_output.lengths, scheduler_output.draws, strict=True)
+        for number, (sequence, start, length, num_draws) in enumerate(columns):
+            first, draw = draw, draw + num_draws
+            if sequence is None or sequence.status is _FINISHED:
+                continue
+            error = _error_of(number, first, scheduler_output, model_output) if has_errors else None
+            if error is not None:
+                self._fail(sequence.group, error)
+            elif number in scheduler_output.drafts:
+                self._commit_drafts(sequence, start, scheduler_output.drafts[number], model_output, first)
+            else:
+                self._commit_computed(sequence, start, length)
+                if number in model_output.prompt_logprobs:
+                    self._emit_prompt_logprobs(sequence.group, start + 1, model_output.prompt_logprobs[number])
+                if num_draws == 1 and first not in model_output.candidates and first not in model_output.pooled:
+                    sequence.num_sent_tokens += 1  # the worker has what it drew
+                    logprobs = (model_output.logprobs[first],) if first in model_output.logprobs else ()
+                    self._commit_token(sequence, token_ids[first], logprobs)
+                elif num_draws:
+                    self._commit_draws(sequence, model_output, first)
+
+    def _commit_computed(self, sequence: Sequence, start: int, length: int) -> None:
         if sequence.table.block_ids:  # otherwise it was preempted, and these were counted then
-            end = sequence.num_computed_tokens = chunk.start + num_computed_tokens
+            end = sequence.num_computed_tokens = start + length
             self.kv_cache_manager.on_computed(sequence.table, sequence.token_ids, end)
             if sequence.absence is not None:
                 self._batch_scheduler.preemptor.on_computed(sequence)
-        self.stats.computed_tokens += num_computed_tokens
-        if chunk.prompt_logprob_targets:
-            self._emit_prompt_logprobs(sequence.group, chunk.start + 1, model_output.prompt_logprobs[sequence.id])
-        if not chunk.sample_requests:
-            self._end_if_pooled(sequence, chunk, model_output)
-            return
-        if sequence.group.beam_search is not None:
-            self._collect(sequence, model_output.candidates[sequence.id])
-        elif len(chunk.sample_requests) == 1:
-            sequence.num_sent_tokens += 1  # the worker has what it drew
-            logprobs = _logprobs(sequence.id, model_output) if model_output.logprobs else ()
-            self._commit_token(sequence, model_output.token_ids[sequence.id], logprobs)
+        self.stats.computed_tokens += length
+
+    def _commit_draws(self, sequence: Sequence, model_output: ModelOutput, first: int) -> None:
+        """Commits what is no single token."""
+        if first in model_output.pooled:
+            self._end_pooled(sequence, model_output.pooled[first])
+        elif first in model_output.candidates:
+            self._collect(sequence, model_output.candidates[first])
         elif sequence.status is SequenceStatus.RUNNING:
-            self._fork_choices(sequence, chunk, model_output)
+            self._fork_choices(sequence, model_output, first)
         else:  # preempted, with no blocks to share: the same tokens are sampled when it runs again
             self._batch_scheduler.preemptor.invalidate_kv(sequence)
 
-    def _fork_choices(self, root: Sequence, chunk: ScheduledChunk, model_output: ModelOutput) -> None:
+    def _fork_choices(self, root: Sequence, model_output: ModelOutput, first: int) -> None:
         """Forks the root into a sequence for each choice, with the first token of each."""
         self.running.remove(root)
-        self._registry.split(root)
+        children = self._registry.split(root)
         root.num_sent_tokens += 1
         self.running.push(root)
-        children = [root]
-        for index, sample_request in enumerate(chunk.sample_requests):
-            if index and index in root.group.unfinished:
-                children.append(self._registry.fork(root, sample_request.sequence_id, index))
-                self._batch_scheduler.admission.start(children[-1])
-        if root.index not in root.group.unfinished:
-            self._remove(children.pop(0))
+        for child in children:
+            self._batch_scheduler.admission.start(child)
+        if root.index in root.group.unfinished:
+            children.insert(0, root)
+        else:
+            self._remove(root)
         for sequence in children:
-            self._commit_token(sequence, model_output.token_ids[sequence.id], _logprobs(sequence.id, model_output))
+            draw = first + sequence.index
+            self._commit_token(sequence, model_output.token_ids[draw], _logprobs(draw, model_output))
 
-    def _commit_drafts(self, sequence: Sequence, chunk: ScheduledChunk, model_output: ModelOutput) -> None:
+    def _commit_drafts(
+        self, sequence: Sequence, start: int, drafts: abc.Sequence[int], model_output: ModelOutput, first: int
+    ) -> None:
         """Commits the tokens that were drawn behind a known token and the drafts that turned out right. Nothing of the
         others stays: what is computed for them is overwritten, and blocks that hold nothing else are given back.
         """
-        drawn = _accepted_tokens(chunk, model_output)
-        *accepted, last = drawn
+        *accepted, last = _accepted_tokens(sequence, drafts, model_output, first)
         for token_id in accepted:
             self._append(sequence, token_id)
-        end = sequence.num_computed_tokens = chunk.end - chunk.num_draft_tokens + len(accepted)
+        end = sequence.num_computed_tokens = len(sequence.token_ids)
         if sequence.absence is not None:
             self._batch_scheduler.preemptor.on_computed(sequence)
         sequence.num_scheduled_tokens = end
         self.kv_cache_manager.free_unused_blocks(sequence.table, end)
         self.kv_cache_manager.on_computed(sequence.table, sequence.token_ids, end)
-        self.stats.computed_tokens += end - chunk.start
+        self.stats.computed_tokens += end - start
         self.stats.num_drafts += 1
-        self.stats.num_draft_tokens += chunk.num_draft_tokens
+        self.stats.num_draft_tokens += len(drafts)
         self.stats.num_accepted_tokens += len(accepted)
-        logprobs = [
-            each
-            for request in chunk.sample_requests[: len(drawn)]
-            for each in _logprobs(request.sequence_id, model_output)
-        ]
-        self._commit_token(sequence, last, logprobs)
+        draws = range(first, first + len(accepted) + 1)
+        self._commit_token(sequence, last, [each for draw in draws for each in _logprobs(draw, model_output)])
 
     def _commit_token(self, sequence: Sequence, token_id: int, logprobs: abc.Sequence[TokenLogprobs]) -> None:
         """Adds the token, or ends the sequence. ``logprobs`` are those of all tokens that have not been sent yet."""
@@ -459,12 +473,10 @@ class Scheduler:
         self._finish_choice(output, sequence.group)
         self._remove(sequence)
 
-    def _end_if_pooled(self, sequence: Sequence, chunk: ScheduledChunk, model_output: ModelOutput) -> None:
-        """Ends a prompt that is pooled, with its last chunk."""
-        if not chunk.is_last:
-            return
+    def _end_pooled(self, sequence: Sequence, pooled: bytes) -> None:
+        """Ends a prompt that was pooled."""
         output = self._finish_output(sequence, sequence.index, FinishReason.STOP)
-        output.pooled = model_output.pooled[sequence.id]
+        output.pooled = pooled
         self._finish_choice(output, sequence.group)
         self._remove(sequence)
 
@@ -521,24 +533,23 @@ class Scheduler:
         self._registry.free(sequence)
 
 
-def _accepted_tokens(chunk: ScheduledChunk, model_output: ModelOutput) -> list[int]:
+def _accepted_tokens(sequence: Sequence, drafts: abc.Sequence[int], model_output: ModelOutput, first: int) -> list[int]:
     """The tokens that were drawn behind the chunk's known token and behind the drafts, as long as the drafts are equal
     to what was drawn in their place. The last is no draft, or counts as none: it ends the output, or what follows it
     could not be drawn, and the next step finds out why.
     """
-    request, *behind_drafts = chunk.sample_requests
-    drawn = [model_output.token_ids[request.sequence_id]]
-    for draft, behind in zip(chunk.draft_token_ids, behind_drafts, strict=True):
-        failed = behind.sequence_id in model_output.errors
-        if drawn[-1] != draft or draft in request.stop_token_ids or failed:
+    stops = sequence.sample_requests[0].stop_token_ids
+    drawn = [model_output.token_ids[first]]
+    for draw, draft in enumerate(drafts, first + 1):
+        if drawn[-1] != draft or draft in stops or draw in model_output.draw_errors:
             break
-        drawn.append(model_output.token_ids[behind.sequence_id])
+        drawn.append(model_output.token_ids[draw])
     return drawn
 
 
-def _logprobs(sequence_id: int, model_output: ModelOutput) -> abc.Sequence[TokenLogprobs]:
+def _logprobs(draw: int, model_output: ModelOutput) -> abc.Sequence[TokenLogprobs]:
     """The log-probabilities of a drawn token; none where they were not asked for."""
-    logprobs = model_output.logprobs.get(sequence_id)
+    logprobs = model_output.logprobs.get(draw)
     return () if logprobs is None else (logprobs,)
 
 
@@ -558,11 +569,13 @@ def _output_delta(sequence: Sequence, logprobs: abc.Sequence[TokenLogprobs]) -> 
     )
 
 
-def _error_of(chunk: ScheduledChunk, model_output: ModelOutput) -> QuireError | None:
-    """The first error of what the chunk computes or draws; one behind drafts, which may be wrong, is none."""
-    own = [request.sequence_id for request in chunk.sample_requests if request.draft_of is None]
-    concerned = (chunk.sequence_id, *own)
-    return next((model_output.errors[each] for each in concerned if each in model_output.errors), None)
+def _error_of(
+    number: int, first: int, scheduler_output: SchedulerOutput, model_output: ModelOutput
+) -> QuireError | None:
+    """The first error of what a chunk computes or draws; one behind drafts, which may be wrong, is none."""
+    num_draws = 1 if number in scheduler_output.drafts else scheduler_output.draws[number]
+    errors = (model_output.draw_errors.get(draw) for draw in range(first, first + num_draws))
+    return model_output.errors.get(number) or next((error for error in errors if error is not None), None)
 
 
 def _is_ready(beam: Sequence) -> bool:

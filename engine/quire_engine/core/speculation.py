@@ -6,8 +6,7 @@ draft is right where it equals it: outputs are the same with speculation and wit
 """
 
 from collections import abc
-from collections.abc import Iterable, Iterator
-from dataclasses import replace
+from collections.abc import Iterable
 from heapq import heapify, heappop, heapreplace
 from itertools import islice
 from typing import TYPE_CHECKING
@@ -15,7 +14,7 @@ from typing import TYPE_CHECKING
 from quire_engine.core.draft_proposers import HitRates, NgramProposer, SuffixProposer
 from quire_engine.core.executor import Rates
 from quire_engine.core.request import Sequence
-from quire_engine.core.step import SampleRequest, SchedulerOutput, StepTimings
+from quire_engine.core.step import SchedulerOutput, StepTimings
 from quire_engine.core.step_time_model import StepTimeEstimator, StepWork
 
 if TYPE_CHECKING:
@@ -45,7 +44,7 @@ class Speculator:
 
     def observe(self, scheduler_output: SchedulerOutput, timings: StepTimings) -> None:
         """Takes in how long a step took."""
-        work, seconds = StepWork.of(scheduler_output.chunks), timings.forward + timings.sample
+        work, seconds = StepWork.of(scheduler_output), timings.forward + timings.sample
         if not work.prompt_tokens and work.sequences:
             self._num_steps += 1
             self._seconds += seconds
@@ -101,12 +100,3 @@ class Speculator:
 def can_take_drafts(running: Iterable[Sequence]) -> bool:
     """Whether the next step draws one token of each running sequence, and nothing else: then it may have drafts."""
     return all(each.num_unscheduled_tokens == 1 and len(each.sample_requests) == 1 for each in running)
-
-
-def with_draft_requests(own: SampleRequest, drafts: abc.Sequence[int], ids: Iterator[int]) -> tuple[SampleRequest, ...]:
-    """A sequence's own sample request, and one behind each of its drafts, whose ids are the next of ``ids``."""
-    requests = [own]
-    for num_drafts in range(1, len(drafts) + 1):
-        known = [*own.token_ids, *drafts[:num_drafts]]
-        requests.append(replace(own, sequence_id=next(ids), token_ids=known, draft_of=own))
-    return tuple(requests)

@@ -6,7 +6,7 @@ Nothing here refers to a sequence or a pool, so a step can be logged, replayed a
 from array import array
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Protocol
+from typing import Protocol, TypeVar
 
 from quire_proto.errors import QuireError
 from quire_proto.pooling import PoolingParams
@@ -14,6 +14,8 @@ from quire_proto.sampling import SamplingParams, TokenLogprobs
 
 from quire_engine.core.block_pool import BlockCopies
 from quire_engine.core.lora import LoRARequest
+
+Value = TypeVar("Value")
 
 
 class GrammarError(Exception):
@@ -46,7 +48,7 @@ class GrammarMatcher(Protocol):
 
 class Grammar(Protocol):
     """A compiled grammar: constant, shared by all outputs that are held to it, safe to use from any thread. Implemented
-    in ``structured_output``, by a library; the core only passes it from requests to sample requests.
+    in ``structured_output``, by a library; the core only passes it on.
     """
 
     def new_matcher(self) -> GrammarMatcher:
@@ -54,33 +56,22 @@ class Grammar(Protocol):
         ...
 
 
-@dataclass(slots=True)
+@dataclass(frozen=True, slots=True)
 class SampleRequest:
-    """How the next token of one sequence is drawn. The same object in every step of the sequence's life, but for the
-    first of several outputs of one prompt, whose sequences are only made then.
+    """How the tokens of one output are drawn, for as long as it runs.
 
-    ``token_ids`` are all known tokens, ``num_prompt_tokens`` of them the prompt's; the token is drawn for position
-    ``len(token_ids)``, which is the chunk's end unless the sequence ended while that was computed. It is the
-    scheduler's own list, and it only ever grows: read it while the step runs, never keep a count of what it held under
-    anything but ``sequence_id``, never change it. What an executor keeps for a sequence (penalised tokens, a grammar's
-    matcher) is a cache of this list, and can be made from it anew at any time. ``seed`` is the sequence's own, so
-    ``params.seed`` is not read. With ``num_candidates`` above 0 nothing is drawn: the executor returns so many most
-    probable tokens instead, for the scheduler's beam search. ``stop_token_ids`` are those that end the sequence, the
-    model's end-of-sequence tokens included: none is drawn before ``params.min_tokens``.
-
-    With ``draft_of`` it draws the token behind draft tokens of that request's sequence, as if they were known: its
-    ``token_ids`` end in them, and it and its ``sequence_id``, which is below 0, are of one step only.
+    The first ``num_prompt_tokens`` of its tokens are the prompt's. ``seed`` is the output's own, so ``params.seed`` is
+    not read. With ``num_candidates`` above 0 nothing is drawn: the executor returns so many most probable tokens
+    instead, for the scheduler's beam search. ``stop_token_ids`` are those that end the output, the model's
+    end-of-sequence tokens included: none is drawn before ``params.min_tokens``.
     """
 
-    sequence_id: int
     params: SamplingParams
     seed: int
-    token_ids: list[int]
     num_prompt_tokens: int
     stop_token_ids: frozenset[int] = frozenset()
     grammar: Grammar | None = None
     num_candidates: int = 0
-    draft_of: "SampleRequest | None" = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -88,61 +79,37 @@ class NewRequest:
     """A sequence that the worker has no state of: sent with its first chunk, and again when it returns from a
     preemption or is run alone after a failed step. ``row`` is where the worker keeps it, which may have been another
     sequence's. ``token_ids`` (int32) are all its known tokens, and ``block_ids`` (int32) its block table in each group
-    of layers, which covers at least the tokens of its chunk. ``sample_request`` says how its own next tokens are drawn;
-    None where a prompt is pooled.
+    of layers, which covers at least the tokens of its chunk.
+
+    ``sample_requests`` say how its outputs are drawn: the row's own first, and then those that are forked from it where
+    one prompt has several. There are none where the prompt is pooled, as ``pooling`` says. ``num_prompt_logprobs``: so
+    many most probable tokens are told beside each token of the prompt; None where no log-probabilities of the prompt
+    are asked for. ``lora`` is the adapter that its tokens are computed with; None for the model alone.
     """
 
     row: int
     token_ids: "array[int]"
     block_ids: tuple["array[int]", ...]
-    sample_request: SampleRequest | None = None
+    sample_requests: tuple[SampleRequest, ...] = ()
+    num_prompt_logprobs: int | None = None
+    lora: LoRARequest | None = None
+    pooling: PoolingParams | None = None
 
 
-@dataclass(slots=True)
+@dataclass(frozen=True, slots=True)
 class ScheduledChunk:
-    """The ``length`` tokens of one sequence that a step computes, from its token ``start`` on. The worker has them, and
-    the sequence's block tables, in ``row``: the tokens before ``start`` are in KV memory already, or will be by the
-    step before.
-
-    If ``awaits_token``, nobody knows the last of them yet: the step before draws it. Only an executor whose depth is
-    above 1 is given such chunks.
-
-    ``sample_requests`` is filled when the chunk reaches the sequence's last known token: token ``end`` is then to be
-    drawn, once for each of them, all from the same logits. There are several where one prompt has several outputs, and
-    before they part. The worker appends what the first of them draws to the row, unless it draws candidates.
-
-    The last tokens of the chunk are ``draft_token_ids``, which are not known but guessed. There are then one more
-    sample requests than drafts, one for each of the last ``num_draft_tokens + 1`` tokens, whose logits it draws from:
-    the first is the sequence's own, and the others draw behind the drafts. Nothing is appended to the row.
-
-    ``prompt_logprob_targets`` are the tokens whose log-probabilities are asked for:
-    ``prompt_logprob_targets[i]`` follows token ``start + i``, and there are none for tokens that follow the prompt;
-    ``num_prompt_logprobs`` most probable tokens are returned beside each.
-
-    ``lora`` is the adapter that the tokens are computed with; None for the model alone.
-
-    Where a prompt is pooled, every chunk of it has the ``pooling`` params, and no sample requests; with the one that
-    ``is_last``, all that was computed since the chunk with ``start`` 0 is pooled. Chunks of a prompt follow each other
-    without gaps, except that the same chunk, or all from the first on, may be computed again.
+    """One entry of a step's columns: the ``length`` tokens of a sequence that the step computes, from its token
+    ``start`` on. The worker has them, and the sequence's block tables, in ``row``: the tokens before ``start`` are in
+    KV memory already, or will be by the step before. See ``SchedulerOutput``.
     """
 
     sequence_id: int
     row: int
     start: int
     length: int
-    sample_requests: tuple[SampleRequest, ...] = ()
+    num_draws: int = 0
     awaits_token: bool = False
-    draft_token_ids: Sequence[int] = ()
-    prompt_logprob_targets: list[int] = field(default_factory=list)
-    num_prompt_logprobs: int = 0
-    lora: LoRARequest | None = None
-    pooling: PoolingParams | None = None
-    is_last: bool = False
-
-    @property
-    def lora_int_id(self) -> int:
-        """The number of its adapter; 0 stands for none."""
-        return 0 if self.lora is None else self.lora.lora_int_id
+    draft_token_ids: tuple[int, ...] = ()
 
     @property
     def num_draft_tokens(self) -> int:
@@ -151,42 +118,88 @@ class ScheduledChunk:
 
     @property
     def end(self) -> int:
-        """Tokens of the sequence that are computed once the chunk is; also the position of the token that is
-        drawn.
-        """
+        """Tokens of the sequence that are computed once the chunk is."""
         return self.start + self.length
+
+
+def _no_numbers() -> "array[int]":
+    return array("i")
 
 
 @dataclass(slots=True)
 class SchedulerOutput:
     """What one step does, in this order: the worker's rows are brought up to date, then the copies, then the chunks,
-    then the sample requests.
+    then the draws. Nothing changes it once it is scheduled.
 
     ``new`` are sequences that get a row. Of rows that the worker has, ``new_tokens`` are known tokens that it did not
     draw, and ``new_blocks`` are what has changed in the block tables of each group of layers: int32 triples of a row,
-    an index in it, and the token or block there, one after the other.
+    an index in it, and the token or block there, one after the other. ``freed_rows`` are no sequence's any more.
 
-    ``finished_seq_ids`` are sequences that have ended: nothing needs to be kept for them any more, and no step in
-    flight draws for them or pools them. ``num_preempted`` counts the sequences that were preempted. ``max_seconds`` is
-    what a step that computes prompts beside sequences that decode is planned to take at most; 0 without a bound.
-    ``has_fragments``: of prompts that are best effort, cut so small that how long the step takes says little of others.
+    A chunk is an entry of each of the columns ``sequence_ids``, ``rows``, ``starts``, ``lengths`` and ``draws``: it
+    computes ``lengths[i]`` tokens of ``rows[i]`` from ``starts[i]`` on. Chunks of a prompt follow each other without
+    gaps, except that the same chunk, or all from the first on, may be computed again.
+
+    ``draws[i]`` is above 0 where the chunk reaches the last known token of its sequence: so many tokens are then drawn
+    behind it. Several are all drawn from the same logits, one for each output of the row's prompt; or the last tokens
+    of the chunk are ``drafts[i]``, which are not known but guessed, and one is drawn behind each of them and behind the
+    token before. The worker appends what the first draws to the row, but for candidates and where there are drafts. A
+    prompt that is pooled has one draw, of all that was computed of it.
+
+    Of the chunks ``awaiting``, nobody knows the last token yet: the step before draws it. Only an executor whose depth
+    is above 1 is given such chunks.
+
+    ``num_preempted`` counts the sequences that were preempted. ``max_seconds`` is what a step that computes prompts
+    beside sequences that decode is planned to take at most; 0 without a bound. ``has_fragments``: of prompts that are
+    best effort, cut so small that how long the step takes says little of others.
     """
 
     step: int
-    chunks: list[ScheduledChunk] = field(default_factory=list)
     copies: BlockCopies = field(default_factory=BlockCopies)
     new: list[NewRequest] = field(default_factory=list)
-    new_tokens: "array[int]" = field(default_factory=lambda: array("i"))
+    new_tokens: "array[int]" = field(default_factory=_no_numbers)
     new_blocks: tuple["array[int]", ...] = ()
-    finished_seq_ids: list[int] = field(default_factory=list)
+    freed_rows: "array[int]" = field(default_factory=_no_numbers)
+    sequence_ids: "array[int]" = field(default_factory=lambda: array("q"))
+    rows: "array[int]" = field(default_factory=_no_numbers)
+    starts: "array[int]" = field(default_factory=_no_numbers)
+    lengths: "array[int]" = field(default_factory=_no_numbers)
+    draws: "array[int]" = field(default_factory=_no_numbers)
+    awaiting: "array[int]" = field(default_factory=_no_numbers)
+    drafts: dict[int, tuple[int, ...]] = field(default_factory=dict)
     num_preempted: int = 0
     max_seconds: float = 0.0
     has_fragments: bool = False
 
+    def add_chunk(self, chunk: ScheduledChunk) -> None:
+        """Adds an entry to the columns."""
+        if chunk.awaits_token:
+            self.awaiting.append(len(self.rows))
+        if chunk.draft_token_ids:
+            self.drafts[len(self.rows)] = chunk.draft_token_ids
+        self.sequence_ids.append(chunk.sequence_id)
+        self.rows.append(chunk.row)
+        self.starts.append(chunk.start)
+        self.lengths.append(chunk.length)
+        self.draws.append(chunk.num_draws)
+
+    @property
+    def chunks(self) -> list[ScheduledChunk]:
+        """The entries of the columns, one by one, for those who do not mind the time."""
+        awaiting, columns = set(self.awaiting), (self.sequence_ids, self.rows, self.starts, self.lengths, self.draws)
+        return [
+            ScheduledChunk(*entry, index in awaiting, self.drafts.get(index, ()))
+            for index, entry in enumerate(zip(*columns, strict=True))
+        ]
+
     @property
     def num_tokens(self) -> int:
         """Tokens that the step computes."""
-        return sum(chunk.length for chunk in self.chunks)
+        return sum(self.lengths)
+
+    @property
+    def num_draws(self) -> int:
+        """Tokens that are drawn."""
+        return sum(self.draws)
 
     @property
     def num_swapped_blocks(self) -> int:
@@ -196,7 +209,7 @@ class SchedulerOutput:
     @property
     def is_empty(self) -> bool:
         """Whether an executor has nothing to do."""
-        return not (self.chunks or self.finished_seq_ids) and self.copies.is_empty
+        return not (self.rows or self.freed_rows) and self.copies.is_empty
 
 
 @dataclass(slots=True)
@@ -226,30 +239,44 @@ class BeamCandidates:
 
 @dataclass(slots=True)
 class ModelOutput:
-    """What a step made, keyed by sequence id.
+    """What a step made.
 
-    For each sample request, one of: a token (with its log-probabilities, where ``params.wants_logprobs``), candidates,
-    or an error. For each chunk with targets, one entry of ``prompt_logprobs`` for each target. For each last chunk of a
-    prompt that is pooled, its numbers as little-endian float32 (``pooled``), or an error. If it ``waited_for_others``,
-    as another engine of a group had more tokens in its forward pass, that decided how long it took.
+    ``token_ids`` has a token for each draw, chunk after chunk; any number where the draw has candidates, is pooled or
+    has failed. By the number of a draw: ``logprobs``, where ``params.wants_logprobs``, ``candidates``, ``pooled`` (what
+    a prompt was pooled to, as little-endian float32), and ``draw_errors``. By the number of a chunk:
+    ``prompt_logprobs``, one entry for each of its tokens that a token of the prompt follows, where they are asked for;
+    and ``errors`` of all that it draws. If the step ``waited_for_others``, as another engine of a group had more tokens
+    in its forward pass, that decided how long it took.
     """
 
-    token_ids: dict[int, int] = field(default_factory=dict)
+    token_ids: list[int] = field(default_factory=list)
     logprobs: dict[int, TokenLogprobs] = field(default_factory=dict)
     candidates: dict[int, BeamCandidates] = field(default_factory=dict)
-    prompt_logprobs: dict[int, list[TokenLogprobs]] = field(default_factory=dict)
     pooled: dict[int, bytes] = field(default_factory=dict)
+    draw_errors: dict[int, QuireError] = field(default_factory=dict)
+    prompt_logprobs: dict[int, list[TokenLogprobs]] = field(default_factory=dict)
     errors: dict[int, QuireError] = field(default_factory=dict)
     timings: StepTimings = field(default_factory=StepTimings)
     waited_for_others: bool = False
 
-    def add(self, other: "ModelOutput") -> None:
-        """Adds what other sequences of the same step made."""
-        self.token_ids.update(other.token_ids)
-        self.logprobs.update(other.logprobs)
-        self.candidates.update(other.candidates)
-        self.prompt_logprobs.update(other.prompt_logprobs)
-        self.pooled.update(other.pooled)
-        self.errors.update(other.errors)
+    @property
+    def has_errors(self) -> bool:
+        """Whether anything failed."""
+        return bool(self.errors or self.draw_errors)
+
+    def add(self, other: "ModelOutput", chunk: int) -> None:
+        """Adds what a step of the one ``chunk`` made, behind those before it."""
+        draw = len(self.token_ids)
+        self.token_ids += other.token_ids
+        self.logprobs |= _shifted(other.logprobs, draw)
+        self.candidates |= _shifted(other.candidates, draw)
+        self.pooled |= _shifted(other.pooled, draw)
+        self.draw_errors |= _shifted(other.draw_errors, draw)
+        self.prompt_logprobs |= _shifted(other.prompt_logprobs, chunk)
+        self.errors |= _shifted(other.errors, chunk)
         self.timings.add(other.timings)
         self.waited_for_others |= other.waited_for_others
+
+
+def _shifted(values: dict[int, Value], by: int) -> dict[int, Value]:
+    return {number + by: value for number, value in values.items()}

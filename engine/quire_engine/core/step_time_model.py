@@ -5,12 +5,12 @@ each pair of a prompt token and a token before it that attention computes, and e
 reads. Old steps count exponentially less. Memory and time for each step are constant.
 """
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from math import exp, inf, sqrt
 
 from quire_engine.core.executor import Rates
-from quire_engine.core.step import ScheduledChunk
+from quire_engine.core.step import SchedulerOutput
 
 WARM = 5  # from this step with prompts on, an engine is warm
 
@@ -55,19 +55,19 @@ class StepWork:
     context_tokens: int = 0
 
     @classmethod
-    def of(cls, chunks: Iterable[ScheduledChunk]) -> "StepWork":
-        """The work of a step of these chunks."""
-        prompt_tokens = sequences = context_tokens = 0
+    def of(cls, scheduler_output: SchedulerOutput) -> "StepWork":
+        """The work of a step."""
+        prompt_tokens = context_tokens = 0
         prompt_pairs = 0.0
-        for chunk in chunks:
-            length = chunk.length - chunk.num_draft_tokens
-            sequences += len(chunk.sample_requests)
-            if length == 1:
-                context_tokens += chunk.end
+        drafts = scheduler_output.drafts
+        for index, (start, length) in enumerate(zip(scheduler_output.starts, scheduler_output.lengths, strict=True)):
+            num_known = length - len(drafts[index]) if index in drafts else length
+            if num_known == 1:
+                context_tokens += start + length
             else:
-                prompt_tokens += length
-                prompt_pairs += count_pairs(chunk.start, length)
-        return cls(prompt_tokens, sequences, prompt_pairs, context_tokens)
+                prompt_tokens += num_known
+                prompt_pairs += count_pairs(start, num_known)
+        return cls(prompt_tokens, scheduler_output.num_draws, prompt_pairs, context_tokens)
 
 
 def count_pairs(start: int, length: int) -> float:

@@ -28,12 +28,14 @@ class WorkerRows:
 
     def begin_step(self, step: int, oldest_in_flight: int) -> SchedulerOutput:
         """An empty output for ``step``. Rows that no step from ``oldest_in_flight`` on computes are free again."""
+        scheduler_output = SchedulerOutput(step, new_blocks=tuple([array("i") for _ in range(self._num_groups)]))
         if self._released:
-            for row, last_step in self._released:
-                if last_step < oldest_in_flight:
-                    heappush(self._free, row)
+            freed = [row for row, last_step in self._released if last_step < oldest_in_flight]
             self._released = [each for each in self._released if each[1] >= oldest_in_flight]
-        return SchedulerOutput(step, new_blocks=tuple([array("i") for _ in range(self._num_groups)]))
+            scheduler_output.freed_rows.extend(freed)
+            for row in freed:
+                heappush(self._free, row)
+        return scheduler_output
 
     def release(self, sequence: Sequence) -> None:
         """Takes its row, if it has one, from a sequence that leaves the device."""
@@ -73,9 +75,16 @@ class WorkerRows:
 def new_request(sequence: Sequence, row: int) -> NewRequest:
     """All of the sequence that a worker needs, for its ``row``."""
     sequence.num_sent_tokens = len(sequence.token_ids)
-    tables = tuple([group.take_all() for group in sequence.table.groups])
-    own = sequence.sample_requests[0] if sequence.sample_requests else None
-    return NewRequest(row, array("i", sequence.token_ids), tables, own)
+    group = sequence.group
+    return NewRequest(
+        row,
+        array("i", sequence.token_ids),
+        tuple([table.take_all() for table in sequence.table.groups]),
+        sequence.sample_requests,
+        num_prompt_logprobs=group.request.sampling.prompt_logprobs if group.needs_prompt_logprobs else None,
+        lora=group.request.lora,
+        pooling=group.request.pooling,
+    )
 
 
 def _add(changes: "array[int]", row: int, first: int, values: Tokens[int]) -> None:

@@ -3,7 +3,6 @@
 from collections.abc import Sequence
 from time import perf_counter
 
-import numpy as np
 import torch
 
 from quire_engine.config import EngineArgs
@@ -13,13 +12,13 @@ from quire_engine.core.executor import Rates, WeightStats
 from quire_engine.core.kv_disk import DiskContents, TransferResult
 from quire_engine.core.lora import LoRARequest
 from quire_engine.core.startup import StartupPhase, StartupTimer
-from quire_engine.core.step import ModelOutput, ScheduledChunk, SchedulerOutput
+from quire_engine.core.step import ModelOutput, SchedulerOutput
 from quire_engine.device.accelerator import configure_threads, inference_on, resolve_device
 from quire_engine.errors import LoRAError, ModelError
 from quire_engine.executor.pooler import Pooler
 from quire_engine.executor.torch_executor import device_errors
 from quire_engine.models.encoder import EncoderConfig, EncoderModel, PackedPrompts, load_encoder
-from quire_engine.worker.input_batch import PooledChunk
+from quire_engine.worker.input_batch import prepare_inputs
 from quire_engine.worker.request_states import RequestStates
 from quire_engine.worker.sleep import PutAway, device_storages, put_away
 
@@ -46,7 +45,7 @@ class EncoderExecutor:
         self.kv_cache_config = KVCacheConfig(args.block_size, blocks, 0)
         self._model = model
         self._put_away: PutAway | None = None
-        self._states = RequestStates(num_groups=1)
+        self._states = RequestStates(1, config.vocab_size)
         self._pooler = Pooler(config.pooler_config, model.classifier)
         self.rates = Rates(self._measure(), 1e9)
 
@@ -78,27 +77,22 @@ class EncoderExecutor:
 
     def execute_model(self, scheduler_output: SchedulerOutput) -> ModelOutput:
         """See ``Executor.execute_model``."""
-        output = ModelOutput()
-        self._pooler.remove_finished(scheduler_output.finished_seq_ids)
-        if not scheduler_output.chunks:
+        output = ModelOutput([0] * scheduler_output.num_draws)
+        self._pooler.remove(scheduler_output.freed_rows)
+        if not scheduler_output.rows:
             return output
         with device_errors(), inference_on(self._model.device):
             begun = perf_counter()
             self._states.update(scheduler_output)
-            hidden = self._model.forward(self._packed(scheduler_output.chunks))
+            capacity = self.kv_cache_config
+            batch = prepare_inputs(self._states, scheduler_output, capacity.block_size, capacity.groups)
+            batch.model_input.check_vocabulary(self.config.vocab_size)
+            lengths, starts = list(scheduler_output.lengths), [each.params.second_text_start for each in batch.pooled]
+            hidden = self._model.forward(PackedPrompts(batch.model_input.token_ids, lengths, starts))
             computed = perf_counter()
-            self._pooler.pool(hidden, _with_rows(scheduler_output.chunks)).fetch_into(output)
+            self._pooler.pool(hidden, batch.pooled).fetch_into(output)
         output.timings.forward, output.timings.sample = computed - begun, perf_counter() - computed
         return output
-
-    def _packed(self, chunks: Sequence[ScheduledChunk]) -> PackedPrompts:
-        lengths = [chunk.length for chunk in chunks]
-        token_ids = np.concatenate([self._states.tokens.row(chunk.row)[: chunk.length] for chunk in chunks])
-        lowest, highest, size = int(token_ids.min()), int(token_ids.max()), self.config.vocab_size
-        if not 0 <= lowest <= highest < size:
-            raise IndexError(f"A token between {lowest} and {highest} is none of the vocabulary's {size}.")
-        starts = [0 if chunk.pooling is None else chunk.pooling.second_text_start for chunk in chunks]
-        return PackedPrompts(torch.from_numpy(token_ids.astype(np.int64)), lengths, starts)
 
     def take_transfers(self, timeout: float) -> Sequence[TransferResult]:
         """See ``Executor.take_transfers``. There is no disk tier."""
@@ -159,11 +153,3 @@ def _check_settings(args: EngineArgs, config: EncoderConfig) -> None:
     for flag, is_given in refused.items():
         if is_given:
             raise ModelError(f"{flag} is for decoders, and {name} is an encoder, which runs through transformers.")
-
-
-def _with_rows(chunks: Sequence[ScheduledChunk]) -> list[PooledChunk]:
-    rows, row = [], 0
-    for chunk in chunks:
-        rows.append(PooledChunk(chunk, row))
-        row += chunk.length
-    return rows

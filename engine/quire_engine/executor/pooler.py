@@ -1,6 +1,6 @@
 """``Pooler``: makes embeddings and scores of hidden states, where prompts are pooled instead of continued."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import groupby
 
@@ -9,7 +9,7 @@ from quire_proto.pooling import PoolingParams, Task
 from torch.nn.functional import normalize
 
 from quire_engine.core.pooling import PoolerConfig, PoolingType
-from quire_engine.core.step import ModelOutput, ScheduledChunk
+from quire_engine.core.step import ModelOutput
 from quire_engine.device.accelerator import HostCopy, upload
 from quire_engine.models.loader import Classifier
 from quire_engine.sampling.sampler import non_finite_error
@@ -19,9 +19,9 @@ from quire_engine.worker.input_batch import PooledChunk
 class Pooler:
     """Pools hidden states as ``config`` says, in float32. ``classifier`` is there if its task is to classify.
 
-    Of a prompt that takes several chunks it keeps what the mean or the first token needs, until the sequence has
-    finished: the sum of each chunk's hidden states by the chunk's start, so that a chunk which is computed again counts
-    once. A prompt that begins anew, as it was preempted, forgets them.
+    Of a prompt that takes several chunks it keeps what the mean or the first token needs, until its row is freed: the
+    sum of each chunk's hidden states by the chunk's start, so that a chunk which is computed again counts once. A
+    prompt that begins anew forgets them.
     """
 
     def __init__(self, config: PoolerConfig, classifier: Classifier | None) -> None:
@@ -31,44 +31,44 @@ class Pooler:
 
     def pool(self, hidden: torch.Tensor, chunks: Sequence[PooledChunk]) -> "PoolerOutput":
         """Takes in the hidden states [T, hidden] of ``chunks``, and pools the prompts that end there."""
-        last = [each for each in chunks if each.chunk.is_last]
+        last = [each for each in chunks if each.draw is not None]
         if self._config.pooling_type is PoolingType.LAST:
             rows = torch.tensor([each.rows.stop - 1 for each in last], dtype=torch.int64)
             states = hidden.index_select(0, upload(rows, hidden.device)).float()
         else:
             vectors = [vector for each in chunks if (vector := self._add(hidden, each)) is not None]
             states = torch.stack(vectors) if vectors else hidden[:0].float()
-        return PoolerOutput(list(self._finish(states, [each.chunk for each in last])))
+        return PoolerOutput(list(self._finish(states, last)))
 
-    def remove_finished(self, sequence_ids: Sequence[int]) -> None:
-        """Drops what is kept for sequences that have finished; unknown ids are ignored."""
-        for sequence_id in sequence_ids:
-            self._sums.pop(sequence_id, None)
+    def remove(self, rows: Iterable[int]) -> None:
+        """Drops what is kept for rows that are freed."""
+        for row in rows:
+            self._sums.pop(row, None)
 
-    def _add(self, hidden: torch.Tensor, each: PooledChunk) -> torch.Tensor | None:
+    def _add(self, hidden: torch.Tensor, chunk: PooledChunk) -> torch.Tensor | None:
         """The pooled hidden state [hidden] of a prompt that ends with this chunk; None for one that goes on."""
-        chunk, own = each.chunk, hidden[each.rows].float()
+        own, is_last = hidden[chunk.rows].float(), chunk.draw is not None
         is_mean = self._config.pooling_type is PoolingType.MEAN
         if chunk.start == 0:
-            self._sums.pop(chunk.sequence_id, None)
+            self._sums.pop(chunk.row, None)
         if is_mean or chunk.start == 0:
             # Of a view, the clone: hidden states hold until the next step.
             part = own.sum(0) if is_mean else own[0].clone()
-            if chunk.start == 0 and chunk.is_last:
+            if chunk.start == 0 and is_last:
                 return part / chunk.end if is_mean else part
-            self._sums.setdefault(chunk.sequence_id, {})[chunk.start] = part
-        if not chunk.is_last:
+            self._sums.setdefault(chunk.row, {})[chunk.start] = part
+        if not is_last:
             return None
-        total = torch.stack(list(self._sums[chunk.sequence_id].values())).sum(0)
+        total = torch.stack(list(self._sums[chunk.row].values())).sum(0)
         return total / chunk.end if is_mean else total
 
-    def _finish(self, states: torch.Tensor, chunks: Sequence[ScheduledChunk]) -> "Iterator[PooledRows]":
-        """What becomes of pooled hidden states [S, hidden], for each run of chunks that ask for the same."""
+    def _finish(self, states: torch.Tensor, last: Sequence[PooledChunk]) -> "Iterator[PooledRows]":
+        """What becomes of pooled hidden states [S, hidden], for each run of prompts that ask for the same."""
         first = 0
-        for params, group in groupby(chunks, key=_params_of):
-            ids = [chunk.sequence_id for chunk in group]
-            yield PooledRows(ids, HostCopy(self._activated(states[first : first + len(ids)], params)))
-            first += len(ids)
+        for params, group in groupby(last, key=_params_of):
+            draws = [each.draw for each in group if each.draw is not None]
+            yield PooledRows(draws, HostCopy(self._activated(states[first : first + len(draws)], params)))
+            first += len(draws)
 
     def _activated(self, states: torch.Tensor, params: PoolingParams) -> list[torch.Tensor]:
         """The numbers [S, size] float32, and whether all of a row are finite, [S] bool."""
@@ -84,16 +84,15 @@ class Pooler:
         return [values, values.isfinite().all(1)]
 
 
-def _params_of(chunk: ScheduledChunk) -> PoolingParams:
-    assert chunk.pooling is not None, "the chunk of a prompt that is pooled"
-    return chunk.pooling
+def _params_of(chunk: PooledChunk) -> PoolingParams:
+    return chunk.params
 
 
 @dataclass(frozen=True, slots=True)
 class PooledRows:
-    """The numbers of some sequences, on their way to the host."""
+    """The numbers of some draws, on their way to the host."""
 
-    sequence_ids: Sequence[int]
+    draws: Sequence[int]
     copy: HostCopy
 
 
@@ -104,12 +103,12 @@ class PoolerOutput:
         self._rows = rows
 
     def fetch_into(self, model_output: ModelOutput) -> None:
-        """Waits until the numbers are there, and writes those of each sequence into ``model_output``, or an error."""
+        """Waits until the numbers are there, and writes those of each draw into ``model_output``, or an error."""
         for rows in self._rows:
             values, finite = rows.copy.wait()
             host = values.numpy().astype("<f4", copy=False)
-            for index, (sequence_id, is_finite) in enumerate(zip(rows.sequence_ids, finite.tolist(), strict=True)):
+            for index, (draw, is_finite) in enumerate(zip(rows.draws, finite.tolist(), strict=True)):
                 if is_finite:
-                    model_output.pooled[sequence_id] = host[index].tobytes()
+                    model_output.pooled[draw] = host[index].tobytes()
                 else:
-                    model_output.errors[sequence_id] = non_finite_error()
+                    model_output.draw_errors[draw] = non_finite_error()

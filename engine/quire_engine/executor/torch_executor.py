@@ -14,7 +14,7 @@ from time import perf_counter
 import numpy as np
 import torch
 from quire_proto import __version__
-from quire_proto.errors import ErrorCode, QuireError, internal
+from quire_proto.errors import ErrorCode, QuireError
 from quire_proto.pooling import PoolingParams
 
 from quire_engine.config import EngineArgs, NodeArgs
@@ -24,7 +24,7 @@ from quire_engine.core.executor import UNMEASURED, ExecutorError
 from quire_engine.core.kv_disk import DiskContents, TransferResult
 from quire_engine.core.lora import DUMMY_LORA, LoRARequest
 from quire_engine.core.startup import StartupPhase, StartupTimer
-from quire_engine.core.step import ModelOutput, ScheduledChunk, SchedulerOutput
+from quire_engine.core.step import ModelOutput, SchedulerOutput
 from quire_engine.device.accelerator import configure_threads, inference_on, resolve_device, upload, usable_threads
 from quire_engine.device.host import tune_malloc
 from quire_engine.errors import LoRAError, ModelError
@@ -35,15 +35,11 @@ from quire_engine.executor.rank_worker import RankSettings, check_parallel_sizes
 from quire_engine.kernels.bindings import library
 from quire_engine.models.llama import Llama
 from quire_engine.models.loader import read_model_config
-from quire_engine.sampling.sampler import (
-    PlainSamplerOutput,
-    Sampler,
-    SamplerInput,
-    SamplerOutput,
-    compute_prompt_logprobs,
-)
+from quire_engine.sampling.logits_processors import Draw
+from quire_engine.sampling.prompt_logprobs import compute_prompt_logprobs
+from quire_engine.sampling.sampler import PlainSamplerOutput, Sampler, SamplerInput, SamplerOutput
 from quire_engine.worker.block_file import FolderLock
-from quire_engine.worker.input_batch import DrawnRows, InputBatch, ModelInput, prepare_inputs
+from quire_engine.worker.input_batch import AppendedDraws, InputBatch, ModelInput, RowDraw, prepare_inputs
 from quire_engine.worker.kv_cache import StepEvent
 from quire_engine.worker.memory import (
     CacheBudget,
@@ -54,7 +50,7 @@ from quire_engine.worker.memory import (
     memory_table,
 )
 from quire_engine.worker.model_runner import LoadedModel, ModelRunner, Runner
-from quire_engine.worker.request_states import RequestStates
+from quire_engine.worker.request_states import Indices, RequestStates
 from quire_engine.worker.transfer_results import TransferResults
 
 log = logging.getLogger(__name__)
@@ -93,7 +89,7 @@ class TorchExecutor:
             self._runner = make_runner(model, cache_sizes)
         num_tokens = min(depth * model.max_num_batched_tokens, model.max_model_len)
         self._kv_cache_config = replace(self._runner.kv_cache_config, max_step_tokens=num_tokens)
-        self._states = RequestStates(len(self._kv_cache_config.groups))
+        self._states = RequestStates(len(self._kv_cache_config.groups), model.config.vocab_size)
         self._sampler = Sampler(model.config.vocab_size)
         pooler = model.config.pooler_config
         self._pooler = None if pooler is None else Pooler(pooler, model.classifier)
@@ -287,25 +283,18 @@ class TorchExecutor:
         capacity = self._kv_cache_config
         self._states.update(scheduler_output)
         step = AsyncStep(self._runner, forward, self._states, self._sampler, self._pooler, device=self._device)
-        if scheduler_output.finished_seq_ids:
-            self._sampler.remove_finished(scheduler_output.finished_seq_ids)
-            if self._pooler is not None:
-                self._pooler.remove_finished(scheduler_output.finished_seq_ids)
+        if self._pooler is not None:
+            self._pooler.remove(scheduler_output.freed_rows)
         with device_errors(), inference_on(self._device):
             start = perf_counter()
             if not scheduler_output.copies.is_empty:
                 self._runner.copy(scheduler_output.copies)
             copied = perf_counter()
-            chunks = [chunk for chunk in scheduler_output.chunks if chunk.length]
-            if any(chunk.lora is not None for chunk in chunks):
-                chunks = self._load_loras(chunks, step.output)
-            if chunks:
-                batch = prepare_inputs(self._states, chunks, capacity.block_size, capacity.groups)
+            if scheduler_output.rows:
+                failed = self._load_loras(scheduler_output.rows, step.output) if self._states.loras else ()
+                batch = prepare_inputs(self._states, scheduler_output, capacity.block_size, capacity.groups, failed)
                 step.launch(batch, self._previous_step)
                 step.output.waited_for_others = self._engines is not None and not self._engines.has_most_tokens
-            empty = [chunk for chunk in scheduler_output.chunks if not chunk.length]
-            for chunk in empty:  # it has nothing to draw from
-                step.output.errors.update((request.sequence_id, internal()) for request in chunk.sample_requests)
             step.output.timings.swap, step.output.timings.forward = copied - start, perf_counter() - copied
         self._previous_step = step
         return step
@@ -365,27 +354,27 @@ class TorchExecutor:
         if self._lora_manager is not None and lora_id in self._lora_manager.held:
             self._runner.remove_lora(lora_id)
 
-    def _load_loras(self, chunks: Sequence[ScheduledChunk], output: ModelOutput) -> list[ScheduledChunk]:
-        """Has all ranks hold the adapters of ``chunks``. Returns the chunks but for those whose adapter cannot be read,
-        which get an error in ``output``.
+    def _load_loras(self, rows: Sequence[int], output: ModelOutput) -> list[int]:
+        """Has all ranks hold the adapters of the step's ``rows``. Returns the ids of those that cannot be read, whose
+        chunks get an error in ``output``.
         """
-        manager = self._lora_manager
+        manager, loras = self._lora_manager, self._states.loras
         assert manager is not None, "a step has adapters, and the model has no slots for them"
-        wanted = {chunk.lora.lora_int_id: chunk.lora for chunk in chunks if chunk.lora is not None}
-        failed: set[int] = set()
+        wanted = {loras[row].lora_int_id: loras[row] for row in rows if row in loras}
+        failed: list[int] = []
         for lora_id in [lora_id for lora_id in wanted if lora_id not in manager.held]:
             try:
                 self._runner.add_lora(wanted[lora_id])
             except LoRAError as error:
                 log.error("the adapter %s cannot be used: %s", wanted[lora_id].lora_name, error)
-                failed.add(lora_id)
+                failed.append(lora_id)
             if len(manager.held) > self._num_loras_held:
                 self._runner.remove_lora(next(each for each in manager.held if each not in wanted))
-        for chunk in chunks:
-            if chunk.lora is not None and chunk.lora.lora_int_id in failed:
-                message = f"The adapter {chunk.lora.lora_name} cannot be read any more."
-                output.errors[chunk.sequence_id] = QuireError(ErrorCode.UNAVAILABLE, message, param="model")
-        return [chunk for chunk in chunks if chunk.lora_int_id not in failed]
+        for number, row in enumerate(rows):
+            if row in loras and loras[row].lora_int_id in failed:
+                message = f"The adapter {loras[row].lora_name} cannot be read any more."
+                output.errors[number] = QuireError(ErrorCode.UNAVAILABLE, message, param="model")
+        return failed
 
     @property
     def can_sleep(self) -> bool:
@@ -450,14 +439,17 @@ def device_errors() -> Iterator[None]:
 @dataclass(slots=True)
 class ForwardPass:
     """A forward pass that was launched, and what is sampled from it: ``hidden`` [T, hidden], of which the logits are
-    made. ``prepared`` are the sample requests that were prepared for the sampler, by their indices in the batch, and
-    ``unprepared`` those that will be when they are sampled.
+    made. ``prepared`` are the draws that were prepared for the sampler, and ``late`` those that will be when they are
+    sampled.
     """
 
     batch: InputBatch
-    prepared: list[tuple[list[int], SamplerInput]]
-    unprepared: list[int]
+    prepared: "list[PreparedDraws]"
+    late: list[RowDraw]
     hidden: torch.Tensor
+
+
+PreparedDraws = tuple[list[RowDraw], SamplerInput]
 
 
 class AsyncStep:
@@ -485,9 +477,9 @@ class AsyncStep:
         self._pooler = pooler
         self._device = device
         self._forward: ForwardPass | None = None
-        self._drawn: DrawnRows | None = None
+        self._appended: AppendedDraws | None = None
         self._sampled: list[SamplerOutput | PlainSamplerOutput] = []
-        self._sampled_seq_ids: list[int] = []
+        self._sampled_numbers: Indices | None = None
         self._pooled: PoolerOutput | None = None
         self._event: StepEvent | None = None
         self._error: Exception | None = None
@@ -495,19 +487,37 @@ class AsyncStep:
     def launch(self, batch: InputBatch, previous: "AsyncStep | None") -> None:
         """Launches the forward pass of ``batch``, whose pending tokens are sampled by ``previous``.
 
-        A sample request with a grammar is prepared as soon as its tokens are known, so that its bitmask is filled while
+        A draw with a grammar is prepared as soon as the tokens before it are known, so that its bitmask is filled while
         the model computes. The others would gain nothing, and are prepared together; all are at once where no token is
         pending.
         """
-        early, late, pending = list(range(len(batch.sample_requests))), list[int](), None
-        if batch.pending_sequence_ids:
+        early, late, pending = batch.draws, list[RowDraw](), None
+        if len(batch.pending):
             assert previous is not None, "a token is pending, and no step samples it"
-            pending = previous.sampled_token_ids(batch.pending_sequence_ids)
-            early, late = _split_by_readiness(batch)
-        prepared = [(early, self._sampler.prepare([batch.sample_requests[index] for index in early]))] if early else []
+            pending = previous.sampled_token_ids(batch.pending)
+            early = [each for each in batch.draws if not each.awaits_token and self._has_grammar(each)]
+            late = [each for each in batch.draws if each.awaits_token or not self._has_grammar(each)]
+        prepared = [self._prepare(early)] if early else []
         hidden = self._run_forward(batch.model_input, pending)
         self._forward = ForwardPass(batch, prepared, late, hidden)
-        self._drawn = batch.drawn
+        self._appended = batch.appended
+
+    def _has_grammar(self, draw: RowDraw) -> bool:
+        return self._states.sampling_state(draw.row, draw.choice).grammar_state is not None
+
+    def _prepare(self, draws: list[RowDraw]) -> "PreparedDraws":
+        states = self._states
+        return draws, self._sampler.prepare(
+            [
+                Draw(
+                    each.number,
+                    states.sampling_state(each.row, each.choice),
+                    states.tokens.row(each.row)[: each.position],
+                    each.num_drafts,
+                )
+                for each in draws
+            ]
+        )
 
     def sample_tokens(self) -> None:
         """See ``AsyncModelOutput.sample_tokens``. Waits only for the log-probabilities of prompts. Raises
@@ -537,38 +547,38 @@ class AsyncStep:
             done = perf_counter()
             for sampled in self._sampled:
                 sampled.fetch_into(self.output)
-            self._append_drawn()
+            if self._sampled and self._appended is not None:
+                drawn = np.array(self.output.token_ids, np.int64)[self._appended.numbers]
+                self._states.tokens.write(self._appended.rows, self._appended.positions, drawn)
             if self._pooled is not None:
                 self._pooled.fetch_into(self.output)
         timings.forward += done - start
         timings.sample += perf_counter() - done
         return self.output
 
-    def _append_drawn(self) -> None:
-        """Appends the tokens to the rows that they were drawn for."""
-        drawn, token_ids = self._drawn, self.output.token_ids
-        if drawn is not None:
-            # A row whose draw failed ends, so what it gets does not matter.
-            appended = np.array([token_ids.get(sequence_id, 0) for sequence_id in drawn.sequence_ids], np.int64)
-            self._states.tokens.write(drawn.rows, drawn.positions, appended)
-
-    def sampled_token_ids(self, sequence_ids: Sequence[int]) -> torch.Tensor:
-        """The tokens [P] int64 that were sampled for these sequences, on the device, without waiting for them. Where
-        there is none, as the sampling failed, it is any token: what is made of it will not be used.
+    def sampled_token_ids(self, rows: Indices) -> torch.Tensor:
+        """The tokens [P] int64 that were sampled for these rows, on the device, without waiting for them. Where there
+        is none, as the sampling failed, it is any token: what is made of it will not be used.
         """
-        if not self._sampled:
-            return torch.zeros(len(sequence_ids), dtype=torch.int64, device=self._device)
-        groups = [sampled.token_ids for sampled in self._sampled]
-        token_ids = groups[0] if len(groups) == 1 else torch.cat(groups)
-        row_of = {sequence_id: row for row, sequence_id in enumerate(self._sampled_seq_ids)}
-        rows = [row_of.get(sequence_id, 0) for sequence_id in sequence_ids]
-        if rows == list(range(len(token_ids))):
+        appended = self._appended
+        if not self._sampled or appended is None:
+            return torch.zeros(len(rows), dtype=torch.int64, device=self._device)
+        tensors = [sampled.token_ids for sampled in self._sampled]
+        token_ids = tensors[0] if len(tensors) == 1 else torch.cat(tensors)
+        number_of = np.zeros(max(rows.max(), appended.rows.max(initial=0)) + 1, np.int64)
+        number_of[appended.rows] = appended.numbers
+        places = number_of[rows]
+        if self._sampled_numbers is not None:
+            place_of = np.empty_like(self._sampled_numbers)
+            place_of[self._sampled_numbers] = np.arange(len(place_of))
+            places = place_of[places]
+        if np.array_equal(places, np.arange(len(token_ids))):
             return token_ids
-        return token_ids.index_select(0, upload(torch.tensor(rows), self._device))
+        return token_ids.index_select(0, upload(torch.from_numpy(places), self._device))
 
     def _sample(self, forward: ForwardPass) -> None:
-        batch, prepared = forward.batch, forward.prepared
-        sample_requests, logits = batch.sample_requests, None
+        batch, prepared, logits = forward.batch, forward.prepared, None
+        self.output.token_ids = [0] * batch.num_draws
         if batch.pooled:
             assert self._pooler is not None, "a step pools prompts, and the model says not how"
             self._pooled = self._pooler.pool(forward.hidden, batch.pooled)
@@ -578,29 +588,18 @@ class AsyncStep:
             seconds = perf_counter() - start  # as part of the forward pass
             self.output.timings.forward += seconds
             self.output.timings.sample -= seconds
-        if batch.prompt_logprob_chunks:
+        if batch.prompt_logprobs:
             logits_of, rows = partial(self._runner.logits, forward.hidden), batch.model_input.prompt_logprob_rows
-            compute_prompt_logprobs(batch.prompt_logprob_chunks, rows, self._sampler.vocab_size, logits_of, self.output)
-        if batch.is_plain and logits is not None:
-            metadata = self._states.sampling.metadata(batch.drawn.rows, batch.drawn.positions)
-            self._sampled_seq_ids = batch.drawn.sequence_ids
-            self._sampled = [self._sampler.sample_plain(logits, metadata, batch.drawn.sequence_ids)]
+            compute_prompt_logprobs(batch.prompt_logprobs, rows, self._sampler.vocab_size, logits_of, self.output)
+        if logits is None:
             return
-        if forward.unprepared:
-            late_requests = [sample_requests[index] for index in forward.unprepared]
-            prepared = [*prepared, (forward.unprepared, self._sampler.prepare(late_requests))]
-        if logits is not None:
-            self._sampled_seq_ids = [sample_requests[index].sequence_id for indices, _ in prepared for index in indices]
-            self._sampled = [
-                self._sampler.sample(inputs, logits, [batch.logits_rows[index] for index in indices])
-                for indices, inputs in prepared
-            ]
-
-
-def _split_by_readiness(batch: InputBatch) -> tuple[list[int], list[int]]:
-    """The indices of the sample requests that have a grammar and no pending token, and of all others."""
-    early: list[int] = []
-    late: list[int] = []
-    for index, (sample_request, is_pending) in enumerate(zip(batch.sample_requests, batch.awaits_token, strict=True)):
-        (late if sample_request.grammar is None or is_pending else early).append(index)
-    return early, late
+        if batch.is_plain:
+            metadata = self._states.sampling.metadata(batch.appended.rows, batch.appended.positions)
+            self._sampled = [self._sampler.sample_plain(logits, metadata)]
+            return
+        if forward.late:
+            prepared = [*prepared, self._prepare(forward.late)]
+        self._sampled_numbers = np.array([each.number for draws, _ in prepared for each in draws], np.int64)
+        self._sampled = [
+            self._sampler.sample(inputs, logits, [each.logits_row for each in draws]) for draws, inputs in prepared
+        ]

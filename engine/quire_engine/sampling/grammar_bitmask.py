@@ -18,6 +18,7 @@ from torch.nn import functional as F
 
 from quire_engine.core.step import GrammarError, GrammarMatcher, SampleRequest
 from quire_engine.device.accelerator import upload_arrays
+from quire_engine.sampling.metadata import KnownTokens
 
 log = logging.getLogger(__name__)
 
@@ -41,14 +42,9 @@ class GrammarState:
         self._matcher: GrammarMatcher | None = None
         self._error: QuireError | None = None
 
-    @property
-    def sequence_id(self) -> int:
-        """The id of the output's sequence."""
-        return self._sample_request.sequence_id
-
-    def take_new_tokens(self) -> list[int]:
-        """The output tokens since the last call, to be passed to ``fill`` exactly once."""
-        new = self._sample_request.token_ids[self._num_tokens_taken :]
+    def take_new_tokens(self, known: KnownTokens) -> list[int]:
+        """The output tokens among ``known`` since the last call, to be passed to ``fill`` exactly once."""
+        new: list[int] = known[self._num_tokens_taken :].tolist()
         self._num_tokens_taken += len(new)
         return new
 
@@ -84,7 +80,7 @@ class GrammarState:
         except GrammarError as error:
             return invalid(grammar_param(self._sample_request), f"The output cannot go on under its grammar: {error}")
         except BaseException:  # a panic inside a native library is no Exception
-            log.exception("the grammar of sequence %d failed", self.sequence_id)
+            log.exception("a grammar failed")
             return internal()
         return None
 
@@ -94,17 +90,15 @@ class DraftGrammarState:
     which is filled before it.
     """
 
-    __slots__ = ("_draft_token_ids", "_state", "sequence_id")
+    __slots__ = ("_num_drafts", "_state")
 
-    def __init__(self, sample_request: SampleRequest, state: GrammarState) -> None:
-        assert sample_request.draft_of is not None
-        self.sequence_id = sample_request.sequence_id
-        self._draft_token_ids = sample_request.token_ids[len(sample_request.draft_of.token_ids) :]
-        self._state = state
+    def __init__(self, state: GrammarState, num_drafts: int) -> None:
+        self._state, self._num_drafts = state, num_drafts
 
-    def take_new_tokens(self) -> list[int]:
+    def take_new_tokens(self, known: KnownTokens) -> list[int]:
         """The drafts."""
-        return self._draft_token_ids
+        drafts: list[int] = known[len(known) - self._num_drafts :].tolist()
+        return drafts
 
     def fill(self, new: Sequence[int], mask: memoryview) -> QuireError | None:
         """Fills ``mask`` as if the output had got the drafts ``new``. Returns an error if that failed."""
@@ -117,7 +111,8 @@ AnyGrammarState = GrammarState | DraftGrammarState
 @dataclass(frozen=True, slots=True)
 class GrammarBitmask:
     """What the grammars of a step allow. ``words`` [G, ceil(vocabulary / 32)] int32: bit b of word w is set where token
-    32 w + b may come next. ``rows`` maps sequence ids to rows, ``errors`` those of sequences that cannot go on to why.
+    32 w + b may come next. ``rows`` maps the numbers of draws to rows, ``errors`` those of outputs that cannot go on to
+    why.
     """
 
     words: Words
@@ -134,14 +129,14 @@ class PendingBitmask:
     """A bitmask that is being filled."""
 
     words: Words
-    states: Sequence[AnyGrammarState]
+    numbers: Sequence[int]
     errors: "Future[list[QuireError | None]]"
 
     def wait(self) -> GrammarBitmask:
         """Returns the bitmask once it is filled."""
-        ids = [state.sequence_id for state in self.states]
-        errors = {id: error for id, error in zip(ids, self.errors.result(), strict=True) if error is not None}
-        return GrammarBitmask(self.words, {id: row for row, id in enumerate(ids)}, errors)
+        found = zip(self.numbers, self.errors.result(), strict=True)
+        errors = {number: error for number, error in found if error is not None}
+        return GrammarBitmask(self.words, {number: row for row, number in enumerate(self.numbers)}, errors)
 
 
 class BitmaskFiller:
@@ -151,11 +146,13 @@ class BitmaskFiller:
         self._num_words = -(-vocab_size // WORD_BITS)
         self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="grammar-masks")
 
-    def start(self, states: Sequence[AnyGrammarState]) -> PendingBitmask:
-        """Starts to fill one row for each state."""
-        words = np.zeros((len(states), self._num_words), dtype=np.int32)
-        work = [(state, state.take_new_tokens(), row.data) for state, row in zip(states, words, strict=True)]
-        return PendingBitmask(words, states, self._thread.submit(_fill, work))
+    def start(self, draws: Sequence[tuple[int, AnyGrammarState, KnownTokens]]) -> PendingBitmask:
+        """Starts to fill one row for each draw: its number, its output's state and the tokens before it."""
+        words = np.zeros((len(draws), self._num_words), dtype=np.int32)
+        work = [
+            (state, state.take_new_tokens(known), row.data) for (_, state, known), row in zip(draws, words, strict=True)
+        ]
+        return PendingBitmask(words, [number for number, _, _ in draws], self._thread.submit(_fill, work))
 
     def close(self) -> None:
         """Ends the thread."""
@@ -165,11 +162,11 @@ class BitmaskFiller:
 def apply_grammar_bitmask(
     scores: torch.Tensor, constrained: Sequence[tuple[int, int]], bitmask: GrammarBitmask
 ) -> None:
-    """Sets in ``scores`` [R, V] float32, in place, what the grammar forbids to -inf, for each (row, sequence id) of
-    ``constrained``.
+    """Sets in ``scores`` [R, V] float32, in place, what the grammar forbids to -inf, for each row and number of a draw
+    in ``constrained``.
     """
     if constrained:
-        words = bitmask.words[[bitmask.rows[sequence_id] for _, sequence_id in constrained]]
+        words = bitmask.words[[bitmask.rows[number] for _, number in constrained]]
         # Eight tokens are looked up at a time and added: several times faster than filling under an unpacked mask.
         rows = np.array([row for row, _ in constrained], dtype=np.int64)
         octets, indices = upload_arrays((words.astype("<i4", copy=False).view(np.uint8), rows), scores.device)

@@ -30,7 +30,14 @@ from quire_engine.sampling.grammar_bitmask import (
     GrammarState,
     apply_grammar_bitmask,
 )
-from quire_engine.sampling.metadata import FloatArray, TokenArray, flat_indices, repeat_per_index, token_array
+from quire_engine.sampling.metadata import (
+    FloatArray,
+    KnownTokens,
+    TokenArray,
+    flat_indices,
+    repeat_per_index,
+    token_array,
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,19 +73,19 @@ _NO_TOKENS = np.empty(0, dtype=np.int64)
 
 
 class Penalties:
-    """One sequence's penalties and counts of the tokens that they apply to: a cache of its ``token_ids``.
+    """One output's penalties, and counts of the tokens that they apply to: a cache of its tokens.
 
     The repetition penalty (Keskar et al. 2019) looks at prompt and output, as transformers' does: it multiplies a
     negative score and divides any other. Frequency and presence penalties look at the output alone, as the OpenAI API's
     do: the first is taken from a score once for each time that the output has the token, the second once. Only the
-    scores of tokens that occurred are touched, and a sequence's tokens are counted as they come.
+    scores of tokens that occurred are touched, and an output's tokens are counted as they come.
     """
 
     __slots__ = (
         "_counts",
         "_num_counted",
+        "_num_prompt",
         "_prompt",
-        "_sample_request",
         "_slots",
         "_tokens",
         "frequency",
@@ -91,13 +98,8 @@ class Penalties:
         # A penalty that float32 rounds to 0 would divide by it.
         self.repetition = max(params.repetition_penalty, _TINY)
         self.frequency, self.presence = params.frequency_penalty, params.presence_penalty
-        self._sample_request = sample_request
-        self._prompt = (
-            np.unique(np.array(sample_request.token_ids[: sample_request.num_prompt_tokens], np.int64))
-            if self.has_repetition
-            else _NO_TOKENS
-        )
-        self._num_counted = sample_request.num_prompt_tokens
+        self._prompt: TokenArray | None = None if self.has_repetition else _NO_TOKENS
+        self._num_prompt = self._num_counted = sample_request.num_prompt_tokens
         self._slots: dict[int, int] = {}
         self._tokens, self._counts = np.zeros(16, dtype=np.int64), np.zeros(16, dtype=np.float32)
 
@@ -111,10 +113,9 @@ class Penalties:
         """Whether the parameters ask for any penalty."""
         return bool(params.repetition_penalty != 1 or params.frequency_penalty or params.presence_penalty)
 
-    def of_draft(self, sample_request: SampleRequest) -> "Penalties":
-        """The same penalties where drafts count as output: those of ``sample_request``, which draws behind them."""
+    def copy(self) -> "Penalties":
+        """The same counts, to which drafts may be added."""
         copied = copy(self)
-        copied._sample_request = sample_request
         copied._slots = self._slots.copy()
         copied._tokens, copied._counts = self._tokens.copy(), self._counts.copy()
         return copied
@@ -127,6 +128,7 @@ class Penalties:
     @property
     def seen_token_ids(self) -> TokenArray:
         """The distinct tokens of the prompt and those of the output, [N]; a token of both is there twice."""
+        assert self._prompt is not None, "update comes first"
         return np.concatenate((self._prompt, self.output_token_ids))
 
     @property
@@ -139,9 +141,11 @@ class Penalties:
         """How often each of ``output_token_ids`` occurs in the output, [N]."""
         return self._counts[: len(self._slots)]
 
-    def update(self) -> None:
-        """Counts the output tokens that were added since the last call."""
-        new = self._sample_request.token_ids[self._num_counted :]
+    def update(self, known: KnownTokens) -> None:
+        """Counts the output tokens among ``known`` that were added since the last call."""
+        if self._prompt is None:
+            self._prompt = np.unique(known[: self._num_prompt]).astype(np.int64)
+        new = known[self._num_counted :].tolist()
         for token_id in new:
             slot = self._slots.setdefault(token_id, len(self._slots))
             if slot == len(self._tokens):
@@ -156,8 +160,6 @@ def apply_penalties(scores: torch.Tensor, penalised: Sequence[tuple[int, Penalti
     """Applies to ``scores`` [R, V] float32, finite, in place, each (row, penalties) of ``penalised``: repetition,
     then frequency, then presence, as vLLM does. Scores stay finite.
     """
-    for _, penalties in penalised:
-        penalties.update()
     _apply_repetition(scores, [(row, one, one.seen_token_ids) for row, one in penalised if one.has_repetition])
     counted = [(row, one) for row, one in penalised if one.frequency or one.presence]
     _apply_frequency_and_presence(scores, [(row, one) for row, one in counted if len(one.output_token_ids)])
@@ -194,19 +196,18 @@ def _apply_frequency_and_presence(scores: torch.Tensor, penalised: Sequence[tupl
 
 
 class TokenBans:
-    """The tokens that one sequence may not draw: those that would complete a bad word, or end an output that is shorter
-    than ``min_tokens``. Bad words are looked for in the output alone, not in the prompt, as in
-    vLLM.
+    """The tokens that one output may not draw: those that would complete a bad word, or end an output that is shorter
+    than ``min_tokens``. Bad words are looked for in the output alone, not in the prompt, as in vLLM.
     """
 
-    __slots__ = ("_min_length", "_sample_request", "_single_token_words", "_stops", "_words_by_second_last")
+    __slots__ = ("_min_length", "_num_prompt", "_single_token_words", "_stops", "_words_by_second_last")
 
     def __init__(self, sample_request: SampleRequest) -> None:
-        self._sample_request = sample_request
-        self._min_length = sample_request.num_prompt_tokens + sample_request.params.min_tokens
+        self._num_prompt = sample_request.num_prompt_tokens
+        self._min_length = self._num_prompt + sample_request.params.min_tokens
         self._stops = sorted(sample_request.stop_token_ids)
         self._single_token_words = [word[0] for word in sample_request.params.bad_words if len(word) == 1]
-        # By the token before the last: in most steps none of a sequence's words comes into question.
+        # By the token before the last: in most steps none of an output's words comes into question.
         self._words_by_second_last: dict[int, list[tuple[int, ...]]] = {}
         for word in sample_request.params.bad_words:
             if len(word) > 1:
@@ -223,35 +224,34 @@ class TokenBans:
         params = sample_request.params
         return bool(params.bad_words or (params.min_tokens and sample_request.stop_token_ids))
 
-    def token_ids(self) -> list[int]:
-        """The tokens that are banned next; in most steps none."""
-        tokens = self._single_token_words + self._bad_word_endings()
-        return tokens + self._stops if len(self._sample_request.token_ids) < self._min_length else tokens
+    def token_ids(self, known: KnownTokens) -> list[int]:
+        """The tokens that are banned behind ``known``; in most steps none."""
+        tokens = self._single_token_words + self._bad_word_endings(known)
+        return tokens + self._stops if len(known) < self._min_length else tokens
 
-    def _bad_word_endings(self) -> list[int]:
-        known = self._sample_request.token_ids
-        length = len(known) - self._sample_request.num_prompt_tokens
-        if not length:
+    def _bad_word_endings(self, known: KnownTokens) -> list[int]:
+        length = len(known) - self._num_prompt
+        if not (length and self._words_by_second_last):
             return []
         return [
             word[-1]
-            for word in self._words_by_second_last.get(known[-1], ())
-            if len(word) - 1 <= length and tuple(known[1 - len(word) :]) == word[:-1]
+            for word in self._words_by_second_last.get(int(known[-1]), ())
+            if len(word) - 1 <= length and tuple(known[1 - len(word) :].tolist()) == word[:-1]
         ]
 
 
-def apply_bans(scores: torch.Tensor, banned: Sequence[tuple[int, TokenBans]]) -> None:
-    """Sets the banned tokens of each (row, bans) to -inf in ``scores`` [R, V], in place."""
+def apply_bans(scores: torch.Tensor, banned: Sequence[tuple[int, list[int]]]) -> None:
+    """Sets the banned tokens of each (row, token ids) to -inf in ``scores`` [R, V], in place."""
     if banned:
-        token_ids = [token_array(bans.token_ids(), scores.shape[1]) for _, bans in banned]
+        token_ids = [token_array(each, scores.shape[1]) for _, each in banned]
         (indices,) = upload_arrays((flat_indices(scores, [row for row, _ in banned], token_ids),), scores.device)
         scores.view(-1).index_fill_(0, indices, -torch.inf)
 
 
-class SequenceSamplingState:
-    """One sequence's parameters in the form that the logits processors read; None for each that it does not use. A
-    cache: it can be made again from the ``SampleRequest`` at any time. ``has_processors``: whether a logits processor
-    changes the logits in every step. ``bans`` change them in some steps: where ``bans.token_ids()`` is not empty.
+class SamplingState:
+    """One output's parameters in the form that the logits processors read; None for each that it does not use. A cache:
+    it can be made again from the ``SampleRequest`` and the output's tokens at any time. ``has_processors``: whether a
+    logits processor changes the logits in every step. ``bans`` change them in some steps.
     """
 
     __slots__ = (
@@ -263,13 +263,11 @@ class SequenceSamplingState:
         "is_beam",
         "penalties",
         "sample_request",
-        "sequence_id",
         "wants_logprobs",
-    )  # fmt: skip
+    )
 
     def __init__(self, sample_request: SampleRequest, vocab_size: int) -> None:
         self.sample_request = sample_request
-        self.sequence_id = sample_request.sequence_id
         self.greedy = sample_request.params.greedy
         self.is_beam = sample_request.num_candidates > 0
         self.wants_logprobs = sample_request.params.wants_logprobs
@@ -281,17 +279,26 @@ class SequenceSamplingState:
         )
         self.has_processors = bool(self.bias or self.penalties or self.grammar_state)
 
-    def of_draft(self, sample_request: SampleRequest) -> "SequenceSamplingState":
-        """The state of ``sample_request``, which draws behind drafts of this sequence. Holds for one step."""
+    def of_drafts(self, num_drafts: int) -> "SamplingState":
+        """The state behind so many drafts of the output. Holds for one step."""
         state = copy(self)
-        state.sample_request, state.sequence_id = sample_request, sample_request.sequence_id
         if self.penalties is not None:
-            state.penalties = self.penalties.of_draft(sample_request)
-        if self.bans is not None:
-            state.bans = TokenBans.from_request(sample_request)
+            state.penalties = self.penalties.copy()
         if isinstance(self.grammar_state, GrammarState):
-            state.grammar_state = DraftGrammarState(sample_request, self.grammar_state)
+            state.grammar_state = DraftGrammarState(self.grammar_state, num_drafts)
         return state
+
+
+@dataclass(frozen=True, slots=True)
+class Draw:
+    """A token that is to be drawn, the step's draw ``number``: how, and the tokens before it, ``known`` [N] int32, of
+    which the last ``num_drafts`` are guessed.
+    """
+
+    number: int
+    state: SamplingState
+    known: KnownTokens
+    num_drafts: int = 0
 
 
 def is_plain(sample_request: SampleRequest) -> bool:
@@ -302,14 +309,15 @@ def is_plain(sample_request: SampleRequest) -> bool:
     return not (is_changed or TokenBans.are_asked(sample_request) or asks_more)
 
 
-def apply_logits_processors(
-    scores: torch.Tensor, states: Sequence[SequenceSamplingState], bitmask: GrammarBitmask
-) -> None:
-    """Applies to ``scores`` [R, V] float32, finite and contiguous, in place, what the sequence of each row asks for.
+def apply_logits_processors(scores: torch.Tensor, draws: Sequence[Draw], bitmask: GrammarBitmask) -> None:
+    """Applies to ``scores`` [R, V] float32, finite and contiguous, in place, what the draw of each row asks for.
     ``bitmask`` has the rows of grammars. Afterwards scores are finite or -inf.
     """
-    rows = list(enumerate(states))
-    apply_logit_bias(scores, [(row, state.bias) for row, state in rows if state.bias])
-    apply_penalties(scores, [(row, state.penalties) for row, state in rows if state.penalties])
-    apply_bans(scores, [(row, state.bans) for row, state in rows if state.bans])
-    apply_grammar_bitmask(scores, [(row, state.sequence_id) for row, state in rows if state.grammar_state], bitmask)
+    rows = list(enumerate(draws))
+    apply_logit_bias(scores, [(row, draw.state.bias) for row, draw in rows if draw.state.bias])
+    penalised = [(row, draw.known, draw.state.penalties) for row, draw in rows if draw.state.penalties]
+    for _, known, penalties in penalised:
+        penalties.update(known)
+    apply_penalties(scores, [(row, penalties) for row, _, penalties in penalised])
+    apply_bans(scores, [(row, draw.state.bans.token_ids(draw.known)) for row, draw in rows if draw.state.bans])
+    apply_grammar_bitmask(scores, [(row, draw.number) for row, draw in rows if draw.state.grammar_state], bitmask)

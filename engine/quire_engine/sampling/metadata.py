@@ -17,6 +17,7 @@ from quire_engine.sampling.exact_math import exponential_of_uniform, log_of_part
 
 TokenArray = npt.NDArray[np.int64]
 FloatArray = npt.NDArray[np.float32]
+KnownTokens = npt.NDArray[np.int32]
 
 
 def token_array(token_ids: Sequence[int], vocab_size: int) -> TokenArray:

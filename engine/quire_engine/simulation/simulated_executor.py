@@ -73,24 +73,23 @@ class LatencyModel:
         """Seconds of each part of the step, before jitter and without the overhead. Blocks that are swapped ahead are
         copied beside the forward pass.
         """
-        num_sample_requests = sum(len(chunk.sample_requests) for chunk in scheduler_output.chunks)
         return StepTimings(
             swap=scheduler_output.num_swapped_blocks * block_bytes / self.bytes_per_second
             + len(scheduler_output.copies.blocks_to_copy) * 2 * block_size * self.context_seconds,
             forward=max(
-                self._forward(scheduler_output) if scheduler_output.chunks else 0.0,
+                self._forward(scheduler_output) if scheduler_output.rows else 0.0,
                 len(scheduler_output.copies.blocks_to_swap_ahead) * block_bytes / self.bytes_per_second,
             ),
-            sample=num_sample_requests * self.draw_seconds,
+            sample=scheduler_output.num_draws * self.draw_seconds,
         )
 
     def _forward(self, scheduler_output: SchedulerOutput) -> float:
         linear = max(self.weights_seconds, scheduler_output.num_tokens / self.tokens_per_second)
-        return linear + sum(map(self._attention, scheduler_output.chunks))
+        return linear + sum(map(self._attention, scheduler_output.starts, scheduler_output.lengths))
 
-    def _attention(self, chunk: ScheduledChunk) -> float:
-        length, end = chunk.length, chunk.end
-        pairs = length * (chunk.start + end + 1) / 2  # the first token attends to start + 1 tokens, the last to all
+    def _attention(self, start: int, length: int) -> float:
+        end = start + length
+        pairs = length * (start + end + 1) / 2  # the first token attends to start + 1 tokens, the last to all
         return max(end * self.context_seconds, pairs * self.pair_seconds)
 
 
@@ -129,7 +128,7 @@ class SimulatedExecutor:
         self._seed = seed
         self._vocab_size = vocab_size
         self._sleep = sleep
-        self._tokens: dict[int, list[int]] = {}  # by row
+        self._rows: dict[int, SimulatedRow] = {}
         self._disk = SimulatedDisk(capacity.block_bytes / latency.disk_bytes_per_second)
 
     @property
@@ -157,12 +156,19 @@ class SimulatedExecutor:
 
     def compute(self, scheduler_output: SchedulerOutput) -> ModelOutput:
         """The output of the step, without its timings."""
-        model_output = ModelOutput()
-        for chunk in scheduler_output.chunks:
-            for request in chunk.sample_requests:
-                self._sample(chunk, request, model_output)
-            if chunk.prompt_logprob_targets:
-                model_output.prompt_logprobs[chunk.sequence_id] = self._score(chunk)
+        model_output, draw = ModelOutput([0] * scheduler_output.num_draws), 0
+        for number, chunk in enumerate(scheduler_output.chunks):
+            row = self._rows[chunk.row]
+            for index in range(chunk.num_draws):
+                choice, position = index, chunk.end
+                if chunk.draft_token_ids:
+                    choice, position = 0, chunk.end - chunk.num_draft_tokens + index
+                self._sample(row, choice, position, draw + index, model_output)
+            if row.prompt_logprobs is not None and (scored := self._score(row, chunk)):
+                model_output.prompt_logprobs[number] = scored
+            if chunk.num_draws and not chunk.draft_token_ids:
+                row.put(chunk.end, model_output.token_ids[draw])
+            draw += chunk.num_draws
         return model_output
 
     def spend_time(
@@ -181,11 +187,17 @@ class SimulatedExecutor:
         self._sleep(device + overhead if self.depth == 1 else max(device, overhead))
 
     def _begin(self, scheduler_output: SchedulerOutput) -> None:
-        """Takes the prompts that are new, of which the tokens that log-probabilities are asked for follow others, and
-        begins the step's transfers to and from the disk, which last beside this step and later ones.
+        """Brings the rows up to date, and begins the step's transfers to and from the disk, which last beside this step
+        and later ones.
         """
+        for row in scheduler_output.freed_rows:
+            self._rows.pop(row, None)
         for new in scheduler_output.new:
-            self._tokens[new.row] = new.token_ids.tolist()
+            token_ids = new.token_ids.tolist()
+            self._rows[new.row] = SimulatedRow(token_ids, new.sample_requests, new.num_prompt_logprobs)
+        changes = iter(scheduler_output.new_tokens)
+        for row, index, token_id in zip(changes, changes, changes, strict=True):
+            self._rows[row].put(index, token_id)
         self._disk.submit(scheduler_output.copies, self._clock())
 
     def _timings(self, scheduler_output: SchedulerOutput) -> tuple[StepTimings, float]:
@@ -218,24 +230,25 @@ class SimulatedExecutor:
     def close(self) -> None:
         """Does nothing, as nothing is allocated."""
 
-    def _sample(self, chunk: ScheduledChunk, request: SampleRequest, model_output: ModelOutput) -> None:
+    def _sample(self, row: "SimulatedRow", choice: int, position: int, draw: int, model_output: ModelOutput) -> None:
+        request, last = row.sample_requests[choice], row.token_ids[position - 1]
         greedy = request.params.greedy or request.num_candidates > 0
-        position, last = _drawn_behind(chunk, request)
         context_hash = splitmix(self._seed, position, last, 0 if greedy else request.seed + 1)
-        banned = _banned(request)
+        is_early = position - request.num_prompt_tokens < request.params.min_tokens
+        banned = request.stop_token_ids if is_early else frozenset[int]()
         if request.num_candidates:
             ranking = self._ranking(context_hash, request.num_candidates, banned)
             token_ids, logprobs = zip(*ranking, strict=True)
-            model_output.candidates[request.sequence_id] = BeamCandidates(list(token_ids), list(logprobs))
+            model_output.candidates[draw] = BeamCandidates(list(token_ids), list(logprobs))
             return
         if not (banned or request.params.wants_logprobs):
-            model_output.token_ids[request.sequence_id] = context_hash % self._vocab_size
+            model_output.token_ids[draw] = context_hash % self._vocab_size
             return
         ranking = self._ranking(context_hash, max(1, request.params.logprobs or 0), banned)
-        model_output.token_ids[request.sequence_id] = ranking[0][0]
+        model_output.token_ids[draw] = ranking[0][0]
         if request.params.wants_logprobs:
             top = tuple(ranking[: request.params.logprobs or 0])
-            model_output.logprobs[request.sequence_id] = TokenLogprobs(ranking[0][1], top)
+            model_output.logprobs[draw] = TokenLogprobs(ranking[0][1], top)
 
     def _ranking(self, context_hash: int, count: int, banned: frozenset[int]) -> Ranking:
         """The ``count`` most probable tokens of a hashed context, or all of a smaller vocabulary, best first."""
@@ -248,19 +261,33 @@ class SimulatedExecutor:
                 break
         return ranking
 
-    def _score(self, chunk: ScheduledChunk) -> list[TokenLogprobs]:
-        """Log-probabilities of the chunk's targets, each given the token before it."""
-        positions = range(chunk.start + 1, chunk.start + 1 + len(chunk.prompt_logprob_targets))
-        previous = self._tokens[chunk.row][chunk.start : chunk.start + len(chunk.prompt_logprob_targets)]
+    def _score(self, row: "SimulatedRow", chunk: ScheduledChunk) -> list[TokenLogprobs]:
+        """Log-probabilities of the tokens of the prompt that follow those of the chunk."""
+        ends = range(chunk.start + 1, min(chunk.end + 1, row.sample_requests[0].num_prompt_tokens))
         return [
-            self._score_one(splitmix(self._seed, position, token_id, 0), target, chunk.num_prompt_logprobs)
-            for position, token_id, target in zip(positions, previous, chunk.prompt_logprob_targets, strict=True)
+            self._score_one(
+                splitmix(self._seed, end, row.token_ids[end - 1], 0), row.token_ids[end], row.prompt_logprobs or 0
+            )
+            for end in ends
         ]
 
     def _score_one(self, context_hash: int, target: int, num_top: int) -> TokenLogprobs:
         rank = (target - context_hash) % self._vocab_size
         top = tuple(self._ranking(context_hash, num_top, frozenset())) if num_top else ()
         return TokenLogprobs(_logprob(context_hash, rank), top)
+
+
+@dataclass(slots=True)
+class SimulatedRow:
+    """What is known of a sequence. ``prompt_logprobs`` as in ``NewRequest.num_prompt_logprobs``."""
+
+    token_ids: list[int]
+    sample_requests: tuple[SampleRequest, ...]
+    prompt_logprobs: int | None
+
+    def put(self, index: int, token_id: int) -> None:
+        """Writes a token over an older one, or behind all of them."""
+        self.token_ids[index : index + 1] = [token_id]
 
 
 class SimulatedStep:
@@ -284,22 +311,6 @@ class SimulatedStep:
         """See ``AsyncModelOutput.get_output``."""
         self._executor.spend_time(self._scheduler_output, self._model_output, self._computed)
         return self._model_output
-
-
-def _drawn_behind(chunk: ScheduledChunk, request: SampleRequest) -> tuple[int, int]:
-    """The position of the token to be sampled, and the token before it, which may be any token if the sequence ended
-    before it was sampled.
-    """
-    if request.draft_of is not None:
-        return len(request.token_ids), request.token_ids[-1]
-    position = chunk.end - chunk.num_draft_tokens
-    return position, request.token_ids[min(position, len(request.token_ids)) - 1]
-
-
-def _banned(request: SampleRequest) -> frozenset[int]:
-    """The stop tokens, as long as the output has fewer than ``min_tokens``."""
-    is_early = len(request.token_ids) - request.num_prompt_tokens < request.params.min_tokens
-    return request.stop_token_ids if is_early else frozenset()
 
 
 def _logprob(context_hash: int, rank: int) -> float:

@@ -1,16 +1,19 @@
-"""The tensors of one step, made from its chunks."""
+"""The tensors of one step, made from its columns and what the worker knows of their rows."""
 
 import math
-from collections.abc import Sequence
+from array import array
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 import numpy as np
 import torch
+from quire_proto.pooling import PoolingParams
 
 from quire_engine.attention.base import AttentionBatch
 from quire_engine.core.block_pool import KVCacheGroup
-from quire_engine.core.step import SampleRequest, ScheduledChunk
+from quire_engine.core.step import SchedulerOutput
 from quire_engine.device.accelerator import upload
+from quire_engine.sampling.prompt_logprobs import PromptTargets
 from quire_engine.worker.request_states import Indices, RaggedRows, RequestStates
 
 PENDING_TOKEN_ID = -1
@@ -29,7 +32,7 @@ class ModelInput:
 
     ``token_ids`` [T] int64, and ``positions`` [T] int32, each one's index in its sequence. ``attention`` has the batch
     of each group of layers. ``sampled_rows`` [S] int64 are the indices in the batch of the tokens whose logits are
-    drawn from: of each chunk with sample requests the last, and as many before it as it has drafts;
+    drawn from: of each chunk with draws the last, and as many before it as it has drafts;
     ``prompt_logprob_rows`` [N] int64 those of the tokens that targets follow. ``pending_rows`` [P] int64 are the
     indices of tokens that are not known yet, as they are drawn by the step before. ``lora_ids`` [T] int64 are the
     numbers of the tokens' adapters, 0 where there is none; [0] if none has one.
@@ -77,76 +80,107 @@ class ModelInput:
 class InputBatch:
     """What a step computes and what is made of it.
 
-    ``sample_requests`` are all of the step's; ``logits_rows`` says from which of the S sampled rows each one draws, and
-    ``awaits_token`` whether a token before it is pending. ``prompt_logprob_chunks`` are those with
-    targets. ``pending_sequence_ids`` are the sequences whose last token is pending, in the order of ``ModelInput``'s
-    ``pending_rows``. ``drawn`` are the rows that a token is drawn for which is appended to
-    them. If the batch ``is_plain``, that is one for each of the sampled rows, in their order, and all draws are plain
-    (see ``SamplingColumns``): then there are no ``sample_requests``. ``pooled`` are the chunks of prompts that are
+    ``num_draws`` are all of the step's. ``pending`` are the rows of the worker's state whose last token is pending, in
+    the order of ``ModelInput``'s ``pending_rows``. ``appended`` says which draws are appended to their row. If the
+    batch ``is_plain``, these are all draws, one of each sampled row and in their order, and all are plain (see
+    ``SamplingColumns``); if not, ``draws`` has all that are no pooling. ``pooled`` are the chunks of prompts that are
     pooled.
     """
 
     model_input: ModelInput
-    sample_requests: list[SampleRequest]
-    logits_rows: list[int]
-    awaits_token: list[bool]
-    prompt_logprob_chunks: list[ScheduledChunk]
-    pending_sequence_ids: list[int]
-    drawn: "DrawnRows"
+    num_draws: int
+    draws: "list[RowDraw]"
+    appended: "AppendedDraws"
     is_plain: bool
+    pending: Indices
+    prompt_logprobs: list[PromptTargets]
     pooled: "list[PooledChunk]"
 
 
 @dataclass(frozen=True, slots=True)
-class DrawnRows:
-    """Rows [D] that a token is drawn for, its position in each, and the sequences that they are of."""
+class RowDraw:
+    """The step's draw ``number``: of the token at ``position`` of a ``row`` for one of its outputs, ``choice``, behind
+    ``num_drafts`` guessed tokens, from the logits of the sampled row ``logits_row``. Of a row that ``awaits_token``,
+    one before it is pending.
+    """
+
+    number: int
+    row: int
+    position: int
+    logits_row: int
+    choice: int = 0
+    num_drafts: int = 0
+    awaits_token: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class AppendedDraws:
+    """Rows [D] of the worker's state, the position in each of the token that is appended to it, and the number of its
+    draw.
+    """
 
     rows: Indices
     positions: Indices
-    sequence_ids: list[int]
+    numbers: Indices
 
 
 @dataclass(frozen=True, slots=True)
 class PooledChunk:
-    """A chunk of a prompt that is pooled, and the row of its first token among the step's hidden states."""
+    """The step's chunk of a prompt that is pooled: its state's ``row`` and the ``first`` of its rows among the step's
+    hidden states. ``draw`` is the number of the draw that the prompt ends with; None where it goes on.
+    """
 
-    chunk: ScheduledChunk
     row: int
+    start: int
+    length: int
+    first: int
+    params: PoolingParams
+    draw: int | None
 
     @property
     def rows(self) -> slice:
         """The rows of its tokens."""
-        return slice(self.row, self.row + self.chunk.length)
+        return slice(self.first, self.first + self.length)
+
+    @property
+    def end(self) -> int:
+        """Tokens of the prompt up to its end."""
+        return self.start + self.length
 
 
 def prepare_inputs(
     states: RequestStates,
-    chunks: Sequence[ScheduledChunk],
+    scheduler_output: SchedulerOutput,
     block_size: int,
     groups: Sequence[KVCacheGroup] = _ONE_GROUP,
+    without_loras: Sequence[int] = (),
 ) -> InputBatch:
-    """The batch of ``chunks``, each of at least one token, for a model with these ``groups`` of layers."""
-    rows = np.array([chunk.row for chunk in chunks], np.int64)
-    lengths = np.array([chunk.length for chunk in chunks], np.int64)
-    starts = np.array([chunk.start for chunk in chunks], np.int64)
-    query_indptr = _indptr(lengths)
-    num_tokens = int(query_indptr[-1])
+    """The batch of a step for a model with these ``groups`` of layers. Adapters ``without_loras`` count as none. Raises
+    ``ValueError`` for a chunk without tokens.
+    """
+    rows, starts = _indices(scheduler_output.rows), _indices(scheduler_output.starts)
+    lengths, num_draws = _indices(scheduler_output.lengths), _indices(scheduler_output.draws)
+    if lengths.min() < 1:
+        raise ValueError("a chunk has no tokens")
+    query_indptr, draw_indptr = _indptr(lengths), _indptr(num_draws)
     token_ids = states.tokens.gather(rows, starts, lengths, query_indptr).astype(np.int64)
-    positions = np.arange(num_tokens) + np.repeat(starts - query_indptr[:-1], lengths)
-    sampled = [chunk for chunk in chunks if chunk.sample_requests]
-    appending = [chunk for chunk in sampled if not chunk.draft_token_ids]
-    drawn = DrawnRows(
-        np.array([chunk.row for chunk in appending], np.int64),
-        np.array([chunk.start + chunk.length for chunk in appending], np.int64),
-        [chunk.sequence_id for chunk in appending],
-    )
-    num_draws = sum([len(chunk.sample_requests) for chunk in sampled])
-    is_plain = len(appending) == len(sampled) == num_draws and states.sampling.are_plain(drawn.rows)
-    pending = [index for index, chunk in enumerate(chunks) if chunk.awaits_token]
-    pending_rows = query_indptr[1:][pending] - 1
+    positions = np.arange(len(token_ids)) + np.repeat(starts - query_indptr[:-1], lengths)
+    pooled = _pooled_chunks(states, scheduler_output, query_indptr, draw_indptr) if states.pooling else []
+    awaiting, lora_ids = _indices(scheduler_output.awaiting), states.lora_ids[rows]
+    pending_rows = query_indptr[1:][awaiting] - 1
     token_ids[pending_rows] = PENDING_TOKEN_ID
-    prompt_logprob_chunks = [chunk for chunk in chunks if chunk.prompt_logprob_targets]
-    lora_ids = np.array([chunk.lora_int_id for chunk in chunks], np.int64)
+    if without_loras:
+        lora_ids[np.isin(lora_ids, without_loras)] = 0
+    drafts = np.zeros_like(rows)
+    for number, draft_token_ids in scheduler_output.drafts.items():
+        drafts[number] = len(draft_token_ids)
+    sampled = np.flatnonzero(num_draws)
+    if pooled:
+        sampled = sampled[~np.isin(rows[sampled], [each.row for each in pooled])]
+    appending = sampled[drafts[sampled] == 0] if scheduler_output.drafts else sampled
+    appended = AppendedDraws(rows[appending], (starts + lengths)[appending], draw_indptr[appending])
+    is_plain = len(appending) == draw_indptr[-1] and states.sampling.are_plain(appended.rows)
+    targets = _prompt_targets(states, scheduler_output) if states.prompt_logprobs else []
     model_input = ModelInput(
         token_ids=torch.from_numpy(token_ids),
         positions=torch.from_numpy(positions.astype(np.int32)),
@@ -154,26 +188,66 @@ def prepare_inputs(
             _attention_batch(blocks, rows, query_indptr, starts, positions, block_size=block_size, window=group.window)
             for group, blocks in zip(groups, states.blocks, strict=True)
         ),
-        sampled_rows=_sampled_rows(chunks, query_indptr),
-        prompt_logprob_rows=_prompt_logprob_rows(chunks, query_indptr) if prompt_logprob_chunks else _NO_ROWS,
-        pending_rows=torch.from_numpy(pending_rows) if pending else _NO_ROWS,
+        sampled_rows=_sampled_rows(sampled, drafts[sampled], query_indptr),
+        prompt_logprob_rows=_prompt_logprob_rows(targets, query_indptr) if targets else _NO_ROWS,
+        pending_rows=torch.from_numpy(pending_rows) if len(awaiting) else _NO_ROWS,
         lora_ids=torch.from_numpy(np.repeat(lora_ids, lengths)) if lora_ids.any() else _NO_ROWS,
     )
     return InputBatch(
         model_input,
-        sample_requests=[] if is_plain else [request for chunk in sampled for request in chunk.sample_requests],
-        logits_rows=[] if is_plain else _logits_rows(sampled),
-        awaits_token=[] if is_plain else [chunk.awaits_token for chunk in sampled for _ in chunk.sample_requests],
-        prompt_logprob_chunks=prompt_logprob_chunks,
-        pending_sequence_ids=[chunks[index].sequence_id for index in pending],
-        drawn=drawn,
+        num_draws=int(draw_indptr[-1]),
+        draws=[] if is_plain else list(_row_draws(scheduler_output, sampled.tolist(), draw_indptr.tolist())),
+        appended=appended,
         is_plain=is_plain,
-        pooled=[
-            PooledChunk(chunk, row)
-            for chunk, row in zip(chunks, query_indptr[:-1].tolist(), strict=True)
-            if chunk.pooling is not None
-        ],
+        pending=rows[awaiting],
+        prompt_logprobs=targets,
+        pooled=pooled,
     )
+
+
+def _row_draws(scheduler_output: SchedulerOutput, sampled: list[int], firsts: list[int]) -> Iterator[RowDraw]:
+    """Each draw of the chunks ``sampled``: those of one prompt are from one row, those at drafts each from its own."""
+    awaiting, logits_row = set(scheduler_output.awaiting), 0
+    for chunk in sampled:
+        row, num_draws, number = scheduler_output.rows[chunk], scheduler_output.draws[chunk], firsts[chunk]
+        end, num_drafts = scheduler_output.starts[chunk] + scheduler_output.lengths[chunk], 0
+        if chunk in scheduler_output.drafts:
+            num_drafts = num_draws - 1
+            for behind in range(num_draws):
+                yield RowDraw(number + behind, row, end - num_drafts + behind, logits_row + behind, num_drafts=behind)
+        else:
+            for choice in range(num_draws):
+                yield RowDraw(number + choice, row, end, logits_row, choice, awaits_token=chunk in awaiting)
+        logits_row += num_drafts + 1
+
+
+def _prompt_targets(states: RequestStates, scheduler_output: SchedulerOutput) -> list[PromptTargets]:
+    """What log-probabilities are asked for of the tokens that follow those of the step's chunks."""
+    targets = []
+    columns = zip(scheduler_output.rows, scheduler_output.starts, scheduler_output.lengths, strict=True)
+    for number, (row, start, length) in enumerate(columns):
+        if row in states.prompt_logprobs:
+            end = min(start + length + 1, states.num_prompt_tokens(row))
+            if start + 1 < end:
+                token_ids = states.tokens.row(row)[start + 1 : end].tolist()
+                targets.append(PromptTargets(number, token_ids, states.prompt_logprobs[row]))
+    return targets
+
+
+def _pooled_chunks(
+    states: RequestStates, scheduler_output: SchedulerOutput, query_indptr: Indices, draw_indptr: Indices
+) -> list[PooledChunk]:
+    """The chunks of a step that are pooled."""
+    firsts, draws = query_indptr.tolist(), draw_indptr.tolist()
+    columns = zip(scheduler_output.rows, scheduler_output.starts, scheduler_output.lengths, strict=True)
+    return [
+        PooledChunk(
+            *(row, start, length, firsts[number], states.pooling[row]),
+            draws[number] if scheduler_output.draws[number] else None,
+        )
+        for number, (row, start, length) in enumerate(columns)
+        if row in states.pooling
+    ]
 
 
 def _attention_batch(
@@ -210,34 +284,26 @@ def _indptr(sizes: Indices) -> Indices:
     return indptr
 
 
-def _sampled_rows(chunks: Sequence[ScheduledChunk], query_indptr: Indices) -> torch.Tensor:
-    """The indices of the tokens that are drawn behind, ``ModelInput.sampled_rows``."""
-    last = (query_indptr[1:] - 1)[[bool(chunk.sample_requests) for chunk in chunks]]
-    drafts = np.array([chunk.num_draft_tokens for chunk in chunks if chunk.sample_requests], np.int64)
+def _sampled_rows(sampled: Indices, drafts: Indices, query_indptr: Indices) -> torch.Tensor:
+    """The indices of the tokens that are drawn behind, ``ModelInput.sampled_rows``: of each of the chunks ``sampled``
+    the last, and as many before it as it has ``drafts``.
+    """
+    last = query_indptr[1:][sampled] - 1
     if not drafts.any():
         return torch.from_numpy(last)
     bounds = _indptr(drafts + 1)
     return torch.from_numpy(np.arange(bounds[-1]) + np.repeat(last - drafts - bounds[:-1], drafts + 1))
 
 
-def _logits_rows(sampled: Sequence[ScheduledChunk]) -> list[int]:
-    """Which of the sampled rows each sample request draws from: outputs of one prompt all from one, drafts each from
-    its own.
-    """
-    rows: list[int] = []
-    first = 0
-    for chunk in sampled:
-        count = chunk.num_draft_tokens + 1
-        rows += range(first, first + count) if count > 1 else [first] * len(chunk.sample_requests)
-        first += count
-    return rows
-
-
-def _prompt_logprob_rows(chunks: Sequence[ScheduledChunk], query_indptr: Indices) -> torch.Tensor:
+def _prompt_logprob_rows(targets: Sequence[PromptTargets], query_indptr: Indices) -> torch.Tensor:
     """The indices of the tokens that targets follow: of each chunk, as many as it has, from its first token on."""
-    counts = np.array([len(chunk.prompt_logprob_targets) for chunk in chunks], np.int64)
-    bounds = _indptr(counts)
-    return torch.from_numpy(np.arange(bounds[-1]) + np.repeat(query_indptr[:-1] - bounds[:-1], counts))
+    counts = np.array([len(each.token_ids) for each in targets], np.int64)
+    firsts, bounds = query_indptr[[each.number for each in targets]], _indptr(counts)
+    return torch.from_numpy(np.arange(bounds[-1]) + np.repeat(firsts - bounds[:-1], counts))
+
+
+def _indices(numbers: "array[int]") -> Indices:
+    return np.array(numbers, np.int64)
 
 
 def pad_decode(batch: AttentionBatch, size: int) -> AttentionBatch:

@@ -11,7 +11,7 @@ import math
 from array import array
 from collections.abc import Callable, Iterator
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from time import perf_counter
 from typing import Protocol
@@ -369,15 +369,16 @@ def largest_step(
     have the adapter ``lora``. All tokens lie in block 1, those of all ``num_groups`` of layers, so that the smallest
     pool is enough.
     """
-    sizes = list(_chunk_lengths(max_num_batched_tokens, max_num_seqs, length))
-    tokens = [_sample_tokens(size, vocab) for size in sizes]
-    blocks = [[1] * -(-size // block_size) for size in sizes]
-    new = [_new_request(*each, num_groups) for each in zip(range(len(sizes)), tokens, blocks, strict=True)]
-    if pooling is None:
-        chunks = [_costliest_chunk(row, each, lora) for row, each in enumerate(tokens)]
-    else:
-        chunks = [ScheduledChunk(row, row, 0, size, pooling=pooling, is_last=True) for row, size in enumerate(sizes)]
-    return SchedulerOutput(0, chunks, new=new)
+    step = SchedulerOutput(0)
+    for row, size in enumerate(_chunk_lengths(max_num_batched_tokens, max_num_seqs, length)):
+        new = _new_request(row, size, vocab, [1] * -(-size // block_size), num_groups)
+        if pooling is not None:
+            step.new.append(replace(new, pooling=pooling))
+        else:
+            request = SampleRequest(COSTLIEST_PARAMS, seed=row, num_prompt_tokens=min(size, PROMPT_LOGPROB_TOKENS + 1))
+            step.new.append(replace(new, sample_requests=(request,), num_prompt_logprobs=MAX_LOGPROBS, lora=lora))
+        step.add_chunk(ScheduledChunk(row, row, 0, size, num_draws=1))
+    return step
 
 
 def measure_rates(executor: Executor, longest: int, vocab: int) -> Rates:
@@ -388,8 +389,8 @@ def measure_rates(executor: Executor, longest: int, vocab: int) -> Rates:
     size = capacity.block_size
     tokens = min(TIMED_TOKENS, longest, (capacity.device_blocks - 1) * size)
     blocks = list(range(1, -(-tokens // size) + 1))
-    new = _new_request(0, _sample_tokens(tokens, vocab), blocks, len(capacity.groups))
-    step = SchedulerOutput(0, [ScheduledChunk(0, 0, 0, tokens)], new=[new])
+    step = SchedulerOutput(0, new=[_new_request(0, tokens, vocab, blocks, len(capacity.groups))])
+    step.add_chunk(ScheduledChunk(0, 0, 0, tokens))
     seconds = _min_seconds(lambda: executor.execute_model(step))
     return Rates(tokens / seconds, _bytes_per_second(executor))
 
@@ -429,21 +430,9 @@ def _chunk_lengths(max_num_batched_tokens: int, max_num_seqs: int, length: int) 
         left -= size
 
 
-def _new_request(row: int, tokens: list[int], blocks: list[int], num_groups: int) -> NewRequest:
-    """A sequence whose blocks are the same in each group of layers."""
-    return NewRequest(row, array("i", tokens), (array("i", blocks),) * num_groups)
-
-
-def _costliest_chunk(row: int, tokens: list[int], lora: LoRARequest | None) -> ScheduledChunk:
-    return ScheduledChunk(
-        *(row, row, 0, len(tokens)),
-        sample_requests=(SampleRequest(row, COSTLIEST_PARAMS, row, tokens, len(tokens)),),
-        prompt_logprob_targets=tokens[1 : PROMPT_LOGPROB_TOKENS + 1],
-        num_prompt_logprobs=MAX_LOGPROBS,
-        lora=lora,
-    )
-
-
-def _sample_tokens(count: int, vocab: int) -> list[int]:
-    """Token ids from all over the vocabulary, so that all experts of a model get some."""
-    return [index * 7919 % vocab for index in range(count)]
+def _new_request(row: int, length: int, vocab: int, blocks: list[int], num_groups: int) -> NewRequest:
+    """A sequence whose blocks are the same in each group of layers. Its tokens are from all over the vocabulary, so
+    that all experts of a model get some.
+    """
+    tokens = array("i", [index * 7919 % vocab for index in range(length)])
+    return NewRequest(row, tokens, (array("i", blocks),) * num_groups)

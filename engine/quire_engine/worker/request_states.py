@@ -9,9 +9,11 @@ from array import array
 
 import numpy as np
 import numpy.typing as npt
+from quire_proto.pooling import PoolingParams
 
-from quire_engine.core.step import NewRequest, SchedulerOutput
-from quire_engine.sampling.logits_processors import is_plain
+from quire_engine.core.lora import LoRARequest
+from quire_engine.core.step import NewRequest, SampleRequest, SchedulerOutput
+from quire_engine.sampling.logits_processors import SamplingState, is_plain
 from quire_engine.sampling.metadata import SamplingColumns
 
 Indices = npt.NDArray[np.int64]
@@ -87,15 +89,30 @@ class RaggedRows:
 
 
 class RequestStates:
-    """The tokens of each row, its block table for each group of layers, and how its tokens are drawn."""
+    """What the worker knows of each row: its tokens, its block table for each group of layers, its adapter, and how its
+    tokens are drawn, or what is pooled of them.
 
-    def __init__(self, num_groups: int) -> None:
+    ``lora_ids`` int64 are the numbers of the rows' adapters, 0 where there is none, and ``loras`` the adapters of those
+    that have one. ``prompt_logprobs`` are the rows that log-probabilities of the prompt are asked for: how many most
+    probable tokens beside each. ``pooling`` are those whose prompt is pooled.
+    """
+
+    def __init__(self, num_groups: int, vocab_size: int) -> None:
         self.tokens = RaggedRows()
         self.blocks = tuple(RaggedRows() for _ in range(num_groups))
         self.sampling = SamplingColumns()
+        self.lora_ids: Indices = np.zeros(_FIRST_ROWS, np.int64)
+        self.loras: dict[int, LoRARequest] = {}
+        self.prompt_logprobs: dict[int, int] = {}
+        self.pooling: dict[int, PoolingParams] = {}
+        self._sample_requests: dict[int, tuple[SampleRequest, ...]] = {}
+        self._sampling_states: dict[tuple[int, int], SamplingState] = {}
+        self._vocab_size = vocab_size
 
     def update(self, scheduler_output: SchedulerOutput) -> None:
         """Brings the rows up to date with a step."""
+        for row in scheduler_output.freed_rows:
+            self._remove(row)
         for new in scheduler_output.new:
             self._add(new)
         if scheduler_output.new_tokens:
@@ -104,12 +121,43 @@ class RequestStates:
             if changes:
                 _write(blocks, changes)
 
+    def num_prompt_tokens(self, row: int) -> int:
+        """Tokens of the prompt of a row that draws."""
+        return self._sample_requests[row][0].num_prompt_tokens
+
+    def sampling_state(self, row: int, choice: int) -> SamplingState:
+        """How one of the row's outputs is drawn."""
+        state = self._sampling_states.get((row, choice))
+        if state is None:
+            request = self._sample_requests[row][choice]
+            state = self._sampling_states[row, choice] = SamplingState(request, self._vocab_size)
+        return state
+
     def _add(self, new: NewRequest) -> None:
-        self.tokens.put(new.row, np.frombuffer(new.token_ids, np.int32))
+        row, requests = new.row, new.sample_requests
+        self._remove(row)
+        self.tokens.put(row, np.frombuffer(new.token_ids, np.int32))
         for blocks, block_ids in zip(self.blocks, new.block_ids, strict=True):
-            blocks.put(new.row, np.frombuffer(block_ids, np.int32))
-        request = new.sample_request
-        self.sampling.put(new.row, request, is_plain=request is not None and is_plain(request))
+            blocks.put(row, np.frombuffer(block_ids, np.int32))
+        self.sampling.put(row, requests[0] if requests else None, is_plain=len(requests) == 1 and is_plain(requests[0]))
+        self._sample_requests[row] = requests
+        if row >= len(self.lora_ids):
+            self.lora_ids = np.pad(self.lora_ids, (0, max(row + 1, 2 * len(self.lora_ids)) - len(self.lora_ids)))
+        if new.lora is not None:
+            self.lora_ids[row], self.loras[row] = new.lora.lora_int_id, new.lora
+        if new.num_prompt_logprobs is not None:
+            self.prompt_logprobs[row] = new.num_prompt_logprobs
+        if new.pooling is not None:
+            self.pooling[row] = new.pooling
+
+    def _remove(self, row: int) -> None:
+        """Forgets what is known of a row but its numbers."""
+        for choice in range(len(self._sample_requests.pop(row, ()))):
+            self._sampling_states.pop((row, choice), None)
+        if self.loras.pop(row, None) is not None:
+            self.lora_ids[row] = 0
+        self.prompt_logprobs.pop(row, None)
+        self.pooling.pop(row, None)
 
 
 def _write(rows: RaggedRows, triples: "array[int]") -> None:

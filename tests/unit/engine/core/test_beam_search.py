@@ -136,10 +136,10 @@ class Forbidding(PagedExecutor):
 
     def execute_model(self, scheduler_output: SchedulerOutput) -> ModelOutput:
         model_output = super().execute_model(scheduler_output)
-        for chunk in scheduler_output.chunks:
-            allowed = 1 if chunk.end < 8 else 0
-            for found in (model_output.candidates[request.sequence_id] for request in chunk.sample_requests):
-                del found.token_ids[allowed:], found.logprobs[allowed:]
+        ends = [chunk.end for chunk in scheduler_output.chunks if chunk.num_draws]
+        for draw, end in enumerate(ends):
+            allowed, found = 1 if end < 8 else 0, model_output.candidates[draw]
+            del found.token_ids[allowed:], found.logprobs[allowed:]
         return model_output
 
 

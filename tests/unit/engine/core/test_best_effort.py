@@ -16,6 +16,8 @@ from quire_proto.errors import QuireError
 from quire_proto.priority import BEST_EFFORT, SHADOW
 from quire_proto.sampling import SamplingParams
 
+from tests.support.steps import all_drawn
+
 SIZE = 4
 POLICIES = ["fcfs", "sjf", "priority"]
 
@@ -39,7 +41,7 @@ class Bench:
     def step(self) -> dict[str, int]:
         """How many tokens of which requests a step computes."""
         output = self.scheduler.schedule()
-        found = dict.fromkeys(self.scheduler.request_ids(output), 0)
+        found = dict.fromkeys(self.scheduler.request_ids(), 0)
         for chunk in output.chunks:
             found[self.scheduler._registry.sequences[chunk.sequence_id].request.request_id] += chunk.length
         self.scheduler.update_from_output(output, _drawn(output))
@@ -47,7 +49,7 @@ class Bench:
 
 
 def _drawn(output: SchedulerOutput) -> ModelOutput:
-    return ModelOutput({draw.sequence_id: 9 for chunk in output.chunks for draw in chunk.sample_requests})
+    return all_drawn(output, 9)
 
 
 @pytest.mark.parametrize("policy", POLICIES)
@@ -116,7 +118,7 @@ def test_what_it_is_swapped_out_to_is_not_what_the_other_found_there() -> None:
         host.decref(block_id)
     assert len(bench.memory.get_cached_blocks(table, prompt)) == 2
     output = bench.scheduler.schedule()
-    assert bench.scheduler.request_ids(output) == ["new"]
+    assert bench.scheduler.request_ids() == ["new"]
     assert len(output.copies.blocks_to_swap_out) == 5
     assert [(chunk.start, chunk.length) for chunk in output.chunks] == [(0, len(prompt))]
     assert not output.copies.blocks_to_swap_in

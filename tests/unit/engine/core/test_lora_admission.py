@@ -11,8 +11,10 @@ from quire_engine.core.kv_cache_manager import KVCacheManager
 from quire_engine.core.lora import LoRARequest, LoRAStats
 from quire_engine.core.request import Request
 from quire_engine.core.scheduler import Scheduler
-from quire_engine.core.step import ModelOutput, SchedulerOutput
+from quire_engine.core.step import SchedulerOutput
 from quire_proto.sampling import SamplingParams
+
+from tests.support.steps import PlainRows, all_drawn
 
 LORAS = {name: LoRARequest(name, number, name, name.encode()) for number, name in enumerate("xyz", 1)}
 
@@ -24,6 +26,7 @@ class Bench:
         self.memory = KVCacheManager(KVCacheConfig(4, 200, 0), prefix_caching=True)
         self.scheduler = Scheduler(SchedulerConfig(max_model_len=100, **limits), self.memory)
         self.cached: dict[str, int] = {}
+        self.rows = PlainRows()
 
     def add(self, *names: str, prompt: int = 3, max_tokens: int = 3) -> None:
         params = SamplingParams(temperature=0, max_tokens=max_tokens, ignore_eos=True)
@@ -33,8 +36,9 @@ class Bench:
     def step(self) -> list[str]:
         """The requests of the step."""
         scheduler_output = self.scheduler.schedule()
-        names = self.scheduler.request_ids(scheduler_output)
-        assert [self._name(chunk.lora) for chunk in scheduler_output.chunks] == [
+        names = self.scheduler.request_ids()
+        self.rows.update(scheduler_output)
+        assert [self._name(self.rows.requests[row].lora) for row in scheduler_output.rows] == [
             name[0] if name[0] in LORAS else None for name in names
         ]
         self._update(scheduler_output)
@@ -56,8 +60,7 @@ class Bench:
         )
 
     def _update(self, scheduler_output: SchedulerOutput) -> None:
-        drawn = {d.sequence_id: 9 for c in scheduler_output.chunks for d in c.sample_requests}
-        for output in self.scheduler.update_from_output(scheduler_output, ModelOutput(drawn)):
+        for output in self.scheduler.update_from_output(scheduler_output, all_drawn(scheduler_output, 9)):
             self.cached[output.request_id] = output.cached_tokens
 
     def _name(self, lora: LoRARequest | None) -> str | None:

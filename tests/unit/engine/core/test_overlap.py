@@ -126,19 +126,19 @@ def test_an_output_that_ends_at_a_stop_token_costs_one_discarded_chunk() -> None
         assert tokens(outputs) == expected
         assert outputs[-1].finish_reason is FinishReason.STOP
         counts.append((engine.scheduler.stats.computed_tokens, engine.scheduler.stats.generated_tokens))
-        if executor.depth > 1:
-            assert executor.wasted == 1
+        computed = sum(scheduler_output.num_tokens for scheduler_output in engine.scheduler_outputs)
+        assert computed - engine.scheduler.stats.computed_tokens == executor.depth - 1
     assert counts[0] == counts[1], "what was computed in vain is counted as used"
 
 
-def test_a_sequence_is_reported_finished_once_no_step_in_flight_samples_for_it() -> None:
+def test_a_row_is_reported_free_once_no_step_in_flight_computes_it() -> None:
     stop, _ = stop_after(3)
     engine = Engine()
     engine.add("a", max_tokens=20, stop_token_ids=(stop,))
     engine.add("b", [5, 6], max_tokens=12)
     engine.run()
     (reported,) = [
-        scheduler_output.step for scheduler_output in engine.scheduler_outputs if 0 in scheduler_output.finished_seq_ids
+        scheduler_output.step for scheduler_output in engine.scheduler_outputs if 0 in scheduler_output.freed_rows
     ]
     last = max(
         scheduler_output.step
@@ -149,12 +149,12 @@ def test_a_sequence_is_reported_finished_once_no_step_in_flight_samples_for_it()
     assert order == [("result", last), ("launch", reported)]
     engine.add("c", [7], max_tokens=1)
     engine.run()
-    assert engine.executor.states <= {2}, "the executor keeps what belongs to sequences that have ended"
+    assert len(engine.executor.rows.requests) <= 1, "the executor keeps what belongs to sequences that have ended"
 
 
 @pytest.mark.parametrize("make_executor", [OverlappingPagedExecutor, PagedExecutor])
 @pytest.mark.parametrize("aborted", [(1, 2), (0, 2), (0, 1, 2), (0, 1, 2, 3)])
-def test_choices_aborted_before_they_fork_are_reported_finished_too(
+def test_rows_of_choices_aborted_before_they_fork_are_reported_free_too(
     make_executor: Callable[[KVCacheConfig], PagedExecutor], aborted: tuple[int, ...]
 ) -> None:
     engine = Engine(make_executor(CAPACITY), max_num_batched_tokens=2)
@@ -163,12 +163,9 @@ def test_choices_aborted_before_they_fork_are_reported_finished_too(
     engine.core._handle_command(AbortRequest("many", aborted))
     engine.run()
     engine.schedule()
-    reported = [
-        sequence_id
-        for scheduler_output in engine.scheduler_outputs
-        for sequence_id in scheduler_output.finished_seq_ids
-    ]
-    assert sorted(reported) == [0, 1, 2, 3]
+    outputs = engine.scheduler_outputs
+    freed = [row for scheduler_output in outputs for row in scheduler_output.freed_rows]
+    assert sorted(freed) == sorted(new.row for scheduler_output in outputs for new in scheduler_output.new)
 
 
 def test_an_abort_frees_all_blocks_at_once_and_discards_its_step() -> None:

@@ -76,7 +76,8 @@ class OverlapStateMachine(EngineStateMachine):
             self.check_scheduler_output(scheduler_output)
         if where == "run" and self.blames:
             self.blames = False
-            self.blamed.update(self.scheduler.request_ids(scheduler_output))
+            live = self.scheduler._registry.sequences
+            self.blamed.update(live[each].group.request.request_id for each in scheduler_output.sequence_ids)
             return True
         fails, self.failing = where == self.failing, None if where == self.failing else self.failing
         return fails
@@ -85,10 +86,10 @@ class OverlapStateMachine(EngineStateMachine):
         super().check_scheduler_output(scheduler_output)
         pending = [chunk for chunk in scheduler_output.chunks if chunk.awaits_token]
         in_flight = {
-            request.sequence_id
+            chunk.sequence_id
             for step in self.executor.in_flight
-            for c in step.scheduler_output.chunks
-            for request in c.sample_requests
+            for chunk in step.scheduler_output.chunks
+            if chunk.num_draws
         }
         assert all(chunk.sequence_id in in_flight for chunk in pending), "no step in flight samples the pending token"
 
@@ -151,7 +152,7 @@ class PipelineStateMachine(OverlapStateMachine):
             chunk.sequence_id
             for step in self.executor.in_flight
             for chunk in step.scheduler_output.chunks
-            if chunk.sample_requests and chunk.sequence_id in self.scheduler._registry.sequences
+            if chunk.num_draws and chunk.sequence_id in self.scheduler._registry.sequences
         }
         assert drawing.isdisjoint(chunk.sequence_id for chunk in scheduler_output.chunks), "a token is drawn twice"
 

@@ -15,9 +15,11 @@ from quire_engine.core.kv_cache_manager import KVCacheManager, SwapCost
 from quire_engine.core.preemption import choose_preemption_mode
 from quire_engine.core.request import Request, Sequence, SequenceStatus
 from quire_engine.core.scheduler import Scheduler
-from quire_engine.core.step import ModelOutput, SchedulerOutput
+from quire_engine.core.step import SchedulerOutput
 from quire_engine.simulation.config import SimulatedEngineConfig
 from quire_proto.sampling import SamplingParams
+
+from tests.support.steps import all_drawn
 
 SWAP, RECOMPUTE = PreemptionMode.SWAP, PreemptionMode.RECOMPUTE
 RATES = Rates(tokens_per_second=10, bytes_per_second=10_000)
@@ -84,7 +86,7 @@ class Bench:
         scheduler_output = self.scheduler.schedule()
         self.scheduler.update_from_output(
             scheduler_output,
-            ModelOutput({d.sequence_id: 9 for c in scheduler_output.chunks for d in c.sample_requests}),
+            all_drawn(scheduler_output, 9),
         )
         self.times_away += self.scheduler.take_times_away()
         return scheduler_output

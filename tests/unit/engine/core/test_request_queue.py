@@ -17,9 +17,11 @@ from quire_engine.core.request_queue import (
     sjf,
 )
 from quire_engine.core.scheduler import Scheduler
-from quire_engine.core.step import ModelOutput, SchedulerOutput
+from quire_engine.core.step import SchedulerOutput
 from quire_proto.priority import BEST_EFFORT
 from quire_proto.sampling import SamplingParams
+
+from tests.support.steps import all_drawn
 
 JOBS = st.builds(QueuedRequest, st.integers(1, 10_000), st.integers(0, 10**9), st.integers(-5, 5))
 
@@ -54,11 +56,8 @@ class Bench:
 
     def step(self) -> SchedulerOutput:
         scheduler_output = self.scheduler.schedule()
-        self.order += [name for name in self.scheduler.request_ids(scheduler_output) if name not in self.order]
-        self.scheduler.update_from_output(
-            scheduler_output,
-            ModelOutput({d.sequence_id: 9 for c in scheduler_output.chunks for d in c.sample_requests}),
-        )
+        self.order += [name for name in self.scheduler.request_ids() if name not in self.order]
+        self.scheduler.update_from_output(scheduler_output, all_drawn(scheduler_output, 9))
         return scheduler_output
 
     def drain(self) -> list[str]:

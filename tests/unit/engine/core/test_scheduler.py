@@ -17,6 +17,8 @@ from quire_engine.core.step import ModelOutput, SchedulerOutput
 from quire_engine.simulation.config import SimulatedEngineConfig
 from quire_proto.sampling import FinishReason, SamplingParams, StopToken, TokenLogprobs
 
+from tests.support.steps import all_drawn
+
 SIZE = 4
 
 
@@ -40,7 +42,7 @@ class Bench:
         scheduler_output = self.scheduler.schedule()
         self.scheduler.update_from_output(
             scheduler_output,
-            ModelOutput({d.sequence_id: 9 for c in scheduler_output.chunks for d in c.sample_requests}),
+            all_drawn(scheduler_output, 9),
         )
         return scheduler_output
 
@@ -70,13 +72,13 @@ def test_decodes_are_scheduled_before_a_long_prompt_which_takes_the_rest_of_the_
     assert lengths(bench.step()) == [(0, 1), (1, 1), (2, 8)]
     last = bench.step()
     assert lengths(last) == [(0, 1), (1, 1), (2, 1)]
-    assert last.chunks[2].sample_requests, "the last token of the prompt draws the first of the output"
+    assert last.draws[2], "the last token of the prompt draws the first of the output"
 
 
 def test_a_chunk_that_does_not_reach_the_end_samples_nothing() -> None:
     bench = Bench(max_num_batched_tokens=10)
     bench.add("a", 25)
-    assert [bool(bench.step().chunks[0].sample_requests) for _ in range(3)] == [False, False, True]
+    assert [bool(bench.step().draws[0]) for _ in range(3)] == [False, False, True]
 
 
 def test_a_prompt_is_admitted_only_when_all_of_it_fits() -> None:
@@ -202,8 +204,7 @@ def test_what_a_step_swaps_ahead_is_copied_in_the_time_that_its_tokens_take_and_
     while scheduler.has_work:
         plan = scheduler.schedule()
         copied.append(len(plan.copies.blocks_to_swap_ahead))
-        drawn = {request.sequence_id: 9 for chunk in plan.chunks for request in chunk.sample_requests}
-        scheduler.update_from_output(plan, ModelOutput(drawn))
+        scheduler.update_from_output(plan, all_drawn(plan, 9))
     # Nine steps copy its 26 blocks: they begin when what is free may not suffice for ten more tokens.
     assert copied == [0, 0, 0, *[3] * 9]
 
@@ -223,8 +224,7 @@ def test_a_choice_that_stops_at_once_says_how_probable_its_stop_token_was() -> N
     params = SamplingParams(temperature=0, max_tokens=4, n=2, logprobs=1, stop_token_ids=(9,))
     bench.scheduler.add_request(Request("a", [1] * 3, params))
     plan = bench.scheduler.schedule()
-    drawn = {request.sequence_id: 9 for chunk in plan.chunks for request in chunk.sample_requests}
-    ended = bench.scheduler.update_from_output(plan, ModelOutput(drawn, dict.fromkeys(drawn, scored)))
+    ended = bench.scheduler.update_from_output(plan, ModelOutput([9, 9], {0: scored, 1: scored}))
 
     assert [each.index for each in ended] == [0, 1]
     for each in ended:
@@ -238,8 +238,7 @@ def test_without_log_probabilities_only_a_stop_token_of_the_request_is_told() ->
         params = SamplingParams(temperature=0, max_tokens=1, **rules)
         bench.scheduler.add_request(Request(request_id, [1] * 3, params))
     plan = bench.scheduler.schedule()
-    drawn = {request.sequence_id: 9 for chunk in plan.chunks for request in chunk.sample_requests}
-    ended = {each.request_id: each for each in bench.scheduler.update_from_output(plan, ModelOutput(drawn))}
+    ended = {each.request_id: each for each in bench.scheduler.update_from_output(plan, all_drawn(plan, 9))}
 
     reasons = [ended[each].finish_reason for each in ("stops", "ends", "full")]
     assert reasons == [FinishReason.STOP, FinishReason.STOP, FinishReason.LENGTH]

@@ -38,7 +38,7 @@ class SpeculatingStateMachine(EngineStateMachine):
         with_drafts = [chunk for chunk in scheduler_output.chunks if chunk.num_draft_tokens]
         assert not (with_drafts and scheduler_output.num_preempted), "drafts had a sequence preempted"
         for chunk in with_drafts:
-            assert len(chunk.sample_requests) == chunk.num_draft_tokens + 1
+            assert chunk.num_draws == chunk.num_draft_tokens + 1
 
     def step_once(self) -> None:
         super().step_once()
@@ -256,9 +256,8 @@ class Echo(SimulatedExecutor):
 
     period = 7
 
-    def _sample(self, chunk, request, model_output):
-        position = len(request.token_ids)
-        model_output.token_ids[request.sequence_id] = position % self.period
+    def _sample(self, row, choice, position, draw, model_output):
+        model_output.token_ids[draw] = position % self.period
 
 
 def run_echo(executor: SimulatedExecutor, method: str) -> tuple[list[int], float, Scheduler]:

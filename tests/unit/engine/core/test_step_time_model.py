@@ -32,7 +32,7 @@ class Recording(SimulatedExecutor):
         self.work = StepWork()
 
     def execute_model(self, scheduler_output: SchedulerOutput) -> ModelOutput:
-        self.work = StepWork.of(scheduler_output.chunks)
+        self.work = StepWork.of(scheduler_output)
         return super().execute_model(scheduler_output)
 
     def note(self, seconds: float) -> None:

@@ -222,7 +222,6 @@ def chunks(draw: st.DrawFn) -> list[KnownChunk]:
                 tokens,
                 start,
                 list(range(20)),
-                prompt_logprob_targets=tokens[: draw(st.integers(0, 3))],
                 lora=draw(st.none() | st.builds(LoRARequest, st.just("x"), st.integers(1, 9), st.just("x"))),
             )
         )
@@ -247,7 +246,7 @@ def test_a_batch_arrives_as_it_was(chunks: list[KnownChunk], windows: list[int |
 @pytest.mark.parametrize("groups", range(1, MAX_GROUPS + 1))
 def test_a_batch_of_as_many_groups_as_a_model_may_have_passes_between_ranks(groups: int) -> None:
     blocks = [list(range(number, 20 + number)) for number in range(groups)]
-    chunk = KnownChunk(1, [5, 6, 7], 0, blocks[0], prompt_logprob_targets=[])
+    chunk = KnownChunk(1, [5, 6, 7], 0, blocks[0])
     chunk.other_block_ids = blocks[1:]
     windows = [None, *[8] * (groups - 1)]
     batch = prepare([chunk], 4, [KVCacheGroup(window) for window in windows]).model_input

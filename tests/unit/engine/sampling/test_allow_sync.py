@@ -8,14 +8,23 @@ import pytest
 import torch
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
-from quire_engine.core.step import ModelOutput, SampleRequest
+from quire_engine.core.step import ModelOutput
 from quire_engine.sampling.metadata import SamplingMetadata
 from quire_engine.sampling.sample_ops import finite_rows, lowest_argmax, sample, stable_topk
-from quire_engine.sampling.sampler import Sampler, SamplerOutput
+from quire_engine.sampling.sampler import SamplerOutput
 from quire_proto.sampling import MAX_SEED, SamplingParams
 
 from tests.support.blocking_reads import WaitedError, no_waiting
-from tests.support.sampling_inputs import ModuloGrammar, make_sample_request, some_logits, some_tokens
+from tests.support.sampling_inputs import (
+    KeepingSampler,
+    ModuloGrammar,
+    Output,
+    answers,
+    make_output,
+    run_step,
+    some_logits,
+    some_tokens,
+)
 
 VOCAB = 2500
 STYLES: list[dict[str, object]] = [
@@ -46,30 +55,28 @@ TOLD: list[dict[str, object]] = [{}, {}, {"logprobs": 0}, {"logprobs": 3}, {"num
 
 
 @st.composite
-def batches(draw: st.DrawFn) -> tuple[list[SampleRequest], torch.Tensor]:
+def batches(draw: st.DrawFn) -> tuple[list[Output], torch.Tensor]:
     """Draws of every kind, some of which must fail, and their logits, some of which tie or are not finite."""
     wanted = [
         draw(st.sampled_from(STYLES)) | draw(st.sampled_from(CHANGES)) | draw(st.sampled_from(TOLD))
         for _ in range(draw(st.integers(1, 7)))
     ]
-    sample_requests = [
-        make_sample_request(id, some_tokens(9, VOCAB, id), [1, 7][: draw(st.integers(0, 2))], seed=id, **one)
+    outputs = [
+        make_output(id, some_tokens(9, VOCAB, id), [1, 7][: draw(st.integers(0, 2))], seed=id, **one)
         for id, one in enumerate(wanted)
     ]
-    logits = some_logits(len(sample_requests), VOCAB, draw(st.integers(0, 99))) / draw(st.sampled_from([1, 3, 1000]))
+    logits = some_logits(len(outputs), VOCAB, draw(st.integers(0, 99))) / draw(st.sampled_from([1, 3, 1000]))
     if draw(st.booleans()):
         logits = logits.round()
     if draw(st.integers(0, 3)) == 0:
-        logits[draw(st.integers(0, len(sample_requests) - 1)), 11] = draw(
-            st.sampled_from([math.nan, math.inf, -math.inf])
-        )
-    return sample_requests, logits.to(draw(st.sampled_from([torch.float32, torch.bfloat16])))
+        logits[draw(st.integers(0, len(outputs) - 1)), 11] = draw(st.sampled_from([math.nan, math.inf, -math.inf]))
+    return outputs, logits.to(draw(st.sampled_from([torch.float32, torch.bfloat16])))
 
 
-def drawn(sampler: Sampler, sample_requests: list[SampleRequest], logits: torch.Tensor) -> SamplerOutput:
+def drawn(sampler: KeepingSampler, outputs: list[Output], logits: torch.Tensor) -> SamplerOutput:
     """Drawn while nothing is read."""
     with no_waiting():
-        return sampler.sample(sampler.prepare(sample_requests), logits, range(len(sample_requests)))
+        return sampler.sample(sampler.prepare_outputs(outputs), logits, range(len(outputs)))
 
 
 def fields_of(model_output: ModelOutput) -> tuple[object, ...]:
@@ -82,57 +89,53 @@ def fields_of(model_output: ModelOutput) -> tuple[object, ...]:
 
 @settings(max_examples=30, deadline=None)
 @given(batches())
-def test_draws_wait_for_nothing_and_are_those_that_wait(batch: tuple[list[SampleRequest], torch.Tensor]) -> None:
-    sample_requests, logits = batch
-    sampler, waiting = Sampler(VOCAB, allow_sync=False), Sampler(VOCAB)
-    made, expected = ModelOutput(), ModelOutput()
-    one = drawn(sampler, sample_requests, logits)
-    one.fetch_into(made)
-    other = waiting.sample(waiting.prepare(sample_requests), logits, range(len(sample_requests)))
-    other.fetch_into(expected)
+def test_draws_wait_for_nothing_and_are_those_that_wait(batch: tuple[list[Output], torch.Tensor]) -> None:
+    outputs, logits = batch
+    sampler, waiting = KeepingSampler(VOCAB, allow_sync=False), KeepingSampler(VOCAB)
+    one = drawn(sampler, outputs, logits)
+    other = waiting.sample(waiting.prepare_outputs(outputs), logits, range(len(outputs)))
+    made, expected = answers(one), answers(other)
     sampler.close()
     waiting.close()
     assert fields_of(made) == fields_of(expected)
     for token_ids in (one.token_ids, other.token_ids):
         assert token_ids.dtype == torch.int64
-        assert token_ids.tolist() == [made.token_ids.get(request.sequence_id, 0) for request in sample_requests]
+        assert token_ids.tolist() == [made.token_ids.get(output.id, 0) for output in outputs]
 
 
 @settings(max_examples=30, deadline=None)
 @given(batches())
 def test_everything_that_a_draw_needs_is_on_the_device_of_the_logits(
-    batch: tuple[list[SampleRequest], torch.Tensor],
+    batch: tuple[list[Output], torch.Tensor],
 ) -> None:
     """The meta device has no numbers to read, and refuses tensors of other devices."""
-    sample_requests, logits = batch
-    sampler = Sampler(VOCAB)
-    one = sampler.sample(sampler.prepare(sample_requests), logits.to("meta"), range(len(sample_requests)))
+    outputs, logits = batch
+    sampler = KeepingSampler(VOCAB)
+    one = sampler.sample(sampler.prepare_outputs(outputs), logits.to("meta"), range(len(outputs)))
     sampler.close()
-    assert (one.token_ids.device.type, one.token_ids.shape) == ("meta", (len(sample_requests),))
+    assert (one.token_ids.device.type, one.token_ids.shape) == ("meta", (len(outputs),))
 
 
 def test_the_logits_may_be_overwritten_once_the_draws_are_enqueued() -> None:
-    sample_requests = [
-        make_sample_request(0, [1], logprobs=2),
-        make_sample_request(1, [1], num_candidates=2),
-        make_sample_request(2, [1], top_p=0.9),
+    outputs = [
+        make_output(0, [1], logprobs=2),
+        make_output(1, [1], num_candidates=2),
+        make_output(2, [1], top_p=0.9),
     ]
-    logits, sampler = some_logits(3, VOCAB), Sampler(VOCAB, allow_sync=False)
-    made, expected = ModelOutput(), ModelOutput()
-    sampler.sample(sampler.prepare(sample_requests), logits.clone(), range(3)).fetch_into(expected)
-    one = drawn(sampler, sample_requests, logits)
+    logits, sampler = some_logits(3, VOCAB), KeepingSampler(VOCAB, allow_sync=False)
+    expected = answers(sampler.sample(sampler.prepare_outputs(outputs), logits.clone(), range(3)))
+    one = drawn(sampler, outputs, logits)
     logits.fill_(math.nan)
-    one.fetch_into(made)
-    assert fields_of(made) == fields_of(expected)
+    assert fields_of(answers(one)) == fields_of(expected)
 
 
 def test_tokens_are_in_the_order_of_the_draws_and_from_the_rows_they_name() -> None:
     styles = [{"num_candidates": 2}, {}, {"bad_words": ((5,),)}, {"temperature": 1.0, "top_k": 1}]
-    sample_requests = [make_sample_request(10 - id, [1], **style) for id, style in enumerate(styles)]
+    outputs = [make_output(10 - id, [1], **style) for id, style in enumerate(styles)]
     logits = torch.zeros(3, 50)
     logits[0, 3], logits[1, 4], logits[2, 5], logits[2, 6] = 9, 9, 9, 8
-    one = Sampler(50, allow_sync=False)
-    assert one.sample(one.prepare(sample_requests), logits, [0, 1, 2, 0]).token_ids.tolist() == [0, 4, 6, 3]
+    one = KeepingSampler(50, allow_sync=False)
+    assert one.sample(one.prepare_outputs(outputs), logits, [0, 1, 2, 0]).token_ids.tolist() == [0, 4, 6, 3]
 
 
 READS: list[Callable[[torch.Tensor], object]] = [
@@ -166,9 +169,9 @@ def test_whatever_reads_is_found(read: Callable[[torch.Tensor], object]) -> None
 
 
 def test_what_a_draw_is_by_default_on_the_cpu_reads() -> None:
-    sampler = Sampler(VOCAB)
+    sampler = KeepingSampler(VOCAB)
     with pytest.raises(WaitedError):
-        drawn(sampler, [make_sample_request(0, [1])], some_logits(1, VOCAB))
+        drawn(sampler, [make_output(0, [1])], some_logits(1, VOCAB))
 
 
 # The same, one by one
@@ -263,25 +266,23 @@ def test_one_number_that_is_not_finite_is_found_when_nothing_is_read(dtype: torc
 def test_a_cuda_device_is_not_waited_for_and_draws_what_the_cpu_draws() -> None:
     changes = [one for one in CHANGES if "poison" not in str(one.get("grammar"))]
     wanted = [style | change | requested for style in STYLES for change in changes for requested in TOLD]
-    sample_requests = [
-        make_sample_request(id, some_tokens(9, VOCAB, id), [1, 7], seed=id, **one) for id, one in enumerate(wanted)
-    ]
-    logits, sampler = some_logits(len(sample_requests), VOCAB), Sampler(VOCAB)
-    expected, made, on_device = ModelOutput(), ModelOutput(), logits.cuda()
-    sampler.sample(sampler.prepare(sample_requests), logits, range(len(sample_requests))).fetch_into(expected)
-    sampler.sample(sampler.prepare(sample_requests), on_device, range(len(sample_requests))).fetch_into(ModelOutput())
+    outputs = [make_output(id, some_tokens(9, VOCAB, id), [1, 7], seed=id, **one) for id, one in enumerate(wanted)]
+    logits, sampler = some_logits(len(outputs), VOCAB), KeepingSampler(VOCAB)
+    on_device = logits.cuda()
+    expected = run_step(sampler, outputs, logits)
+    run_step(sampler, outputs, on_device)
     torch.cuda.synchronize()
     torch.cuda.set_sync_debug_mode("error")
     try:
-        one = sampler.sample(sampler.prepare(sample_requests), on_device, range(len(sample_requests)))
+        one = sampler.sample(sampler.prepare_outputs(outputs), on_device, range(len(outputs)))
     finally:
         torch.cuda.set_sync_debug_mode("default")
     on_device.fill_(math.nan)
-    one.fetch_into(made)
+    made = answers(one)
     assert fields_of(made)[3] == fields_of(expected)[3]
     assert set(made.logprobs) == set(expected.logprobs)
     assert set(made.candidates) == set(expected.candidates)
-    greedy = {request.sequence_id for request in sample_requests if request.params.greedy}
+    greedy = {output.id for output in outputs if output.params.greedy}
     assert all(made.token_ids[id] == token_id for id, token_id in expected.token_ids.items() if id in greedy)
     # Scores and noise have the same bits on both devices; what a logits processor computes may differ in the last one.
     alike = [made.token_ids[id] == token_id for id, token_id in expected.token_ids.items()]

@@ -9,11 +9,9 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from quire_engine.core.step import SampleRequest
 from quire_engine.sampling.grammar_bitmask import NO_GRAMMARS
-from quire_engine.sampling.logits_processors import SequenceSamplingState, apply_logits_processors
+from quire_engine.sampling.logits_processors import apply_logits_processors
 from quire_engine.sampling.metadata import gumbel_noise
-from quire_engine.sampling.sampler import Sampler
 from quire_proto.sampling import SamplingParams
 from transformers import (
     LogitsProcessorList,
@@ -28,8 +26,10 @@ from transformers import (
 )
 
 from tests.support.sampling_inputs import (
+    KeepingSampler,
     ModuloGrammar,
-    make_sample_request,
+    Output,
+    make_output,
     row_keys,
     run_step,
     some_logits,
@@ -42,11 +42,9 @@ histories = st.lists(tokens, max_size=30)
 penalties = st.floats(-2, 2)
 
 
-def processed(logits: torch.Tensor, sample_requests: Sequence[SampleRequest]) -> torch.Tensor:
+def processed(logits: torch.Tensor, outputs: Sequence[Output]) -> torch.Tensor:
     scores = logits.clone()
-    apply_logits_processors(
-        scores, [SequenceSamplingState(request, logits.shape[1]) for request in sample_requests], NO_GRAMMARS
-    )
+    apply_logits_processors(scores, KeepingSampler(logits.shape[1]).draws(outputs), NO_GRAMMARS)
     return scores
 
 
@@ -64,9 +62,7 @@ def test_repetition_penalty_is_transformers_own(
 ) -> None:
     logits = some_logits(1, VOCAB, seed)
     expected = RepetitionPenaltyLogitsProcessor(float(penalty))(ids(prompt + output), logits)
-    assert torch.equal(
-        processed(logits, [make_sample_request(0, prompt, output, repetition_penalty=penalty)]), expected
-    )
+    assert torch.equal(processed(logits, [make_output(0, prompt, output, repetition_penalty=penalty)]), expected)
 
 
 @settings(deadline=None)
@@ -80,8 +76,8 @@ def test_frequency_and_presence_penalties_are_the_formula(
     for token_id, count in counts.items():
         expected[token_id] -= np.float32(frequency) * np.float32(count)
         expected[token_id] -= np.float32(presence)
-    sample_request = make_sample_request(0, prompt, output, frequency_penalty=frequency, presence_penalty=presence)
-    assert torch.equal(processed(logits, [sample_request])[0], torch.from_numpy(expected))
+    output = make_output(0, prompt, output, frequency_penalty=frequency, presence_penalty=presence)
+    assert torch.equal(processed(logits, [output])[0], torch.from_numpy(expected))
 
 
 @settings(deadline=None)
@@ -89,7 +85,7 @@ def test_frequency_and_presence_penalties_are_the_formula(
 def test_logit_bias_is_transformers_own(bias: dict[int, float], seed: int) -> None:
     logits = some_logits(1, VOCAB, seed)
     expected = SequenceBiasLogitsProcessor([[[token_id], value] for token_id, value in bias.items()])(ids([]), logits)
-    assert torch.equal(processed(logits, [make_sample_request(0, [1], logit_bias=tuple(bias.items()))]), expected)
+    assert torch.equal(processed(logits, [make_output(0, [1], logit_bias=tuple(bias.items()))]), expected)
 
 
 @settings(max_examples=60, deadline=None)
@@ -101,7 +97,7 @@ def test_bad_words_are_transformers_own_within_the_output(data: st.DataObject) -
     logits = some_logits(1, VOCAB)
     expected = NoBadWordsLogitsProcessor(words)(ids(output), logits)
     assert torch.equal(
-        processed(logits, [make_sample_request(0, prompt, output, bad_words=tuple(map(tuple, words)))]), expected
+        processed(logits, [make_output(0, prompt, output, bad_words=tuple(map(tuple, words)))]), expected
     )
 
 
@@ -112,35 +108,33 @@ def test_min_tokens_is_transformers_own(
 ) -> None:
     logits = some_logits(1, VOCAB)
     reference = MinNewTokensLengthLogitsProcessor(len(prompt), min_tokens, sorted(stops))
-    sample_request = make_sample_request(0, prompt, output, min_tokens=min_tokens, stop_token_ids=stops)
-    assert torch.equal(processed(logits, [sample_request]), reference(ids(prompt + output), logits))
+    drawn = make_output(0, prompt, output, min_tokens=min_tokens, stop_token_ids=stops)
+    assert torch.equal(processed(logits, [drawn]), reference(ids(prompt + output), logits))
 
 
 def test_a_bias_meets_the_penalties_before_they_do_anything() -> None:
-    sample_request = make_sample_request(
-        0, [3], [3], logit_bias=((3, -8.0),), repetition_penalty=2.0, frequency_penalty=1.0
-    )
-    assert processed(torch.full((1, VOCAB), 5.0), [sample_request])[0, 3] == (5 - 8) * 2 - 1
+    output = make_output(0, [3], [3], logit_bias=((3, -8.0),), repetition_penalty=2.0, frequency_penalty=1.0)
+    assert processed(torch.full((1, VOCAB), 5.0), [output])[0, 3] == (5 - 8) * 2 - 1
 
 
 def test_tokens_outside_of_the_vocabulary_are_passed_over() -> None:
     outside = {"logit_bias": ((VOCAB, 5.0),), "bad_words": ((VOCAB,), (7, VOCAB)), "min_tokens": 9}
-    sample_request = make_sample_request(0, [1], [7], stop_token_ids=frozenset((VOCAB, 10**6)), **outside)
+    output = make_output(0, [1], [7], stop_token_ids=frozenset((VOCAB, 10**6)), **outside)
     logits = some_logits(1, VOCAB)
-    assert torch.equal(processed(logits, [sample_request]), logits)
+    assert torch.equal(processed(logits, [output]), logits)
 
 
 @settings(deadline=None)
 @given(st.floats(1e-320, 10, exclude_min=True), st.sampled_from([3e38, -3e38, 1e-40, 0.0, -0.0, 1.0]))
 def test_no_repetition_penalty_makes_a_score_infinite_or_nan(penalty: float, logit: float) -> None:
-    sample_request = make_sample_request(0, [4], repetition_penalty=penalty)
-    assert processed(torch.full((1, VOCAB), logit), [sample_request]).isfinite().all()
+    output = make_output(0, [4], repetition_penalty=penalty)
+    assert processed(torch.full((1, VOCAB), logit), [output]).isfinite().all()
 
 
 def test_counts_outgrow_their_first_memory() -> None:
     output = [token_id for token_id in range(VOCAB) for _ in range(1 + token_id % 3)]
-    sample_request = make_sample_request(0, [1], output, frequency_penalty=1.0)
-    scores = processed(torch.zeros(1, VOCAB), [sample_request])
+    output = make_output(0, [1], output, frequency_penalty=1.0)
+    scores = processed(torch.zeros(1, VOCAB), [output])
     assert scores[0].tolist() == [-1.0 - token_id % 3 for token_id in range(VOCAB)]
 
 
@@ -202,8 +196,8 @@ def test_a_draw_with_everything_on_is_the_draw_from_transformers_scores(
     count, grammar = 60, ModuloGrammar(vocab_size=VOCAB) if with_grammar else None
     logits = some_logits(count, VOCAB, seed=5).to(dtype)
     wanted = {"stop_token_ids": STOPS, "grammar": grammar} | CHANGES | STYLES[style]
-    sample_requests = [make_sample_request(row, PROMPT, OUTPUT, seed=row << 33, **wanted) for row in range(count)]
-    made = run_step(Sampler(VOCAB), sample_requests, logits)
+    outputs = [make_output(row, PROMPT, OUTPUT, seed=row << 33, **wanted) for row in range(count)]
+    made = run_step(KeepingSampler(VOCAB), outputs, logits)
     scores = reference_scores(logits.float(), STYLES[style], grammar)
     if STYLES[style]["temperature"]:
         keys = row_keys([row << 33 for row in range(count)], [len(PROMPT) + len(OUTPUT)] * count)
@@ -216,32 +210,31 @@ def test_a_draw_with_everything_on_is_the_draw_from_transformers_scores(
 def test_a_draw_without_processors_is_the_draw_from_transformers_scores(style: str) -> None:
     count = 60
     logits = some_logits(count, VOCAB, seed=6)
-    sample_requests = [make_sample_request(row, PROMPT, seed=row, **STYLES[style]) for row in range(count)]
+    outputs = [make_output(row, PROMPT, seed=row, **STYLES[style]) for row in range(count)]
     keys = row_keys(range(count), [len(PROMPT)] * count)
     warped = LogitsProcessorList(warpers(STYLES[style]))(ids(PROMPT), logits)
     expected = (warped + gumbel_noise(keys, torch.arange(VOCAB, dtype=torch.int32))).argmax(-1)
-    assert list(run_step(Sampler(VOCAB), sample_requests, logits).token_ids.values()) == expected.tolist()
+    assert list(run_step(KeepingSampler(VOCAB), outputs, logits).token_ids.values()) == expected.tolist()
 
 
 def test_the_draws_seed_counts_and_that_of_the_parameters_does_not() -> None:
     seeds = [(1, 5), (2, 5), (1, 6)]
-    sample_requests = [
-        make_sample_request(row, [1], params=SamplingParams(seed=own), seed=seed)
-        for row, (seed, own) in enumerate(seeds)
+    outputs = [
+        make_output(row, [1], params=SamplingParams(seed=own), seed=seed) for row, (seed, own) in enumerate(seeds)
     ]
-    made = run_step(Sampler(1000), sample_requests, torch.zeros(3, 1000)).token_ids
+    made = run_step(KeepingSampler(1000), outputs, torch.zeros(3, 1000)).token_ids
     assert made[0] == made[2]
     assert made[0] != made[1]
 
 
 def test_min_p_of_one_keeps_what_ties_with_the_best() -> None:
     logits = torch.tensor([[1.0, 3.0, 3.0, 2.999]])
-    sample_requests = [make_sample_request(row, [1], temperature=2.0, min_p=1.0, seed=row) for row in range(100)]
-    assert set(run_step(Sampler(4), sample_requests, logits.expand(100, -1)).token_ids.values()) == {1, 2}
+    outputs = [make_output(row, [1], temperature=2.0, min_p=1.0, seed=row) for row in range(100)]
+    assert set(run_step(KeepingSampler(4), outputs, logits.expand(100, -1)).token_ids.values()) == {1, 2}
 
 
 def test_a_vanishing_min_p_leaves_everything_in() -> None:
-    sample_request = make_sample_request(0, [1], temperature=1.0, min_p=math.ulp(0.0), seed=3)
-    plain = make_sample_request(1, [1], temperature=1.0, seed=3)
-    made = run_step(Sampler(3000), [sample_request, plain], torch.zeros(2, 3000)).token_ids
+    output = make_output(0, [1], temperature=1.0, min_p=math.ulp(0.0), seed=3)
+    plain = make_output(1, [1], temperature=1.0, seed=3)
+    made = run_step(KeepingSampler(3000), [output, plain], torch.zeros(2, 3000)).token_ids
     assert made[0] == made[1]

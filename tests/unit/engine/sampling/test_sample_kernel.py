@@ -19,10 +19,9 @@ from quire_engine.sampling import sample_kernel
 from quire_engine.sampling.metadata import SamplingMetadata, gumbel_noise
 from quire_engine.sampling.sample_kernel import run_sample_kernel, sample_rows
 from quire_engine.sampling.sample_ops import MIN_TEMPERATURE, TopCandidates, sample, sampling_threshold
-from quire_engine.sampling.sampler import Sampler
 from quire_proto.sampling import MAX_SEED, SamplingParams
 
-from tests.support.sampling_inputs import make_sample_request, run_step, some_logits
+from tests.support.sampling_inputs import KeepingSampler, make_output, run_step, some_logits
 
 pytestmark = pytest.mark.skipif(library() is None, reason="the kernels cannot be compiled here")
 LEVELS = [level for level in build.levels_of(platform.machine()) if level.runs_on(build._cpu_features())]
@@ -202,12 +201,12 @@ def test_a_step_of_greedy_and_random_rows_in_any_order_is_the_one_without_the_ke
         {"temperature": 1.0, "top_p": 0.9},
         {"temperature": 0.7, "logit_bias": ((3, 9.0),)},
     ]
-    batch = [make_sample_request(id, [1, 2], seed=id, **styles[id * 7 % 4]) for id in range(12)]
+    batch = [make_output(id, [1, 2], seed=id, **styles[id * 7 % 4]) for id in range(12)]
     logits = some_logits(12, vocab_size).bfloat16()
     logits[5, 7] = math.nan
-    made = run_step(Sampler(vocab_size), batch, logits)
+    made = run_step(KeepingSampler(vocab_size), batch, logits)
     monkeypatch.setattr(sample_kernel, "library", lambda: None)
-    expected = run_step(Sampler(vocab_size), batch, logits)
+    expected = run_step(KeepingSampler(vocab_size), batch, logits)
     assert made.token_ids == expected.token_ids
     assert set(made.errors) == set(expected.errors) == {5}
 

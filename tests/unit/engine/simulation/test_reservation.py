@@ -14,7 +14,6 @@ from quire_engine.core.config import SchedulerConfig
 from quire_engine.core.kv_cache_manager import KVCacheManager
 from quire_engine.core.request import Request, Sequence
 from quire_engine.core.scheduler import Scheduler
-from quire_engine.core.step import ModelOutput
 from quire_engine.simulation.config import PRESETS
 from quire_engine.simulation.report import SimulationReport, make_report
 from quire_engine.simulation.reservation import (
@@ -32,6 +31,8 @@ from quire_engine.simulation.simulated_executor import LatencyModel
 from quire_engine.simulation.simulator import Simulation
 from quire_engine.simulation.trace import Arrival
 from quire_proto.sampling import SamplingParams
+
+from tests.support.steps import all_drawn
 
 # Prompts and outputs of the vLLM paper's figure 3, in words: "Four score and seven years ago our" with four tokens of
 # output, and "You only live" with three. An output's last token ends it, and is never in the cache.
@@ -53,8 +54,7 @@ def run(
         plan = scheduler.schedule()
         running = {each.group.request.request_id: each for each in scheduler.running}
         yield running, count_slots(memory, scheduler.running, ended)
-        drawn = {request.sequence_id: 9 for chunk in plan.chunks for request in chunk.sample_requests}
-        scheduler.update_from_output(plan, ModelOutput(drawn))
+        scheduler.update_from_output(plan, all_drawn(plan, 9))
     assert memory.device_pool.num_free == memory.device_pool.num_blocks
     memory.check_integrity()
 

@@ -1,6 +1,5 @@
 """The simulated executor answers what a model would have to, and takes the time that the formula says."""
 
-from dataclasses import replace
 from itertools import pairwise
 from math import exp
 
@@ -33,19 +32,17 @@ def executor(seed: int = 0, latency: LatencyModel = LATENCY) -> tuple[SimulatedE
 
 
 @st.composite
-def sample_requests(draw: st.DrawFn, sequence_id: int, token_ids: list[int]) -> SampleRequest:
-    """A sample request of any kind, somewhere in an output."""
+def sample_requests(draw: st.DrawFn, num_prompt_tokens: int) -> SampleRequest:
+    """How an output is drawn, in any way."""
     logprobs = draw(st.sampled_from([None, 0, 3]))
     min_tokens = draw(st.integers(0, 3))
     params = SamplingParams(
         temperature=draw(st.sampled_from([0.0, 1.0])), max_tokens=9, min_tokens=min_tokens, logprobs=logprobs
     )
     return SampleRequest(
-        sequence_id,
         params,
         draw(st.integers(0, 5)),
-        token_ids,
-        len(token_ids) - draw(st.integers(0, min(3, len(token_ids) - 1))),
+        num_prompt_tokens,
         stop_token_ids=frozenset(draw(st.lists(st.integers(0, VOCAB_SIZE - 1), max_size=10))),
         num_candidates=draw(st.sampled_from([0, 0, 1, 8])),
     )
@@ -53,18 +50,17 @@ def sample_requests(draw: st.DrawFn, sequence_id: int, token_ids: list[int]) -> 
 
 @st.composite
 def chunks(draw: st.DrawFn, sequence_id: int) -> KnownChunk:
-    token_ids = draw(st.lists(st.integers(0, VOCAB_SIZE - 1), min_size=1, max_size=12))
-    start = draw(st.integers(0, len(token_ids) - 1))
-    count = draw(st.integers(0, 3))
-    num_targets = draw(st.sampled_from([0, 0, len(token_ids) - start - 1, len(token_ids) - start]))
+    """A chunk somewhere in an output, which draws where it reaches the last known token."""
+    known = draw(st.lists(st.integers(0, VOCAB_SIZE - 1), min_size=1, max_size=12))
+    start = draw(st.integers(0, len(known) - 1))
+    end = draw(st.integers(start + 1, len(known)))
+    num_prompt = len(known) - draw(st.integers(0, min(3, len(known) - 1)))
+    requests = tuple(draw(sample_requests(num_prompt)) for _ in range(draw(st.integers(1, 3))))
     return KnownChunk(
-        sequence_id,
-        token_ids[start:],
-        start,
-        list(range(1, 6)),
-        tuple(draw(sample_requests(1000 * sequence_id + index, token_ids)) for index in range(count)),
-        prompt_logprob_targets=[draw(st.integers(0, VOCAB_SIZE - 1)) for _ in range(num_targets)],
-        num_prompt_logprobs=draw(st.sampled_from([0, 2])),
+        *(sequence_id, known[start:end], start, list(range(1, 6)), requests),
+        num_prompt_logprobs=draw(st.sampled_from([None, None, 0, 2])),
+        known=known,
+        num_draws=len(requests) if end == len(known) else 0,
     )
 
 
@@ -78,21 +74,32 @@ def scheduler_outputs(draw: st.DrawFn) -> SchedulerOutput:
     )
 
 
+def draws_of(scheduler_output: SchedulerOutput) -> list[tuple[SampleRequest, int]]:
+    """How each draw of a step is made, and the tokens before it."""
+    given = zip(scheduler_output.new, scheduler_output.chunks, strict=True)
+    return [(request, chunk.end) for new, chunk in given for request in new.sample_requests[: chunk.num_draws]]
+
+
+def targets_of(scheduler_output: SchedulerOutput) -> dict[int, int]:
+    """How many tokens of the prompt are scored behind those of each chunk."""
+    counts = {}
+    for number, (new, chunk) in enumerate(zip(scheduler_output.new, scheduler_output.chunks, strict=True)):
+        if new.num_prompt_logprobs is not None:
+            counts[number] = min(chunk.end + 1, new.sample_requests[0].num_prompt_tokens) - chunk.start - 1
+    return {number: count for number, count in counts.items() if count > 0}
+
+
 @given(scheduler_outputs())
 def test_every_draw_has_exactly_one_answer_and_every_target_a_score(scheduler_output: SchedulerOutput) -> None:
     model_output = executor()[0].execute_model(scheduler_output)
-    asked = [request for chunk in scheduler_output.chunks for request in chunk.sample_requests]
-    assert set(model_output.token_ids) == {request.sequence_id for request in asked if not request.num_candidates}
-    assert set(model_output.candidates) == {request.sequence_id for request in asked if request.num_candidates}
-    scored = {request.sequence_id for request in asked if request.params.wants_logprobs and not request.num_candidates}
+    asked = [request for request, _ in draws_of(scheduler_output)]
+    assert len(model_output.token_ids) == len(asked)
+    assert set(model_output.candidates) == {draw for draw, request in enumerate(asked) if request.num_candidates}
+    scored = {draw for draw, each in enumerate(asked) if each.params.wants_logprobs and not each.num_candidates}
     assert set(model_output.logprobs) == scored
-    assert not model_output.errors
-    targets = {
-        chunk.sequence_id: len(chunk.prompt_logprob_targets)
-        for chunk in scheduler_output.chunks
-        if chunk.prompt_logprob_targets
-    }
-    assert {key: len(scores) for key, scores in model_output.prompt_logprobs.items()} == targets
+    assert not model_output.has_errors
+    scores = model_output.prompt_logprobs.items()
+    assert {number: len(each) for number, each in scores} == targets_of(scheduler_output)
 
 
 @given(scheduler_outputs())
@@ -112,39 +119,35 @@ def test_candidates_and_top_tokens_are_distinct_and_fall_as_probabilities_do(sch
 @given(scheduler_outputs())
 def test_counts_of_candidates_and_top_tokens_are_the_requested_ones(scheduler_output: SchedulerOutput) -> None:
     model_output = executor()[0].execute_model(scheduler_output)
-    for chunk in scheduler_output.chunks:
-        assert all(
-            len(score.top) == chunk.num_prompt_logprobs
-            for score in model_output.prompt_logprobs.get(chunk.sequence_id, [])
-        )
-        for sample_request in chunk.sample_requests:
-            if sample_request.num_candidates:
-                assert (
-                    len(model_output.candidates[sample_request.sequence_id].token_ids) == sample_request.num_candidates
-                )
-            elif sample_request.params.logprobs:
-                score = model_output.logprobs[sample_request.sequence_id]
-                assert len(score.top) == sample_request.params.logprobs
-                assert score.top[0] == (model_output.token_ids[sample_request.sequence_id], score.logprob)
+    for number, scores in model_output.prompt_logprobs.items():
+        asked = scheduler_output.new[number].num_prompt_logprobs
+        assert all(len(score.top) == asked for score in scores)
+    for draw, (request, _) in enumerate(draws_of(scheduler_output)):
+        if request.num_candidates:
+            assert len(model_output.candidates[draw].token_ids) == request.num_candidates
+        elif request.params.logprobs:
+            score = model_output.logprobs[draw]
+            assert len(score.top) == request.params.logprobs
+            assert score.top[0] == (model_output.token_ids[draw], score.logprob)
 
 
 @given(scheduler_outputs())
 def test_nothing_that_ends_a_sequence_is_drawn_before_min_tokens(scheduler_output: SchedulerOutput) -> None:
     model_output = executor()[0].execute_model(scheduler_output)
-    for sample_request in (each for chunk in scheduler_output.chunks for each in chunk.sample_requests):
-        drawn = model_output.candidates[sample_request.sequence_id].token_ids if sample_request.num_candidates else []
-        drawn = drawn or [model_output.token_ids[sample_request.sequence_id]]
-        if len(sample_request.token_ids) - sample_request.num_prompt_tokens < sample_request.params.min_tokens:
-            assert not sample_request.stop_token_ids.intersection(drawn)
+    for draw, (request, num_known) in enumerate(draws_of(scheduler_output)):
+        drawn = model_output.candidates[draw].token_ids if request.num_candidates else [model_output.token_ids[draw]]
+        if num_known - request.num_prompt_tokens < request.params.min_tokens:
+            assert not request.stop_token_ids.intersection(drawn)
 
 
 @given(scheduler_outputs())
 def test_an_answer_depends_on_nothing_else_in_the_step(scheduler_output: SchedulerOutput) -> None:
     whole = executor()[0].execute_model(scheduler_output)
     apart = ModelOutput()
-    for chunk in reversed(scheduler_output.chunks):
-        part = replace(scheduler_output, step=scheduler_output.step + 1, chunks=[chunk])
-        apart.add(executor()[0].execute_model(part))
+    for number, chunk in enumerate(scheduler_output.chunks):
+        part = SchedulerOutput(scheduler_output.step + 1, new=[scheduler_output.new[number]])
+        part.add_chunk(chunk)
+        apart.add(executor()[0].execute_model(part), number)
     for name in ("token_ids", "logprobs", "candidates", "prompt_logprobs"):
         assert getattr(apart, name) == getattr(whole, name)
 
@@ -154,10 +157,9 @@ def test_tokens_differ_by_seed_and_position_and_greedy_ones_by_position_alone() 
         run = SimulatedExecutor(CAPACITY, LATENCY, seed=seed, sleep=lambda _: None).execute_model
         tokens = []
         for position in range(1, 9):
-            sample_request = SampleRequest(0, SamplingParams(temperature=temperature), draw_seed, [5] * position, 1)
-            tokens.append(
-                run(make_step(1, [KnownChunk(0, [5], position - 1, [1, 2, 3], (sample_request,))])).token_ids[0]
-            )
+            request = SampleRequest(SamplingParams(temperature=temperature), draw_seed, 1)
+            chunk = KnownChunk(0, [5], position - 1, [1, 2, 3], (request,), known=[5] * position)
+            tokens += run(make_step(1, [chunk])).token_ids
         return tokens
 
     assert len({tuple(drawn(seed, draw_seed, 1)) for seed in (0, 1) for draw_seed in (0, 1)}) == 4
@@ -180,7 +182,7 @@ def test_a_step_takes_the_time_of_the_formula(scheduler_output: SchedulerOutput)
     assert timings.forward == pytest.approx(max(forward, ahead)), "copies ahead run beside the forward pass"
     within = len(scheduler_output.copies.blocks_to_copy)
     assert timings.swap == pytest.approx(scheduler_output.num_swapped_blocks * 1000 / 1e6 + within * 2 * 4 * 1e-4)
-    assert timings.sample == pytest.approx(1e-3 * sum(len(chunk.sample_requests) for chunk in scheduler_output.chunks))
+    assert timings.sample == pytest.approx(1e-3 * len(draws_of(scheduler_output)))
     assert slept == pytest.approx([timings.swap + timings.forward + timings.sample + 0.002])
 
 

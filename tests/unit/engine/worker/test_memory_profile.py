@@ -25,7 +25,7 @@ def test_the_largest_step_has_as_many_tokens_and_sequences_as_are_allowed(
         assert 1 <= chunk.length <= length
         assert chunk.row == new.row
         assert all(set(table) == {1} and len(table) * block_size >= chunk.end for table in new.block_ids)
-        assert len(chunk.sample_requests) == 1
+        assert chunk.num_draws == len(new.sample_requests) == 1
         assert len(new.token_ids) == chunk.length
         assert all(0 <= token < VOCAB for token in new.token_ids)
     assert len({chunk.sequence_id for chunk in scheduler_output.chunks}) == len(scheduler_output.chunks)

@@ -37,7 +37,7 @@ class WorkerRowsMachine(RuleBasedStateMachine):
 
     def __init__(self) -> None:
         super().__init__()
-        self.states, self.plain = RequestStates(len(GROUPS)), PlainRows()
+        self.states, self.plain = RequestStates(len(GROUPS), 100), PlainRows()
 
     def take(self, **fields: Any) -> None:
         step = SchedulerOutput(0, **fields)
@@ -77,15 +77,15 @@ class WorkerRowsMachine(RuleBasedStateMachine):
     @precondition(lambda self: self.plain.tokens)
     @rule(data=st.data())
     def prepare(self, data: st.DataObject) -> None:
-        chunks = []
+        step = SchedulerOutput(0)
         for row in data.draw(st.permutations(sorted(self.plain.tokens))):
             slots = BLOCK_SIZE * min(map(len, self.plain.tables[row]))
             end = data.draw(st.integers(1, min(len(self.plain.tokens[row]) + 1, slots)))
             awaits = end > len(self.plain.tokens[row])
             start = end - 1 if awaits else data.draw(st.integers(0, end - 1))
-            chunks.append(ScheduledChunk(row, row, start, end - start, awaits_token=awaits))
-        made = prepare_inputs(self.states, chunks, BLOCK_SIZE, GROUPS).model_input
-        known = [self.plain.known(chunk) for chunk in chunks]
+            step.add_chunk(ScheduledChunk(row, row, start, end - start, awaits_token=awaits))
+        made = prepare_inputs(self.states, step, BLOCK_SIZE, GROUPS).model_input
+        known = [self.plain.known(chunk) for chunk in step.chunks]
         assert made.token_ids.tolist() == reference_inputs.token_ids(known)
         assert made.positions.tolist() == reference_inputs.positions(known)
         for number, (group, batch) in enumerate(zip(GROUPS, made.attention, strict=True)):

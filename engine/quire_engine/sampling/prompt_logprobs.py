@@ -1,0 +1,60 @@
+"""Log-probabilities of the tokens of prompts."""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from itertools import islice
+
+import torch
+from quire_proto.sampling import TokenLogprobs
+
+from quire_engine.core.step import ModelOutput
+from quire_engine.sampling.sample_ops import finite_rows, max_rows_at_once, token_logprobs
+from quire_engine.sampling.sampler import non_finite_error
+
+
+@dataclass(frozen=True, slots=True)
+class PromptTargets:
+    """The tokens whose log-probabilities are asked for in the step's chunk ``number``: ``token_ids[i]`` follows its
+    token i, and none follows the prompt. ``num_top`` most probable tokens are told beside each.
+    """
+
+    number: int
+    token_ids: list[int]
+    num_top: int
+
+
+def compute_prompt_logprobs(
+    chunks: Sequence[PromptTargets],
+    rows: torch.Tensor,
+    vocab_size: int,
+    logits_of: Callable[[torch.Tensor], torch.Tensor],
+    model_output: ModelOutput,
+) -> None:
+    """Writes ``model_output.prompt_logprobs`` of ``chunks``, all of which have targets. ``rows`` [N] int64 are the
+    batch rows of the tokens that the targets follow, chunk after chunk, and ``logits_of`` computes the logits [R, V] of
+    some of them. A chunk with logits that are not finite gets an error. Waits for the device after each span of the
+    rows, so that only one span's logits are in memory.
+    """
+    targets = [target for chunk in chunks for target in chunk.token_ids]
+    num_top = [chunk.num_top for chunk in chunks for _ in chunk.token_ids]
+    size, logprobs = max_rows_at_once(vocab_size), list[TokenLogprobs | None]()
+    for start in range(0, len(targets), size):
+        span = slice(start, start + size)
+        logprobs += _logprobs_if_finite(logits_of(rows[span]), targets[span], num_top[span])
+    remaining = iter(logprobs)
+    for chunk in chunks:
+        found = list(islice(remaining, len(chunk.token_ids)))
+        finite = [each for each in found if each is not None]
+        if len(finite) == len(found):
+            model_output.prompt_logprobs[chunk.number] = finite
+        else:
+            model_output.errors[chunk.number] = non_finite_error()
+
+
+def _logprobs_if_finite(
+    logits: torch.Tensor, targets: Sequence[int], num_top: Sequence[int]
+) -> list[TokenLogprobs | None]:
+    """The log-probabilities of each row; None where its logits are not finite."""
+    finite = finite_rows(logits).tolist()
+    logprobs = token_logprobs(logits, targets, num_top)
+    return [each if is_finite else None for each, is_finite in zip(logprobs, finite, strict=True)]
