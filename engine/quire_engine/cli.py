@@ -36,6 +36,7 @@ from quire_engine.core.startup import (
     progress,
     report_facts,
 )
+from quire_engine.core.step_recording import RecordedEngine, StepRecorder
 from quire_engine.errors import LoRAError, ModelError
 from quire_engine.factory import (
     block_revision,
@@ -58,8 +59,8 @@ LAST_SPANS_TIMEOUT = 2.0  # seconds
 
 
 def main() -> None:
-    """Runs the engine, or one of the subcommands ``simulate`` and ``bench``. Exits with 2 for wrong settings, and with
-    1 and one sentence for a model that cannot be served.
+    """Runs the engine, or one of the subcommands ``simulate``, ``replay`` and ``bench``. Exits with 2 for wrong
+    settings, and with 1 and one sentence for a model that cannot be served.
 
     Torch is imported only after the settings were checked.
     """
@@ -69,6 +70,10 @@ def main() -> None:
         from quire_engine.simulation.command import simulate
 
         simulate(arguments[1:])
+    elif arguments[:1] == ["replay"]:
+        from quire_engine.simulation.replay import replay
+
+        replay(arguments[1:])
     elif arguments[:1] == ["bench"]:
         from quire_engine.bench.bench_command import bench
 
@@ -176,6 +181,7 @@ def _make_server(
         max_model_len=description.max_model_len,
         kv_tokens=description.blocks_total // max(1, description.kv_cache_groups) * description.block_size,
     )
+    recorder = _make_recorder(config, executor)
     try:
         return EngineServer(
             config,
@@ -189,9 +195,21 @@ def _make_server(
             data_parallel=executor.data_parallel,
             startup=startup,
             sleeper=executor if executor.can_sleep else None,
+            recorder=recorder,
         )
     except (TlsError, TokenError) as error:  # the files changed after the settings were read
         fail(f"{error}.")
+
+
+def _make_recorder(config: EngineConfig, executor: "ModelExecutor") -> StepRecorder | None:
+    """What writes down all steps, where that is asked for."""
+    if config.record_steps is None:
+        return None
+    engine = RecordedEngine(config.names[0], executor.config.vocab_size, executor.kv_cache_config)
+    try:
+        return StepRecorder(config.record_steps, engine, int(config.record_steps_gib * (1 << 30)))
+    except OSError as error:
+        fail(f"--record-steps: {error}.")
 
 
 def _load_executor(config: EngineConfig, startup: StartupTimer) -> "ModelExecutor":

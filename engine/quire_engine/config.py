@@ -687,6 +687,14 @@ class EngineConfig(CliSettings, NodeArgs, EngineArgs):
         description="Trace one step in this many, and each slow, swapping or failed one; 1 traces every step, without "
         "the limit of 20 a second.",
     )
+    record_steps: Path | None = Field(
+        default=None,
+        description="New file for all steps, with prompts and outputs, which quire-engine replay runs again; only its "
+        "owner may read it.",
+    )
+    record_steps_gib: float = Field(
+        default=1.0, gt=0, allow_inf_nan=False, description="GiB of that file after which no more steps are recorded."
+    )
     log_level: Literal["debug", "info", "warning", "error"] = Field(
         default="info", description="Lowest level that is logged."
     )
@@ -717,6 +725,8 @@ class EngineConfig(CliSettings, NodeArgs, EngineArgs):
 
     @model_validator(mode="after")
     def _disk_is_of_one_machine(self) -> Self:
+        if self.record_steps is not None and self.kv_disk_path is not None:
+            raise ValueError("--record-steps is for engines without --kv-disk-path: what the disk had is not recorded.")
         if self.nnodes > 1 and self.kv_disk_path is not None:
             raise ValueError("--kv-disk-path and --nnodes exclude each other: all ranks have to see one folder.")
         return self

@@ -15,6 +15,7 @@ from quire_engine.core.outputs import SchedulerStats
 from quire_engine.core.request import Request
 from quire_engine.core.scheduler import Scheduler
 from quire_engine.core.step import Grammar
+from quire_engine.core.step_recording import StepRecorder
 from quire_engine.executor.torch_executor import TorchExecutor
 from quire_proto.sampling import FinishReason, SamplingParams, TokenLogprobs
 from transformers import AutoConfig
@@ -112,6 +113,7 @@ def run(
     grammars: Sequence[Grammar | None] = (),
     rates: Rates = SWAPPING_PAYS,
     guesses: Callable[[Scheduler], None] = lambda _: None,
+    recorder: StepRecorder | None = None,
 ) -> Run:
     """All prompts at once, to the end; every block must be back afterwards. ``guesses`` may have tokens guessed."""
     choices = [[Choice() for _ in range(wanted.n)] for wanted in params]
@@ -138,7 +140,7 @@ def run(
         num_stages=num_stages,
     )
     memory = KVCacheManager(executor.kv_cache_config, prefix_caching=prefix_caching, host_caching=host_caching)
-    core = EngineCore(Scheduler(config, memory, rates=rates), executor, receive)
+    core = EngineCore(Scheduler(config, memory, rates=rates), executor, receive, recorder=recorder)
     guesses(core.scheduler)
     for index, (prompt, wanted) in enumerate(zip(prompts, params, strict=True)):
         grammar = grammars[index] if grammars else None

@@ -31,6 +31,7 @@ from quire_engine.core.outputs import EngineCoreOutput, EngineLoad, KVCacheFragm
 from quire_engine.core.request import Request
 from quire_engine.core.scheduler import Scheduler
 from quire_engine.core.step import ModelOutput, SchedulerOutput, StepTimings
+from quire_engine.core.step_recording import StepRecorder
 from quire_engine.core.step_time_model import StepWork
 
 log = logging.getLogger(__name__)
@@ -163,6 +164,8 @@ class EngineCore:
     ``publish`` is called on that thread after each step and must return quickly. ``send`` may be called from any
     thread. The scheduler's ``step_times`` learn from each step; how long one took is read from ``clock``, in seconds.
 
+    ``recorder`` gets each step that is done, and is closed with the loop.
+
     While ``is_sleeping`` there is no work: ``sleeper`` has given memory back, and a request wakes it up first. Without
     one the engine does not sleep.
     """
@@ -175,6 +178,7 @@ class EngineCore:
         clock: Callable[[], float] = perf_counter,
         *,
         sleeper: Sleeper | None = None,
+        recorder: StepRecorder | None = None,
     ) -> None:
         self.scheduler = scheduler
         if executor.depth > 1:
@@ -182,6 +186,7 @@ class EngineCore:
         assert executor.depth <= scheduler.max_depth, f"the executor's depth is more than {scheduler.max_depth}"
         self._executor = executor
         self._sleeper = sleeper
+        self._recorder = recorder
         self._publish = publish
         self._clock = clock
         self._ended = clock()
@@ -219,6 +224,8 @@ class EngineCore:
             if self._has_work:
                 self.step()
         self._finish_all_steps()
+        if self._recorder is not None:
+            self._recorder.close()
 
     @property
     def _has_work(self) -> bool:
@@ -277,6 +284,8 @@ class EngineCore:
         fragmentation = self.scheduler.get_fragmentation() if measures else None
         trace = _trace(step, model_output, request_ids, executed, perf_counter())
         trace.seconds = self._measure(step, model_output)
+        if self._recorder is not None and not scheduler_output.is_empty:
+            self._recorder.record(scheduler_output, model_output, trace.seconds)
         events = self.scheduler.kv_cache_manager.take_events()
         away = self.scheduler.take_times_away()
         self._publish(EngineCoreOutputs(outputs, self.scheduler.get_load(), events, trace, fragmentation, away))

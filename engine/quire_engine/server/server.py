@@ -28,6 +28,7 @@ from quire_engine.core.engine_core import EngineCore, EngineCoreOutputs, Shutdow
 from quire_engine.core.executor import Executor, Sleeper, WeightStats
 from quire_engine.core.scheduler import Scheduler
 from quire_engine.core.startup import StartupPhase, StartupTimer
+from quire_engine.core.step_recording import StepRecorder
 from quire_engine.server.connection_mux import ConnectionMux
 from quire_engine.server.grpc_options import server_options
 from quire_engine.server.loras import LoRARegistry
@@ -52,7 +53,8 @@ class EngineServer:
     adapters; None if it serves none. ``weights`` are the statistics of layers that are read from disk, None if none
     are. An engine of a group is ``data_parallel``: told to stop it tells the others, and takes part in their steps
     until all have finished their requests. ``startup`` has timed the phases until now. ``sleeper``
-    gives memory back while the engine sleeps; without one it does not.
+    gives memory back while the engine sleeps; without one it does not. ``recorder`` gets all steps; None where nothing
+    is recorded.
 
     Raises ``TlsError`` if the files of ``config.tls`` cannot be used, and ``TokenError`` if the file of tokens cannot.
     """
@@ -71,6 +73,7 @@ class EngineServer:
         data_parallel: DataParallel | None = None,
         startup: StartupTimer | None = None,
         sleeper: Sleeper | None = None,
+        recorder: StepRecorder | None = None,
     ) -> None:
         self._config = config
         self._lockstep = None if data_parallel is None else data_parallel.lockstep
@@ -83,7 +86,7 @@ class EngineServer:
         self._description = description
         description.generation = secrets.randbits(64)
         self._core = (
-            EngineCore(scheduler, executor, self._publish, sleeper=sleeper)
+            EngineCore(scheduler, executor, self._publish, sleeper=sleeper, recorder=recorder)
             if data_parallel is None
             else DPEngineCore(scheduler, executor, self._publish, data_parallel)
         )

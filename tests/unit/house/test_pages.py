@@ -57,6 +57,7 @@ FLAGS: dict[str, set[str]] = {
         UsageSettings,
     )
 }
+FLAGS["quire-engine replay"] = FLAGS["quire-engine"] | FLAGS["quire-engine simulate"]
 PACKAGES = {"quire_engine", "quire_router", "quire_proto", "quire_cli"}
 FIELDS = {"quire_journal"}  # of answers
 TRACE = StepTrace(1, 0, StepTimings(), 0.0, 0.0, 0.0, 0, 0, 0, 0, 0, False, [])
@@ -162,7 +163,7 @@ def test_commands_run_in_the_environment_and_what_they_run_is_there(page: Path) 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
 def test_commands_that_a_page_shows_have_flags_that_there_are(page: Path) -> None:
     text = re.sub(r"\\\n\s*", "", page.read_text())
-    commands = r"((?:quire-(?:router|engine)(?: simulate| bench| usage)?)|quire bench serve) ([^`\n]*)"
+    commands = r"((?:quire-(?:router|engine)(?: simulate| replay| bench| usage)?)|quire bench serve) ([^`\n]*)"
     for program, arguments in re.findall(commands, text):
         flags = set(re.findall(r"(?<!\S)--(?:no-)?([a-z][a-z0-9-]*)", arguments)) - {"help", "version"}
         assert not flags - FLAGS[program], program

@@ -1,0 +1,257 @@
+"""Steps in a file: what was scheduled, what came of it and how long it took, to be replayed elsewhere.
+
+One line of JSON for each step, behind a line about the engine, compressed with gzip. The file holds prompts and
+outputs, so nobody but its owner may read it.
+"""
+
+import gzip
+import json
+import logging
+import os
+from array import array
+from collections.abc import Iterator, Mapping
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from queue import Full, Queue
+from threading import Thread
+from typing import Any, BinaryIO
+
+from quire_proto import __version__
+from quire_proto.errors import QuireError
+from quire_proto.pooling import PoolingParams, Task
+from quire_proto.sampling import SamplingParams
+
+from quire_engine.core.block_pool import BlockCopies, BlockCopy, KVCacheConfig, KVCacheGroup
+from quire_engine.core.lora import LoRARequest
+from quire_engine.core.step import ModelOutput, NewRequest, SampleRequest, ScheduledChunk, SchedulerOutput
+
+log = logging.getLogger(__name__)
+
+FORMAT = 1
+_MOST_WAITING = 256  # steps
+_COLUMNS = ("sequence_ids", "rows", "starts", "lengths", "draws")
+_COPIES = ("blocks_to_swap_out", "blocks_to_copy", "blocks_to_swap_in", "blocks_to_swap_ahead")
+
+
+class RecordingError(Exception):
+    """A file of steps that cannot be read, as one sentence."""
+
+
+@dataclass(frozen=True, slots=True)
+class RecordedEngine:
+    """The engine whose steps a file has."""
+
+    model: str
+    vocab_size: int
+    capacity: KVCacheConfig
+
+
+@dataclass(frozen=True, slots=True)
+class RecordedStep:
+    """A step as it was: ``token_ids`` of its draws, how many of them and of its chunks ``failed``, and its ``seconds``
+    on the engine's clock. Its ``rows_with_grammar`` are new ones whose grammar is not in the file.
+    """
+
+    scheduler_output: SchedulerOutput
+    token_ids: list[int]
+    failed: int
+    seconds: float
+    rows_with_grammar: frozenset[int] = frozenset()
+
+
+class StepRecorder:
+    """Writes steps to ``path``, which must not exist, on a thread of its own. It ends when the file has ``max_bytes``,
+    or when the disk is so slow that steps would have to wait. Raises ``OSError`` for a file that cannot be made.
+    """
+
+    def __init__(self, path: Path, engine: RecordedEngine, max_bytes: int) -> None:
+        descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
+        self._file = os.fdopen(descriptor, "wb")
+        self._path, self._max_bytes = path, max_bytes
+        self._steps: Queue[RecordedStep | None] = Queue(_MOST_WAITING)
+        self._is_over = False
+        self._thread = Thread(target=self._write, args=(engine,), name="step-recorder", daemon=True)
+        self._thread.start()
+
+    def record(self, scheduler_output: SchedulerOutput, model_output: ModelOutput, seconds: float) -> None:
+        """Adds a step. Returns at once."""
+        if self._is_over:
+            return
+        failed = len(model_output.errors) + len(model_output.draw_errors)
+        try:
+            self._steps.put_nowait(RecordedStep(scheduler_output, model_output.token_ids, failed, seconds))
+        except Full:
+            self._end("steps come faster than they can be written")
+
+    def close(self) -> None:
+        """Ends the file when all steps are written that were recorded."""
+        self._is_over = True
+        self._steps.put(None)
+        self._thread.join()
+
+    def _end(self, reason: str) -> None:
+        if not self._is_over:
+            self._is_over = True
+            log.warning("no more steps are recorded in %s: %s", self._path, reason)
+
+    def _write(self, engine: RecordedEngine) -> None:
+        try:
+            with self._file, gzip.GzipFile(fileobj=self._file, mode="wb", compresslevel=1) as lines:
+                head = {"quire_steps": FORMAT, "version": __version__, "engine": asdict(engine)}
+                _write_line(lines, head)
+                while (step := self._steps.get()) is not None:
+                    _write_line(lines, _step_to_plain(step))
+                    if self._file.tell() >= self._max_bytes:
+                        self._end(f"it has {self._max_bytes} bytes")
+                        break
+        except OSError as error:
+            self._end(str(error))
+        while self._is_over and not self._steps.empty():  # ``close`` may wait for a place
+            self._steps.get()
+
+
+def read_steps(path: Path) -> tuple[RecordedEngine, Iterator[RecordedStep]]:
+    """The engine of a file and its steps, which are read as they are asked for: up to where the file was cut off, if
+    the engine was killed. Raises ``RecordingError``, at the beginning or later.
+    """
+    lines = _read_lines(path)
+    head = next(lines, {})
+    if head.get("quire_steps") != FORMAT:
+        raise RecordingError(f"{path} is no file of steps that this version reads.")
+    try:
+        plain = head["engine"]
+        groups = tuple(KVCacheGroup(**group) for group in plain["capacity"].pop("groups"))
+        engine = RecordedEngine(plain["model"], plain["vocab_size"], KVCacheConfig(**plain["capacity"], groups=groups))
+    except (KeyError, TypeError) as error:
+        raise RecordingError(f"{path} does not say what engine it is of: {error}.") from error
+    return engine, _read_steps(path, lines)
+
+
+def _read_steps(path: Path, lines: Iterator[dict[str, Any]]) -> Iterator[RecordedStep]:
+    for number, line in enumerate(lines, 2):
+        try:
+            yield _step_from_plain(line)
+        except (LookupError, TypeError, ValueError, OverflowError, AttributeError, QuireError) as error:
+            raise RecordingError(f"Line {number} of {path} is no step: {error!r}.") from error
+
+
+def _write_line(lines: BinaryIO | gzip.GzipFile, value: object) -> None:
+    lines.write(json.dumps(value, separators=(",", ":")).encode() + b"\n")
+
+
+def _read_lines(path: Path) -> Iterator[dict[str, Any]]:
+    try:
+        with gzip.open(path, "rb") as lines:
+            for line in lines:
+                value = json.loads(line)
+                if not isinstance(value, dict):
+                    raise RecordingError(f"{path} is no file of steps.")
+                yield value
+    except EOFError:
+        return  # whoever wrote it was killed
+    except (OSError, ValueError) as error:
+        raise RecordingError(f"{path} cannot be read: {error}.") from error
+
+
+def _step_to_plain(step: RecordedStep) -> dict[str, Any]:
+    """The step as values that JSON has; what is empty is left out."""
+    output = step.scheduler_output
+    plain: dict[str, Any] = {name: getattr(output, name).tolist() for name in _COLUMNS}
+    plain |= {
+        "new": [_new_to_plain(new) for new in output.new],
+        "new_tokens": output.new_tokens.tolist(),
+        "new_blocks": [changes.tolist() for changes in output.new_blocks],
+        "freed_rows": output.freed_rows.tolist(),
+        "awaiting": output.awaiting.tolist(),
+        "drafts": list(output.drafts.items()),
+        "copies": {
+            name: [(copy.source, copy.target) for copy in getattr(output.copies, name)]
+            for name in _COPIES
+            if getattr(output.copies, name)
+        },
+        "num_preempted": output.num_preempted,
+        "max_seconds": output.max_seconds,
+        "has_fragments": output.has_fragments,
+        "token_ids": step.token_ids,
+        "failed": step.failed,
+    }
+    kept = {name: value for name, value in plain.items() if value}
+    return {"step": output.step, "seconds": round(step.seconds, 6), "groups": len(output.new_blocks), **kept}
+
+
+def _step_from_plain(plain: Mapping[str, Any]) -> RecordedStep:
+    new_blocks = plain.get("new_blocks") or [[] for _ in range(plain["groups"])]
+    copies = BlockCopies()
+    for name in _COPIES:
+        getattr(copies, name).extend(BlockCopy(*pair) for pair in plain.get("copies", {}).get(name, ()))
+    output = SchedulerOutput(
+        plain["step"],
+        copies,
+        [_new_from_plain(new) for new in plain.get("new", ())],
+        array("i", plain.get("new_tokens", ())),
+        tuple(array("i", changes) for changes in new_blocks),
+        array("i", plain.get("freed_rows", ())),
+        num_preempted=plain.get("num_preempted", 0),
+        max_seconds=plain.get("max_seconds", 0.0),
+        has_fragments=plain.get("has_fragments", False),
+    )
+    drafts = {number: tuple(token_ids) for number, token_ids in plain.get("drafts", ())}
+    awaiting = set(plain.get("awaiting", ()))
+    columns = zip(*(plain.get(name, ()) for name in _COLUMNS), strict=True)
+    for number, (sequence_id, row, start, length, num_draws) in enumerate(columns):
+        place = sequence_id, row, start, length, num_draws
+        output.add_chunk(ScheduledChunk(*place, number in awaiting, drafts.get(number, ())))
+    held = [new["row"] for new in plain.get("new", ()) if any(each["has_grammar"] for each in new["sample_requests"])]
+    return RecordedStep(output, plain.get("token_ids", []), plain.get("failed", 0), plain["seconds"], frozenset(held))
+
+
+def _new_to_plain(new: NewRequest) -> dict[str, Any]:
+    return {
+        "row": new.row,
+        "token_ids": new.token_ids.tolist(),
+        "block_ids": [table.tolist() for table in new.block_ids],
+        "sample_requests": [_request_to_plain(request) for request in new.sample_requests],
+        "num_prompt_logprobs": new.num_prompt_logprobs,
+        "lora": None if new.lora is None else [new.lora.lora_name, new.lora.lora_int_id, str(new.lora.lora_path)],
+        "pooling": None if new.pooling is None else asdict(new.pooling),
+    }
+
+
+def _new_from_plain(plain: Mapping[str, Any]) -> NewRequest:
+    lora, pooling = plain["lora"], plain["pooling"]
+    return NewRequest(
+        plain["row"],
+        array("i", plain["token_ids"]),
+        tuple(array("i", table) for table in plain["block_ids"]),
+        tuple(_request_from_plain(request) for request in plain["sample_requests"]),
+        num_prompt_logprobs=plain["num_prompt_logprobs"],
+        lora=None if lora is None else LoRARequest(*lora),
+        pooling=None if pooling is None else PoolingParams(**{**pooling, "task": Task(pooling["task"])}),
+    )
+
+
+def _request_to_plain(request: SampleRequest) -> dict[str, Any]:
+    """What a grammar compiles from stays out: only whether there is one."""
+    return {
+        "params": asdict(replace(request.params, structured=None)),
+        "seed": request.seed,
+        "num_prompt_tokens": request.num_prompt_tokens,
+        "stop_token_ids": sorted(request.stop_token_ids),
+        "has_grammar": request.grammar is not None,
+        "num_candidates": request.num_candidates,
+    }
+
+
+def _request_from_plain(plain: Mapping[str, Any]) -> SampleRequest:
+    params = {name: _as_tuples(value) for name, value in plain["params"].items()}
+    return SampleRequest(
+        SamplingParams(**params),
+        plain["seed"],
+        plain["num_prompt_tokens"],
+        frozenset(plain["stop_token_ids"]),
+        num_candidates=plain["num_candidates"],
+    )
+
+
+def _as_tuples(value: Any) -> Any:
+    return tuple(map(_as_tuples, value)) if isinstance(value, list) else value
