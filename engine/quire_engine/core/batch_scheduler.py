@@ -14,6 +14,7 @@ make much longer.
 What a sequence needs to be admitted is in ``admission``; how a victim leaves the device and returns, in ``preemption``.
 """
 
+from array import array
 from collections import abc
 from collections.abc import Callable, Collection, Iterable, Mapping
 from typing import TYPE_CHECKING
@@ -250,25 +251,66 @@ class BatchScheduler:
         drafts = {} if phase is _prefills else self._propose_drafts(budget, phase)
         running = SequenceStatus.RUNNING  # a member of an enumeration is slow to look up
         memory = self._kv_cache_manager
+        decoding: list[Sequence] = []  # before the sequence that is looked at, and not in the columns yet
+        all_at_once = not drafts and phase is not _best_effort  # of which not every token is in the budget
         for sequence in self._running_of_step().copy():
-            if budget.tokens == 0 or self.out_of_memory or sequence.status is not running:
+            if budget.tokens == len(decoding) or self.out_of_memory or sequence.status is not running:
                 break  # victims are those of the least precedence, so all that follow a victim are victims too
             if phase is not None and not phase(sequence):
                 continue
+            wanted = sequence.num_unscheduled_tokens
+            if wanted == 1 and all_at_once and self._lacks_only_its_token(sequence):
+                decoding.append(sequence)
+                continue
+            if decoding:
+                self._schedule_decodes(decoding, scheduler_output, budget)
+                decoding = []
             group = sequence.group
             if group.beam_search is not None and group is not search:
                 # Room for all of them is made at once: none can be preempted when others have been scheduled.
                 search = group
                 if not self._preempt_until_fits(running_beams(group), budget.tokens, scheduler_output):
                     continue
-            wanted = sequence.num_unscheduled_tokens
             length = budget.chunk_length(sequence.num_scheduled_tokens, wanted) if wanted else 0
             if not length:
                 continue
-            # Most decode steps write into a block that the sequence has to itself.
             has_room = memory.has_room(sequence.table, sequence.num_scheduled_tokens + length)
             if has_room or self._preempt_until_fits([sequence], length, scheduler_output):
                 self._schedule(sequence, length, scheduler_output, budget, drafts.get(sequence.id, ()))
+        self._schedule_decodes(decoding, scheduler_output, budget)
+
+    def _lacks_only_its_token(self, sequence: Sequence) -> bool:
+        """Whether a sequence that is to compute one token decodes alone, into a block that it has to itself, and the
+        worker has all that is known of it: so it is with most of them in most steps.
+        """
+        start, group = sequence.num_scheduled_tokens, sequence.group
+        return (
+            start >= group.num_prompt_tokens
+            and group.beam_search is None
+            and self._kv_cache_manager.has_room(sequence.table, start + 1)
+            and self.rows.has_all_of(sequence)
+        )
+
+    def _schedule_decodes(
+        self, sequences: list[Sequence], scheduler_output: SchedulerOutput, budget: StepBudget
+    ) -> None:
+        """Adds the next token of each of ``sequences``, as ``_schedule`` does: for all of them at once, as the worker
+        lacks nothing of them.
+        """
+        step, first = scheduler_output.step, len(scheduler_output.rows)
+        budget.spend_decodes(len(sequences))
+        starts = [sequence.num_scheduled_tokens for sequence in sequences]
+        scheduler_output.sequence_ids.extend([sequence.id for sequence in sequences])
+        scheduler_output.rows.extend([sequence.row or 0 for sequence in sequences])
+        scheduler_output.starts.extend(starts)
+        ones = array("i", (1,)) * len(sequences)
+        scheduler_output.lengths.extend(ones)
+        scheduler_output.draws.extend(ones)
+        self.scheduled += sequences
+        for number, (sequence, start) in enumerate(zip(sequences, starts, strict=True), first):
+            if start == len(sequence.token_ids):
+                scheduler_output.awaiting.append(number)
+            sequence.num_scheduled_tokens, sequence.last_step = start + 1, step
 
     def _propose_drafts(self, budget: StepBudget, phase: "Phase | None") -> Mapping[int, abc.Sequence[int]]:
         """Drafts by sequence id. There are none in a step that may compute a prompt too, and so many at most that all

@@ -226,7 +226,7 @@ class Scheduler:
         device, host = self.kv_cache_manager.device_pool, self.kv_cache_manager.host_pool
         disk = self.kv_cache_manager.disk
         # Of what is best effort only that it is there counts, as of those that decode: nobody waits for its prompts.
-        admitted = sum([1 if s.best_effort else s.num_uncomputed_tokens for s in self.running])
+        admitted = sum([1 if s.best_effort else len(s.token_ids) - s.num_computed_tokens for s in self.running])
         if self.preempted:
             admitted += sum([s.num_uncomputed_tokens for s in self.preempted if not s.best_effort])
         return EngineLoad(
@@ -281,10 +281,16 @@ class Scheduler:
     ) -> None:
         """Takes what the step has computed and drawn, chunk by chunk. What has ended meanwhile is passed over."""
         draw, has_errors, token_ids = 0, model_output.has_errors, model_output.token_ids
+        only_tokens = model_output.has_only_tokens and not scheduler_output.drafts
         columns = zip(sequences, scheduler_output.starts, scheduler_output.lengths, scheduler_output.draws, strict=True)
         for number, (sequence, start, length, num_draws) in enumerate(columns):
             first, draw = draw, draw + num_draws
             if sequence is None or sequence.status is _FINISHED:
+                continue
+            if only_tokens and num_draws == 1:
+                self._commit_computed(sequence, start, length)
+                sequence.num_sent_tokens += 1  # the worker has what it drew
+                self._commit_token(sequence, token_ids[first], ())
                 continue
             error = _error_of(number, first, scheduler_output, model_output) if has_errors else None
             if error is not None:

@@ -264,6 +264,11 @@ class ModelOutput:
         """Whether anything failed."""
         return bool(self.errors or self.draw_errors)
 
+    @property
+    def has_only_tokens(self) -> bool:
+        """Whether all draws made a token, and nothing else is told of any."""
+        return not (self.logprobs or self.candidates or self.pooled or self.prompt_logprobs or self.has_errors)
+
     def add(self, other: "ModelOutput", chunk: int) -> None:
         """Adds what a step of the one ``chunk`` made, behind those before it."""
         draw = len(self.token_ids)

@@ -174,6 +174,11 @@ class StepBudget:
             return length
         return 0 if self._prompts else min(least, self.tokens)
 
+    def spend_decodes(self, count: int) -> None:
+        """Takes one token of each of so many sequences that lack only that."""
+        self.tokens -= count
+        self.decoding = max(0, self.decoding - count)
+
     def spend(self, start: int, length: int, wanted: int) -> None:
         """Takes the chunk of ``length`` tokens that a sequence got."""
         self.tokens -= length

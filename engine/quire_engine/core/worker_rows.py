@@ -43,6 +43,17 @@ class WorkerRows:
             self._released.append((sequence.row, sequence.last_step))
             sequence.row = None
 
+    @staticmethod
+    def has_all_of(sequence: Sequence) -> bool:
+        """Whether the worker lacks nothing of a sequence: no token that is known, and no block."""
+        table = sequence.table
+        return (
+            sequence.row is not None
+            and sequence.num_sent_tokens == len(sequence.token_ids)
+            and len(table.block_ids) == table.num_sent
+            and not (table.changed or table.others)
+        )
+
     def send_changes(self, sequence: Sequence, scheduler_output: SchedulerOutput, drafts: Tokens[int]) -> int:
         """Adds to the step what the worker lacks of a sequence that has a chunk in it, and the ``drafts`` behind its
         known tokens. Returns its row.

@@ -143,7 +143,11 @@ def test_other_files_are_refused_in_one_sentence(tmp_path: Path, lines: list[obj
         read_steps(path)
 
 
-@pytest.mark.parametrize("contents", [b"", b"no gzip", gzip.compress(b"{"), gzip.compress(b"\xff\n")])
+@pytest.mark.parametrize(
+    "contents",
+    [b"", b"no gzip", gzip.compress(b"{"), gzip.compress(b"\xff\n")],
+    ids=["empty", "no gzip", "no JSON", "no text"],
+)
 def test_what_is_no_text_of_lines_is_refused_too(tmp_path: Path, contents: bytes) -> None:
     path = tmp_path / "steps"
     path.write_bytes(contents)
