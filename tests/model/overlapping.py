@@ -5,7 +5,8 @@ from dataclasses import dataclass, field
 
 import pytest
 from quire_engine.core.step import ModelOutput, SchedulerOutput
-from quire_engine.executor.torch_executor import AsyncStep, TorchExecutor
+from quire_engine.executor.torch_executor import TorchExecutor
+from quire_engine.worker.worker import AsyncStep
 from quire_proto.errors import ErrorCode
 from quire_proto.sampling import TokenLogprobs
 

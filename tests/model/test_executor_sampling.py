@@ -168,7 +168,7 @@ def test_what_is_kept_of_a_row_is_dropped_when_it_is_freed(executor: TorchExecut
     executor.execute_model(
         make_step(0, [KnownChunk(id, [5], 0, [id + 1], (request,)) for id, request in enumerate(requests)])
     )
-    kept = executor._states._sampling_states
+    kept = executor._worker._states._sampling_states
     assert len(kept) == 3
     executor.execute_model(make_step(1, freed_rows=array("i", [0, 2])))
     assert len(kept) == 1

@@ -165,7 +165,7 @@ def test_an_adapter_that_one_rank_alone_cannot_read_ends_its_own_requests_alone(
                 patch.setattr(LoRAManager, "_read", read_or_fail)
                 output = execute(executor, make_step(number, [chunk(0, known), chunk(1, broken)]))
             assert (sorted(output.token_ids), sorted(output.errors)) == ([0], [1])
-        assert sorted(executor._lora_manager.held) == [1]
+        assert sorted(executor._worker._lora_manager.held) == [1]
         output = execute(executor, make_step(3, [chunk(0, known), chunk(1, broken)]))
         assert sorted(output.token_ids) == [0, 1], "and once it can be read it is used"
 
@@ -183,7 +183,7 @@ def test_adapters_take_turns_in_fewer_slots_and_less_memory(
         for number in (1, 2, 3, 1, 0, 4, 2, 1):
             outputs = Driver(executor, seed=number, max_chunk=20).run(adapters.sequences("llama3", [number])[:3])
             assert outputs == adapters.expected("llama3", [number])[:3]
-            assert len(executor._lora_manager.held) <= max_cpu_loras
+            assert len(executor._worker._lora_manager.held) <= max_cpu_loras
 
 
 def test_an_adapter_whose_folder_has_changed_ends_its_own_requests_alone(
@@ -201,7 +201,7 @@ def test_an_adapter_whose_folder_has_changed_ends_its_own_requests_alone(
         assert {key: (error.code, error.param) for key, error in output.errors.items()} == {
             2: (ErrorCode.UNAVAILABLE, "model")
         }
-        assert sorted(executor._lora_manager.held) == [1]
+        assert sorted(executor._worker._lora_manager.held) == [1]
 
 
 def chunk(sequence_id: int, lora: LoRARequest | None) -> KnownChunk:
@@ -248,7 +248,7 @@ def test_the_largest_step_and_the_adapters_to_come_count_as_memory(small_models:
     folder = small_models.folder("llama3")
     common = {"kv_cache_memory": None, "max_num_batched_tokens": 64, "max_num_seqs": 5}
     with closing(load(folder, **common)) as executor:
-        assert not executor._lora_manager.held, "the step that memory was measured with has left its adapter"
+        assert not executor._worker._lora_manager.held, "the step that memory was measured with has left its adapter"
         driven = Driver(executor, seed=0, max_chunk=9)
         assert driven.run([Sequence(0, [5, 6, 7], 4)])
 

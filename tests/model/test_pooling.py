@@ -168,7 +168,7 @@ def test_embeddings_beside_sequences_that_decode_and_take_their_memory(
         made = [engine.tokens[f"g{number}"] for number in range(3)]
         assert made == small_models.outputs("llama3", range(3), 40)
         engine.pool([[5]])  # with it the executor hears of those that have ended
-        assert not engine.executor._pooler._sums, "what was kept of prompts is not given back"
+        assert not engine.executor._worker._pooler._sums, "what was kept of prompts is not given back"
 
 
 def test_what_a_request_asks_for(folder: Path, small_models: SmallModels) -> None:
@@ -403,7 +403,7 @@ def test_a_random_schedule_changes_nothing(folder: Path) -> None:
         assert aborted
         assert np.abs(got - wanted).max() < TOLERANCE
         engine.pool([[5]])  # with it the executor hears of those that have ended
-        assert not engine.executor._pooler._sums, "what was kept of prompts is not given back"
+        assert not engine.executor._worker._pooler._sums, "what was kept of prompts is not given back"
 
 
 @pytest.mark.parametrize(

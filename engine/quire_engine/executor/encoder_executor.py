@@ -15,12 +15,12 @@ from quire_engine.core.startup import StartupPhase, StartupTimer
 from quire_engine.core.step import ModelOutput, SchedulerOutput
 from quire_engine.device.accelerator import configure_threads, inference_on, resolve_device
 from quire_engine.errors import LoRAError, ModelError
-from quire_engine.executor.pooler import Pooler
-from quire_engine.executor.torch_executor import device_errors
 from quire_engine.models.encoder import EncoderConfig, EncoderModel, PackedPrompts, load_encoder
 from quire_engine.worker.input_batch import prepare_inputs
+from quire_engine.worker.pooler import Pooler
 from quire_engine.worker.request_states import RequestStates
 from quire_engine.worker.sleep import PutAway, device_storages, put_away
+from quire_engine.worker.worker import device_errors
 
 _TIMED_TOKENS = 128
 
