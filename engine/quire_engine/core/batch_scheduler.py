@@ -58,7 +58,7 @@ class BatchScheduler:
         clock: Callable[[], int],
     ) -> None:
         self.running = AdmittedQueue()
-        self.rows = WorkerRows(kv_cache_manager.num_groups)
+        self.rows = WorkerRows()
         self.preemptor = Preemptor(
             config, self.running, self.rows, kv_cache_manager, rates=rates, stats=stats, clock=clock
         )
@@ -113,7 +113,10 @@ class BatchScheduler:
         self.out_of_memory.clear()
         self._computes_prompt = False
         self._oldest_in_flight = min((each.step for each in in_flight), default=step)
-        scheduler_output = self.rows.begin_step(step, self._oldest_in_flight)
+        num_groups = self._kv_cache_manager.num_groups
+        scheduler_output = SchedulerOutput(step, new_blocks=tuple([array("i") for _ in range(num_groups)]))
+        if self.rows.released:
+            scheduler_output.freed_rows = self.rows.free_released(self._oldest_in_flight)
         budget = self._make_budget()
         if self._is_pipeline:
             share = _share_of_tokens(self.running, self.waiting.uncomputed_tokens, in_flight, self._config.num_stages)
@@ -288,7 +291,7 @@ class BatchScheduler:
             start >= group.num_prompt_tokens
             and group.beam_search is None
             and self._kv_cache_manager.has_room(sequence.table, start + 1)
-            and self.rows.has_all_of(sequence)
+            and sequence.is_with_worker
         )
 
     def _schedule_decodes(

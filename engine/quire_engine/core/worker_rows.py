@@ -16,43 +16,28 @@ class WorkerRows:
     """Gives rows to sequences, the lowest first, so that there are no more of them than sequences ran at once.
 
     A row that a step in flight computes is not given to another sequence before that step is done: what it draws is
-    written into the row.
+    written into the row. Until then it is one of ``released``.
     """
 
-    def __init__(self, num_groups: int) -> None:
-        self._num_groups = num_groups
+    def __init__(self) -> None:
         self._num_rows = 0
         self._free: list[int] = []
         # Rows, and the last step that computed them.
-        self._released: list[tuple[int, int]] = []
+        self.released: list[tuple[int, int]] = []
 
-    def begin_step(self, step: int, oldest_in_flight: int) -> SchedulerOutput:
-        """An empty output for ``step``. Rows that no step from ``oldest_in_flight`` on computes are free again."""
-        scheduler_output = SchedulerOutput(step, new_blocks=tuple([array("i") for _ in range(self._num_groups)]))
-        if self._released:
-            freed = [row for row, last_step in self._released if last_step < oldest_in_flight]
-            self._released = [each for each in self._released if each[1] >= oldest_in_flight]
-            scheduler_output.freed_rows.extend(freed)
-            for row in freed:
-                heappush(self._free, row)
-        return scheduler_output
+    def free_released(self, oldest_in_flight: int) -> "array[int]":
+        """Rows that no step from ``oldest_in_flight`` on computes are free again: these are returned, once."""
+        freed = array("i", [row for row, last_step in self.released if last_step < oldest_in_flight])
+        self.released = [each for each in self.released if each[1] >= oldest_in_flight]
+        for row in freed:
+            heappush(self._free, row)
+        return freed
 
     def release(self, sequence: Sequence) -> None:
         """Takes its row, if it has one, from a sequence that leaves the device."""
         if sequence.row is not None:
-            self._released.append((sequence.row, sequence.last_step))
+            self.released.append((sequence.row, sequence.last_step))
             sequence.row = None
-
-    @staticmethod
-    def has_all_of(sequence: Sequence) -> bool:
-        """Whether the worker lacks nothing of a sequence: no token that is known, and no block."""
-        table = sequence.table
-        return (
-            sequence.row is not None
-            and sequence.num_sent_tokens == len(sequence.token_ids)
-            and len(table.block_ids) == table.num_sent
-            and not (table.changed or table.others)
-        )
 
     def send_changes(self, sequence: Sequence, scheduler_output: SchedulerOutput, drafts: Tokens[int]) -> int:
         """Adds to the step what the worker lacks of a sequence that has a chunk in it, and the ``drafts`` behind its
