@@ -202,14 +202,17 @@ def _make_server(
 
 
 def _make_recorder(config: EngineConfig, executor: "ModelExecutor") -> StepRecorder | None:
-    """What writes down all steps, where that is asked for."""
+    """Returns the recorder of all steps; None without ``--record-steps``, or where its file cannot be made."""
     if config.record_steps is None:
         return None
     engine = RecordedEngine(config.names[0], executor.config.vocab_size, executor.kv_cache_config)
     try:
         return StepRecorder(config.record_steps, engine, int(config.record_steps_gib * (1 << 30)))
+    except FileExistsError:
+        log.warning("no steps are recorded: %s exists; choose a new name", config.record_steps)
     except OSError as error:
-        fail(f"--record-steps: {error}.")
+        log.warning("no steps are recorded: %s", error)
+    return None
 
 
 def _load_executor(config: EngineConfig, startup: StartupTimer) -> "ModelExecutor":

@@ -255,7 +255,7 @@ class BatchScheduler:
         running = SequenceStatus.RUNNING  # a member of an enumeration is slow to look up
         memory = self._kv_cache_manager
         decoding: list[Sequence] = []  # before the sequence that is looked at, and not in the columns yet
-        all_at_once = not drafts and phase is not _best_effort  # of which not every token is in the budget
+        all_at_once = not drafts and phase is not _best_effort  # best effort pays for decodes in time too
         for sequence in self._running_of_step().copy():
             if budget.tokens == len(decoding) or self.out_of_memory or sequence.status is not running:
                 break  # victims are those of the least precedence, so all that follow a victim are victims too
@@ -283,15 +283,13 @@ class BatchScheduler:
         self._schedule_decodes(decoding, scheduler_output, budget)
 
     def _lacks_only_its_token(self, sequence: Sequence) -> bool:
-        """Whether a sequence that is to compute one token decodes alone, into a block that it has to itself, and the
-        worker has all that is known of it: so it is with most of them in most steps.
-        """
+        """Whether a sequence that computes one token needs nothing else: no block, and no news for the worker."""
         start, group = sequence.num_scheduled_tokens, sequence.group
         return (
             start >= group.num_prompt_tokens
             and group.beam_search is None
             and self._kv_cache_manager.has_room(sequence.table, start + 1)
-            and sequence.is_with_worker
+            and sequence.worker_is_current
         )
 
     def _schedule_decodes(
@@ -304,7 +302,7 @@ class BatchScheduler:
         budget.spend_decodes(len(sequences))
         starts = [sequence.num_scheduled_tokens for sequence in sequences]
         scheduler_output.sequence_ids.extend([sequence.id for sequence in sequences])
-        scheduler_output.rows.extend([sequence.row or 0 for sequence in sequences])
+        scheduler_output.rows.extend([row for sequence in sequences if (row := sequence.row) is not None])
         scheduler_output.starts.extend(starts)
         ones = array("i", (1,)) * len(sequences)
         scheduler_output.lengths.extend(ones)

@@ -81,6 +81,13 @@ class BlockTable(GroupTable):
         return (self, *self.others)
 
     @property
+    def is_sent(self) -> bool:
+        """Whether the worker has the tables of all groups as they are now."""
+        is_sent = len(self.block_ids) == self.num_sent and not self.changed
+        others = self.others
+        return is_sent and not (others and any(len(o.block_ids) != o.num_sent or o.changed for o in others))
+
+    @property
     def num_held_blocks(self) -> int:
         """The device blocks of all groups."""
         return sum([len(group.block_ids) - group.num_skipped for group in self.groups]) if self.block_ids else 0

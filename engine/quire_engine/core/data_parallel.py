@@ -22,6 +22,7 @@ from quire_engine.core.engine_core import DISK_WAIT_SECONDS, Command, EngineCore
 from quire_engine.core.executor import Executor, ExecutorError
 from quire_engine.core.kv_disk import TransferResult
 from quire_engine.core.scheduler import Scheduler
+from quire_engine.core.step_recording import StepRecorder
 
 # How late an engine that waits for a pass or for its disk hears of the disk.
 DISK_POLL_SECONDS = 0.001
@@ -217,8 +218,10 @@ class DPEngineCore(EngineCore):
         publish: Callable[[EngineCoreOutputs], None],
         data_parallel: DataParallel,
         clock: Callable[[], float] = perf_counter,
+        *,
+        recorder: StepRecorder | None = None,
     ) -> None:
-        super().__init__(scheduler, executor, publish, clock)
+        super().__init__(scheduler, executor, publish, clock, recorder=recorder)
         self._data_parallel, self._lockstep = data_parallel, data_parallel.lockstep
 
     def send(self, command: Command) -> None:
@@ -226,8 +229,8 @@ class DPEngineCore(EngineCore):
         super().send(command)
         self._lockstep.notify()
 
-    def run(self) -> None:
-        """See ``EngineCore.run``. After ``Shutdown``, takes part in passes until no engine has work."""
+    def _run(self) -> None:
+        """After ``Shutdown``, takes part in passes until no engine has work."""
         while not self._stopped:
             number = self._lockstep.number
             self._process_commands()

@@ -219,13 +219,18 @@ class EngineCore:
 
     def run(self) -> None:
         """Steps until ``Shutdown``. Raises errors that no single request caused: then the engine must end."""
+        try:
+            self._run()
+        finally:
+            if self._recorder is not None:
+                self._recorder.close()
+
+    def _run(self) -> None:
         while not self._stopped:
             self._process_commands()
             if self._has_work:
                 self.step()
         self._finish_all_steps()
-        if self._recorder is not None:
-            self._recorder.close()
 
     @property
     def _has_work(self) -> bool:

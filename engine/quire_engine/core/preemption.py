@@ -212,7 +212,9 @@ class Preemptor:
         self._running.remove(victim)
         self._rows.release(victim)
         victim.timings.num_preemptions += 1
-        if victim.request.pooling is not None:  # what the worker has pooled so far goes with its row
+        pooler = self._config.pooler_config
+        if victim.request.pooling is not None and pooler is not None and pooler.skip_reading_prefix_cache:
+            # What the worker has pooled so far goes with its row.
             mode, reason = PreemptionMode.RECOMPUTE, PreemptionReason.LOST
         else:
             mode, reason = choose_preemption_mode(

@@ -267,15 +267,9 @@ class Sequence:
         return goes_on and len(self.sample_requests) == 1 and self.group.runs_ahead
 
     @property
-    def is_with_worker(self) -> bool:
+    def worker_is_current(self) -> bool:
         """Whether the worker lacks nothing of it: no token that is known, and no block."""
-        table = self.table
-        return (
-            self.row is not None
-            and self.num_sent_tokens == len(self.token_ids)
-            and len(table.block_ids) == table.num_sent
-            and not (table.changed or table.others)
-        )
+        return self.row is not None and self.num_sent_tokens == len(self.token_ids) and self.table.is_sent
 
     @property
     def num_output(self) -> int:

@@ -95,7 +95,7 @@ class Scheduler:
         self._step = 0
         self._last_step = 0
         self._in_flight: deque[SchedulerOutput] = deque()
-        # Those of the chunks of each step in flight; None where nothing of the chunk is to be committed.
+        # The sequence of each chunk, for each step in flight; None where the chunk's results are dropped.
         self._scheduled: deque[list[Sequence | None]] = deque()
         self._outputs: list[EngineCoreOutput] = []
         self._complete_searches: list[SequenceGroup] = []
@@ -317,7 +317,7 @@ class Scheduler:
         self.stats.computed_tokens += length
 
     def _commit_draws(self, sequence: Sequence, model_output: ModelOutput, first: int) -> None:
-        """Commits what is no single token."""
+        """Commits candidates, what was pooled, or the first tokens of several choices."""
         if first in model_output.pooled:
             self._end_pooled(sequence, model_output.pooled[first])
         elif first in model_output.candidates:

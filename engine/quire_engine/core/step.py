@@ -15,7 +15,7 @@ from quire_proto.sampling import SamplingParams, TokenLogprobs
 from quire_engine.core.block_pool import BlockCopies
 from quire_engine.core.lora import LoRARequest
 
-Value = TypeVar("Value")
+_Value = TypeVar("_Value")
 
 
 class GrammarError(Exception):
@@ -82,9 +82,9 @@ class NewRequest:
     of layers, which covers at least the tokens of its chunk.
 
     ``sample_requests`` say how its outputs are drawn: the row's own first, and then those that are forked from it where
-    one prompt has several. There are none where the prompt is pooled, as ``pooling`` says. ``num_prompt_logprobs``: so
-    many most probable tokens are told beside each token of the prompt; None where no log-probabilities of the prompt
-    are asked for. ``lora`` is the adapter that its tokens are computed with; None for the model alone.
+    one prompt has several. There are none where the prompt is pooled, as ``pooling`` says. ``num_prompt_logprobs``: how
+    many of the most probable tokens to return with each token of the prompt; None where no log-probabilities of it are
+    asked for. ``lora`` is the adapter that its tokens are computed with; None for the model alone.
     """
 
     row: int
@@ -98,9 +98,9 @@ class NewRequest:
 
 @dataclass(frozen=True, slots=True)
 class ScheduledChunk:
-    """One entry of a step's columns: the ``length`` tokens of a sequence that the step computes, from its token
-    ``start`` on. The worker has them, and the sequence's block tables, in ``row``: the tokens before ``start`` are in
-    KV memory already, or will be by the step before. See ``SchedulerOutput``.
+    """An entry of a step's columns as an object: the ``length`` tokens of a sequence that the step computes, from its
+    token ``start`` on. The worker has them, and the sequence's block tables, in ``row``: the tokens before ``start``
+    are in KV memory already, or will be by the step before. See ``SchedulerOutput``.
     """
 
     sequence_id: int
@@ -184,7 +184,7 @@ class SchedulerOutput:
 
     @property
     def chunks(self) -> list[ScheduledChunk]:
-        """The entries of the columns, one by one, for those who do not mind the time."""
+        """The entries of the columns as objects. Slow: not for the hot path."""
         awaiting, columns = set(self.awaiting), (self.sequence_ids, self.rows, self.starts, self.lengths, self.draws)
         return [
             ScheduledChunk(*entry, index in awaiting, self.drafts.get(index, ()))
@@ -266,11 +266,11 @@ class ModelOutput:
 
     @property
     def has_only_tokens(self) -> bool:
-        """Whether all draws made a token, and nothing else is told of any."""
+        """Whether every draw made a token, without log-probabilities or errors."""
         return not (self.logprobs or self.candidates or self.pooled or self.prompt_logprobs or self.has_errors)
 
     def add(self, other: "ModelOutput", chunk: int) -> None:
-        """Adds what a step of the one ``chunk`` made, behind those before it."""
+        """Appends the output of a step that ran chunk number ``chunk`` alone."""
         draw = len(self.token_ids)
         self.token_ids += other.token_ids
         self.logprobs |= _shifted(other.logprobs, draw)
@@ -283,5 +283,5 @@ class ModelOutput:
         self.waited_for_others |= other.waited_for_others
 
 
-def _shifted(values: dict[int, Value], by: int) -> dict[int, Value]:
+def _shifted(values: dict[int, _Value], by: int) -> dict[int, _Value]:
     return {number + by: value for number, value in values.items()}

@@ -1,4 +1,4 @@
-"""Steps in a file: what was scheduled, what came of it and how long it took, to be replayed elsewhere.
+"""Steps in a file: what was scheduled, its output and how long it took, to be replayed elsewhere.
 
 One line of JSON for each step, behind a line about the engine, compressed with gzip. The file holds prompts and
 outputs, so nobody but its owner may read it.
@@ -8,12 +8,15 @@ import gzip
 import json
 import logging
 import os
+import zlib
 from array import array
 from collections.abc import Iterator, Mapping
+from contextlib import suppress
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from queue import Full, Queue
+from queue import Empty, Full, Queue
 from threading import Thread
+from time import monotonic
 from typing import Any, BinaryIO
 
 from quire_proto import __version__
@@ -29,6 +32,8 @@ log = logging.getLogger(__name__)
 
 FORMAT = 1
 _MOST_WAITING = 256  # steps
+_FLUSH_SECONDS = 1.0  # after which what was recorded is in the file, whatever happens to the engine
+_END_SECONDS = 10.0
 _COLUMNS = ("sequence_ids", "rows", "starts", "lengths", "draws")
 _COPIES = ("blocks_to_swap_out", "blocks_to_copy", "blocks_to_swap_in", "blocks_to_swap_ahead")
 
@@ -84,10 +89,13 @@ class StepRecorder:
             self._end("steps come faster than they can be written")
 
     def close(self) -> None:
-        """Ends the file when all steps are written that were recorded."""
+        """Ends the file when all steps are written that were recorded. Waits for a slow disk for ``_END_SECONDS``."""
         self._is_over = True
-        self._steps.put(None)
-        self._thread.join()
+        with suppress(Full):
+            self._steps.put(None, timeout=_END_SECONDS)
+        self._thread.join(_END_SECONDS)
+        if self._thread.is_alive():
+            log.warning("the last steps are missing in %s: the disk is too slow", self._path)
 
     def _end(self, reason: str) -> None:
         if not self._is_over:
@@ -99,15 +107,28 @@ class StepRecorder:
             with self._file, gzip.GzipFile(fileobj=self._file, mode="wb", compresslevel=1) as lines:
                 head = {"quire_steps": FORMAT, "version": __version__, "engine": asdict(engine)}
                 _write_line(lines, head)
-                while (step := self._steps.get()) is not None:
-                    _write_line(lines, _step_to_plain(step))
-                    if self._file.tell() >= self._max_bytes:
-                        self._end(f"it has {self._max_bytes} bytes")
-                        break
-        except OSError as error:
-            self._end(str(error))
-        while self._is_over and not self._steps.empty():  # ``close`` may wait for a place
-            self._steps.get()
+                self._write_steps(lines)
+        except Exception as error:  # noqa: BLE001 - the engine goes on, whatever a recording meets
+            self._end(str(error) or type(error).__name__)
+        finally:
+            self._is_over = True
+            while not self._steps.empty():  # ``close`` may wait for a place
+                self._steps.get()
+
+    def _write_steps(self, lines: gzip.GzipFile) -> None:
+        flushed = monotonic()
+        while self._file.tell() < self._max_bytes:
+            if monotonic() - flushed >= _FLUSH_SECONDS:
+                lines.flush()
+                flushed = monotonic()
+            try:
+                step = self._steps.get(timeout=_FLUSH_SECONDS)
+            except Empty:
+                continue
+            if step is None:
+                return
+            _write_line(lines, _step_to_plain(step))
+        self._end(f"it has {self._max_bytes} bytes")
 
 
 def read_steps(path: Path) -> tuple[RecordedEngine, Iterator[RecordedStep]]:
@@ -148,8 +169,8 @@ def _read_lines(path: Path) -> Iterator[dict[str, Any]]:
                     raise RecordingError(f"{path} is no file of steps.")
                 yield value
     except EOFError:
-        return  # whoever wrote it was killed
-    except (OSError, ValueError) as error:
+        return  # the writer was killed
+    except (OSError, ValueError, zlib.error) as error:
         raise RecordingError(f"{path} cannot be read: {error}.") from error
 
 
@@ -212,7 +233,7 @@ def _new_to_plain(new: NewRequest) -> dict[str, Any]:
         "block_ids": [table.tolist() for table in new.block_ids],
         "sample_requests": [_request_to_plain(request) for request in new.sample_requests],
         "num_prompt_logprobs": new.num_prompt_logprobs,
-        "lora": None if new.lora is None else [new.lora.lora_name, new.lora.lora_int_id, str(new.lora.lora_path)],
+        "lora": None if new.lora is None else _lora_to_plain(new.lora),
         "pooling": None if new.pooling is None else asdict(new.pooling),
     }
 
@@ -225,9 +246,13 @@ def _new_from_plain(plain: Mapping[str, Any]) -> NewRequest:
         tuple(array("i", table) for table in plain["block_ids"]),
         tuple(_request_from_plain(request) for request in plain["sample_requests"]),
         num_prompt_logprobs=plain["num_prompt_logprobs"],
-        lora=None if lora is None else LoRARequest(*lora),
+        lora=None if lora is None else LoRARequest(lora[0], lora[1], lora[2], bytes.fromhex(lora[3])),
         pooling=None if pooling is None else PoolingParams(**{**pooling, "task": Task(pooling["task"])}),
     )
+
+
+def _lora_to_plain(lora: LoRARequest) -> list[Any]:
+    return [lora.lora_name, lora.lora_int_id, str(lora.lora_path), lora.digest.hex()]
 
 
 def _request_to_plain(request: SampleRequest) -> dict[str, Any]:

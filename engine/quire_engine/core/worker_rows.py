@@ -53,7 +53,7 @@ class WorkerRows:
                 _add(scheduler_output.new_tokens, row, num_sent, sequence.token_ids[num_sent:])
                 sequence.num_sent_tokens = len(sequence.token_ids)
             table = sequence.table
-            if len(table.block_ids) > table.num_sent or table.changed or table.others:
+            if not table.is_sent:
                 for changes, group in zip(scheduler_output.new_blocks, table.groups, strict=True):
                     for index in group.take_changes():
                         changes.extend((row, index, group.block_ids[index]))

@@ -78,12 +78,12 @@ class EncoderExecutor:
     def execute_model(self, scheduler_output: SchedulerOutput) -> ModelOutput:
         """See ``Executor.execute_model``."""
         output = ModelOutput([0] * scheduler_output.num_draws)
+        self._states.update(scheduler_output)
         self._pooler.remove(scheduler_output.freed_rows)
         if not scheduler_output.rows:
             return output
         with device_errors(), inference_on(self._model.device):
             begun = perf_counter()
-            self._states.update(scheduler_output)
             capacity = self.kv_cache_config
             batch = prepare_inputs(self._states, scheduler_output, capacity.block_size, capacity.groups)
             batch.model_input.check_vocabulary(self.config.vocab_size)

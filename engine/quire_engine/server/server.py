@@ -88,7 +88,7 @@ class EngineServer:
         self._core = (
             EngineCore(scheduler, executor, self._publish, sleeper=sleeper, recorder=recorder)
             if data_parallel is None
-            else DPEngineCore(scheduler, executor, self._publish, data_parallel)
+            else DPEngineCore(scheduler, executor, self._publish, data_parallel, recorder=recorder)
         )
         name = description.served_model_names[0]
         dropped = Counter[DropReason]() if dropped_spans is None else dropped_spans

@@ -3,7 +3,7 @@ whether they draw the same tokens and how long they take beside what they took.
 """
 
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import closing
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -14,7 +14,6 @@ from quire_proto.cli import read_settings
 from quire_proto.terminal import fail
 
 from quire_engine.config import EngineConfig
-from quire_engine.core.block_pool import KVCacheConfig
 from quire_engine.core.executor import Executor, ExecutorError
 from quire_engine.core.step import ModelOutput, SchedulerOutput
 from quire_engine.core.step_recording import RecordedEngine, RecordedStep, RecordingError, read_steps
@@ -22,6 +21,7 @@ from quire_engine.errors import ModelError
 from quire_engine.factory import load_executor
 from quire_engine.simulation.config import SimulatedEngineConfig
 from quire_engine.simulation.simulated_executor import SimulatedExecutor
+from quire_engine.simulation.simulator import VirtualClock
 
 USAGE = "usage: quire-engine replay FILE [--model MODEL and other flags of quire-engine | flags of a simulated engine]"
 
@@ -38,8 +38,7 @@ def replay(arguments: Sequence[str]) -> None:
     path, flags = Path(arguments[0]), arguments[1:]
     try:
         engine, steps = read_steps(path)
-        with closing(_make_executor(engine, flags)) as executor:
-            report = run_steps(executor, steps)
+        report = _replay_on_model(engine, steps, flags) if _has_model(flags) else _simulate(engine, steps, flags)
     except (RecordingError, ModelError, ExecutorError) as error:
         fail(str(error))
     sys.stdout.write(f"{engine.model}, on {'the model' if _has_model(flags) else 'the simulated executor'}\n{report}\n")
@@ -49,12 +48,26 @@ def _has_model(flags: Sequence[str]) -> bool:
     return any(flag == "--model" or flag.startswith("--model=") for flag in flags)
 
 
-def _make_executor(engine: RecordedEngine, flags: Sequence[str]) -> Executor:
-    """An executor with as much KV memory as the recorded one. Raises ``ModelError``."""
-    capacity = engine.capacity
-    if not _has_model(flags):
-        return _Timed(capacity, read_settings(SimulatedEngineConfig, flags), engine.vocab_size)
-    config = read_settings(EngineConfig, flags)
+def _simulate(engine: RecordedEngine, steps: Iterator[RecordedStep], flags: Sequence[str]) -> "ReplayReport":
+    """Runs the steps on the simulated executor, in virtual time."""
+    settings, clock = read_settings(SimulatedEngineConfig, flags), VirtualClock()
+    executor = SimulatedExecutor(
+        *(engine.capacity, settings.latency),
+        seed=settings.seed,
+        vocab_size=engine.vocab_size,
+        sleep=clock.sleep,
+    )
+    return run_steps(executor, steps, lambda: clock.seconds, compares=False)
+
+
+def _replay_on_model(engine: RecordedEngine, steps: Iterator[RecordedStep], flags: Sequence[str]) -> "ReplayReport":
+    with closing(_load(engine, flags)) as executor:
+        return run_steps(executor, steps)
+
+
+def _load(engine: RecordedEngine, flags: Sequence[str]) -> Executor:
+    """The model, with as much KV memory as the recorded one. Raises ``ModelError``."""
+    capacity, config = engine.capacity, read_settings(EngineConfig, flags)
     given = {
         "kv_cache_memory": capacity.device_blocks * capacity.block_bytes,
         "swap_space": capacity.host_blocks * capacity.block_bytes / (1 << 30),
@@ -78,20 +91,9 @@ def _make_executor(engine: RecordedEngine, flags: Sequence[str]) -> Executor:
     return executor
 
 
-class _Timed(SimulatedExecutor):
-    """Spends no time, and says how long a device would have taken."""
-
-    def __init__(self, capacity: KVCacheConfig, settings: SimulatedEngineConfig, vocab_size: int) -> None:
-        self.seconds = 0.0
-        super().__init__(capacity, settings.latency, seed=settings.seed, vocab_size=vocab_size, sleep=self._spend)
-
-    def _spend(self, seconds: float) -> None:
-        self.seconds += seconds
-
-
 @dataclass(slots=True)
 class ReplayReport:
-    """What came of it: seconds of each step as recorded and as replayed, of steps that compute prompts and of others,
+    """Seconds of each step as recorded and as replayed, of steps that compute prompts and of others,
     and the tokens that were compared and those that were the same. ``ended`` says why it ended early.
     """
 
@@ -100,6 +102,7 @@ class ReplayReport:
     num_tokens: int = 0
     num_compared: int = 0
     num_equal: int = 0
+    num_failed: int = 0
     ended: str = ""
 
     def __str__(self) -> str:
@@ -113,6 +116,8 @@ class ReplayReport:
                 lines.append(f"{name:<22}{len(seconds):>8,}{columns[0]} {columns[1]}")
         if self.num_compared:
             lines.append(f"{self.num_equal:,} of {self.num_compared:,} drawn tokens are the recorded ones")
+        if self.num_failed:
+            lines.append(f"{self.num_failed:,} steps had errors, then or now, and were not compared")
         return "\n".join([*lines, *([self.ended] if self.ended else [])])
 
 
@@ -121,29 +126,35 @@ def _sum_and_percentiles(seconds: list[float]) -> str:
     return f"{sum(seconds):>10.2f}{p50:>9.4f}{p99:>9.4f}"
 
 
-def run_steps(executor: Executor, steps: Iterator[RecordedStep]) -> ReplayReport:
-    """Runs all steps, one after the other, on the tokens that ``executor`` draws, be they the recorded ones or not.
-    Raises ``RecordingError``, and ``ExecutorError``.
+def run_steps(
+    executor: Executor,
+    steps: Iterator[RecordedStep],
+    clock: Callable[[], float] = perf_counter,
+    *,
+    compares: bool = True,
+) -> ReplayReport:
+    """Runs all steps, one after the other, on the tokens that ``executor`` draws, be they the recorded ones or not;
+    unless it makes them up, it ``compares`` them. ``clock`` tells seconds. Raises ``RecordingError``, and
+    ``ExecutorError``.
     """
     report, rows_with_grammar = ReplayReport(), set[int]()
-    simulated = executor if isinstance(executor, _Timed) else None
     for step in steps:
         output = step.scheduler_output
         rows_with_grammar -= {new.row for new in output.new}
         rows_with_grammar |= step.rows_with_grammar
-        begun = perf_counter() if simulated is None else simulated.seconds
+        begun = clock()
         try:
             made = executor.execute_model(output)
         except ExecutorError:
             raise
         except Exception as error:  # noqa: BLE001 - the recorded one may have failed too
-            report.ended = f"step {output.step} fails, and the rest is left out: {error!r}"
+            report.ended = f"step {output.step} fails, and those behind it are left out: {error!r}"
             break
-        ended = perf_counter() if simulated is None else simulated.seconds
+        ended = clock()
         has_prompts = any(length > 1 + len(output.drafts.get(i, ())) for i, length in enumerate(output.lengths))
         (report.with_prompts if has_prompts else report.decoding).append((step.seconds, ended - begun))
         report.num_tokens += output.num_tokens
-        if simulated is None:
+        if compares:
             _compare(report, output, step, made, rows_with_grammar)
     return report
 
@@ -152,6 +163,7 @@ def _compare(
     report: ReplayReport, output: SchedulerOutput, step: RecordedStep, made: ModelOutput, rows_with_grammar: set[int]
 ) -> None:
     if step.failed or made.has_errors:
+        report.num_failed += 1
         return
     draw = 0
     for row, num_draws in zip(output.rows, output.draws, strict=True):

@@ -159,14 +159,16 @@ class SimulatedExecutor:
         model_output, draw = ModelOutput([0] * scheduler_output.num_draws), 0
         for number, chunk in enumerate(scheduler_output.chunks):
             row = self._rows[chunk.row]
-            for index in range(chunk.num_draws):
+            if chunk.num_draws and not row.sample_requests:
+                model_output.pooled[draw] = b""  # there are no hidden states
+            for index in range(chunk.num_draws if row.sample_requests else 0):
                 choice, position = index, chunk.end
                 if chunk.draft_token_ids:
                     choice, position = 0, chunk.end - chunk.num_draft_tokens + index
                 self._sample(row, choice, position, draw + index, model_output)
             if row.prompt_logprobs is not None and (scored := self._score(row, chunk)):
                 model_output.prompt_logprobs[number] = scored
-            if chunk.num_draws and not chunk.draft_token_ids:
+            if chunk.num_draws and row.sample_requests and not chunk.draft_token_ids:
                 row.put(chunk.end, model_output.token_ids[draw])
             draw += chunk.num_draws
         return model_output

@@ -224,13 +224,12 @@ def _row_draws(scheduler_output: SchedulerOutput, sampled: list[int], firsts: li
 def _prompt_targets(states: RequestStates, scheduler_output: SchedulerOutput) -> list[PromptTargets]:
     """What log-probabilities are asked for of the tokens that follow those of the step's chunks."""
     targets = []
-    columns = zip(scheduler_output.rows, scheduler_output.starts, scheduler_output.lengths, strict=True)
-    for number, (row, start, length) in enumerate(columns):
-        if row in states.prompt_logprobs:
-            end = min(start + length + 1, states.num_prompt_tokens(row))
-            if start + 1 < end:
-                token_ids = states.tokens.row(row)[start + 1 : end].tolist()
-                targets.append(PromptTargets(number, token_ids, states.prompt_logprobs[row]))
+    for number in np.flatnonzero(np.isin(_indices(scheduler_output.rows), list(states.prompt_logprobs))).tolist():
+        row, start = scheduler_output.rows[number], scheduler_output.starts[number]
+        end = min(start + scheduler_output.lengths[number] + 1, states.num_prompt_tokens(row))
+        if start + 1 < end:
+            token_ids = states.tokens.row(row)[start + 1 : end].tolist()
+            targets.append(PromptTargets(number, token_ids, states.prompt_logprobs[row]))
     return targets
 
 

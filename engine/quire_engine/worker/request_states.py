@@ -139,7 +139,7 @@ class RequestStates:
         self.tokens.put(row, np.frombuffer(new.token_ids, np.int32))
         for blocks, block_ids in zip(self.blocks, new.block_ids, strict=True):
             blocks.put(row, np.frombuffer(block_ids, np.int32))
-        self.sampling.put(row, requests[0] if requests else None, is_plain=len(requests) == 1 and is_plain(requests[0]))
+        self.sampling.put(row, requests[0] if requests else None, is_plain=bool(requests) and is_plain(requests[0]))
         self._sample_requests[row] = requests
         if row >= len(self.lora_ids):
             self.lora_ids = np.pad(self.lora_ids, (0, max(row + 1, 2 * len(self.lora_ids)) - len(self.lora_ids)))

@@ -1,5 +1,5 @@
-"""``Worker``: one rank's work on a step. It brings its rows up to date, copies blocks, has the model run, and draws or
-pools.
+"""``Worker``: an engine's work on a step, in rank 0. It updates its rows, copies blocks, runs the model on all ranks,
+and draws or pools.
 """
 
 import logging
@@ -57,7 +57,7 @@ class Worker:
         ``AsyncExecutor.execute_model_async``.
 
         ``timings`` are the host's: on CUDA ``swap`` and ``sample`` are launches, and ``forward`` is the launch and the
-        wait for the step, whatever it is that takes long there.
+        wait for all of the step.
         """
         capacity, states = self._runner.kv_cache_config, self._states
         states.update(scheduler_output)
@@ -268,8 +268,8 @@ class AsyncStep:
         number_of[appended.rows] = appended.numbers
         places = number_of[rows]
         if self._sampled_numbers is not None:
-            place_of = np.empty_like(self._sampled_numbers)
-            place_of[self._sampled_numbers] = np.arange(len(place_of))
+            place_of = np.zeros(len(self.output.token_ids), np.int64)
+            place_of[self._sampled_numbers] = np.arange(len(self._sampled_numbers))
             places = place_of[places]
         if np.array_equal(places, np.arange(len(token_ids))):
             return token_ids

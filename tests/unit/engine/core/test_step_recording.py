@@ -12,7 +12,13 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from quire_engine.core.block_pool import KVCacheConfig, KVCacheGroup
+from quire_engine.core.config import SchedulerConfig
+from quire_engine.core.engine_core import AddRequest, EngineCore
+from quire_engine.core.executor import ExecutorError
+from quire_engine.core.kv_cache_manager import KVCacheManager
 from quire_engine.core.lora import LoRARequest
+from quire_engine.core.request import Request
+from quire_engine.core.scheduler import Scheduler
 from quire_engine.core.step import ModelOutput, NewRequest, SampleRequest, ScheduledChunk, SchedulerOutput
 from quire_engine.core.step_recording import RecordedEngine, RecordingError, StepRecorder, read_steps
 from quire_engine.simulation.replay import run_steps
@@ -21,6 +27,7 @@ from quire_proto.sampling import SamplingParams
 
 from tests.support.overlapping_executor import OverlappingPagedExecutor
 from tests.support.paged_executor import VOCAB_SIZE, PagedExecutor
+from tests.support.processes import eventually
 from tests.support.sampling_inputs import ModuloGrammar
 from tests.support.scenario import Run, Scenario
 
@@ -71,7 +78,7 @@ def test_all_that_a_step_may_have_is_kept(tmp_path: Path) -> None:
     held = replace(request, grammar=ModuloGrammar())
     tables = (array("i", [1, 2]), array("i", [0, 7]))
     new = [
-        NewRequest(0, array("i", [5, 6]), tables, (request, request), 2, LoRARequest("a", 1, "/a")),
+        NewRequest(0, array("i", [5, 6]), tables, (request, request), 2, LoRARequest("a", 1, "/a", b"digest")),
         NewRequest(1, array("i", [5]), tables, (held,)),
         NewRequest(2, array("i", [5]), tables, pooling=PoolingParams(Task.EMBED, dimensions=8)),
     ]
@@ -115,6 +122,50 @@ def test_a_file_that_is_full_gets_no_more_steps_and_the_engine_goes_on(
     assert 1 <= len(list(read_steps(tmp_path / "steps")[1])) < 100
 
 
+def steps_in(path: Path) -> list[int]:
+    """The numbers of the steps that the file has by now."""
+    try:
+        return [step.scheduler_output.step for step in read_steps(path)[1]]
+    except RecordingError:
+        return []
+
+
+def test_what_was_recorded_is_in_the_file_a_second_later(tmp_path: Path) -> None:
+    recorder = StepRecorder(tmp_path / "steps", ENGINE, 1 << 20)
+    recorder.record(SchedulerOutput(5, freed_rows=array("i", [1])), ModelOutput(), 0.1)
+    eventually(lambda: steps_in(tmp_path / "steps") == [5], 20)
+    recorder.close()
+
+
+def test_a_step_that_cannot_be_written_ends_the_recording_and_not_the_engine(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    recorder = StepRecorder(tmp_path / "steps", ENGINE, 1 << 20)
+    recorder.record(SchedulerOutput(1), ModelOutput([object()]), 0.1)
+    for number in range(2, 600):
+        recorder.record(SchedulerOutput(number), ModelOutput(), 0.1)
+    recorder.close()
+    recorder.close()
+    assert "no more steps are recorded" in caplog.text
+
+
+def test_a_core_that_fails_closes_the_file(tmp_path: Path) -> None:
+    class Failing(PagedExecutor):
+        def execute_model(self, scheduler_output: SchedulerOutput) -> ModelOutput:
+            if scheduler_output.step == 3:
+                raise ExecutorError("the device is lost")
+            return super().execute_model(scheduler_output)
+
+    capacity = KVCacheConfig(4, 30, 0)
+    scheduler = Scheduler(SchedulerConfig(max_model_len=40, vocab_size=VOCAB_SIZE), KVCacheManager(capacity))
+    recorder = StepRecorder(tmp_path / "steps", RecordedEngine("m", VOCAB_SIZE, capacity), 1 << 20)
+    core = EngineCore(scheduler, Failing(capacity), lambda _: None, recorder=recorder)
+    core.send(AddRequest(Request("a", [1, 2, 3], SamplingParams(max_tokens=9, ignore_eos=True))))
+    with pytest.raises(ExecutorError):
+        core.run()
+    assert [step.scheduler_output.step for step in read_steps(tmp_path / "steps")[1]] == [1, 2]
+
+
 def test_what_an_engine_that_was_killed_has_written_is_read(tmp_path: Path) -> None:
     recorder = StepRecorder(tmp_path / "steps", ENGINE, 1 << 30)
     for number in range(200):
@@ -145,8 +196,8 @@ def test_other_files_are_refused_in_one_sentence(tmp_path: Path, lines: list[obj
 
 @pytest.mark.parametrize(
     "contents",
-    [b"", b"no gzip", gzip.compress(b"{"), gzip.compress(b"\xff\n")],
-    ids=["empty", "no gzip", "no JSON", "no text"],
+    [b"", b"no gzip", gzip.compress(b"{"), gzip.compress(b"\xff\n"), gzip.compress(b"{}")[:10] + b"\xff" * 20],
+    ids=["empty", "no gzip", "no JSON", "no text", "damaged"],
 )
 def test_what_is_no_text_of_lines_is_refused_too(tmp_path: Path, contents: bytes) -> None:
     path = tmp_path / "steps"

@@ -11,9 +11,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 from quire_engine.core.block_pool import KVCacheGroup
-from quire_engine.core.step import NewRequest, ScheduledChunk, SchedulerOutput
+from quire_engine.core.step import NewRequest, SampleRequest, ScheduledChunk, SchedulerOutput
 from quire_engine.worker.input_batch import prepare_inputs
 from quire_engine.worker.request_states import RaggedRows, RequestStates
+from quire_proto.sampling import SamplingParams
 
 from tests.support import reference_inputs
 from tests.support.steps import PlainRows
@@ -117,3 +118,15 @@ def test_a_row_may_hold_next_to_nothing(size: int) -> None:
     rows.put(3, np.zeros(size, np.int32))
     rows.write(np.array([3]), np.array([size]), np.array([7]))
     assert rows.row(3)[size] == 7
+
+
+def test_a_row_that_several_outputs_were_drawn_from_is_plain_once_they_are_apart() -> None:
+    states, request = RequestStates(1, 100), SampleRequest(SamplingParams(temperature=0), 0, 2)
+    new = NewRequest(0, array("i", [5, 6]), (array("i", [1]),), (request, request))
+    forked, following = SchedulerOutput(1, new=[new]), SchedulerOutput(2)
+    forked.add_chunk(ScheduledChunk(0, 0, 0, 2, num_draws=2))
+    following.add_chunk(ScheduledChunk(0, 0, 2, 1, num_draws=1))
+    states.update(forked)
+    assert not prepare_inputs(states, forked, BLOCK_SIZE).is_plain
+    states.tokens.write(np.array([0]), np.array([2]), np.array([7]))
+    assert prepare_inputs(states, following, BLOCK_SIZE).is_plain
