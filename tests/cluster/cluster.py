@@ -185,7 +185,9 @@ class Release:
         file = self._folder / f"{self.namespace}-{self.name}.json"
         file.write_text(json.dumps(values))
         waits = ("--wait", "--timeout", "300s") if wait else ()
-        self.helm("upgrade", "--install", self.name, str(chart), "--values", str(file), *waits, *words)
+        # From 4 on helm leaves alone what others have set, as ``kubectl scale`` and autoscalers set replicas.
+        forces = () if self.helm("version", "--template", "{{.Version}}").startswith("v3") else ("--force-conflicts",)
+        self.helm("upgrade", "--install", self.name, str(chart), "--values", str(file), *forces, *waits, *words)
         self.values = values
 
     def test(self) -> str:

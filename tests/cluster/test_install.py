@@ -51,7 +51,10 @@ def test_helm_test(row: Row, release: Release) -> None:
 @pytest.mark.row("upgrade from the previous version of the chart, and `helm rollback` to it")
 def test_upgraded_and_rolled_back(row: Row, releases: Releases, namespaces: Namespaces, values: Values) -> None:
     release = releases(namespaces(), "quire")
-    release.set(previous_chart(), known_values(values))
+    release.set(previous_chart(), known_values(values), wait=False)
+    # The images are this version's, whose engines listen for others only with a token, which that chart does not make.
+    release.kubectl("set", "env", release.workload("engine"), "QUIRE_ENGINE_INSECURE=true")
+    release.settled()
     try:
         with row.client(release):
             release.set(CHART, values)
