@@ -692,8 +692,8 @@ class EngineConfig(CliSettings, NodeArgs, EngineArgs):
         description="New file for all steps, with prompts and outputs, which quire-engine replay runs again; only its "
         "owner may read it.",
     )
-    record_steps_gib: float = Field(
-        default=1.0, gt=0, allow_inf_nan=False, description="GiB of that file after which no more steps are recorded."
+    record_steps_gib: Gib = Field(
+        default=1.0, gt=0, description="GiB of that file after which no more steps are recorded."
     )
     log_level: Literal["debug", "info", "warning", "error"] = Field(
         default="info", description="Lowest level that is logged."

@@ -269,7 +269,10 @@ class Sequence:
     @property
     def worker_is_current(self) -> bool:
         """Whether the worker lacks nothing of it: no token that is known, and no block."""
-        return self.row is not None and self.num_sent_tokens == len(self.token_ids) and self.table.is_sent
+        table = self.table
+        if self.row is None or self.num_sent_tokens != len(self.token_ids) or len(table.block_ids) != table.num_sent:
+            return False
+        return not table.changed and (not table.others or table.is_sent)
 
     @property
     def num_output(self) -> int:
