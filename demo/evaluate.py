@@ -12,9 +12,8 @@ from itertools import islice
 from pathlib import Path
 from typing import Any
 
-import calls
 import torch
-from corpus import Document, Function, Message, documents
+from corpus import Document, Message, documents
 from torch import Tensor
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
@@ -26,12 +25,11 @@ ANSWER_LIMIT = 640
 
 @dataclass(frozen=True, slots=True)
 class Case:
-    """A conversation up to a question, the one right answer, and what the model may call."""
+    """A conversation up to a question, and the one right answer."""
 
     skill: str
     history: tuple[Message, ...]
     answer: str
-    functions: tuple[Function, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,29 +44,17 @@ def questions(document: Document) -> Iterator[Case]:
     """Every exchange of the conversation, as a question with the true history before it."""
     ends = [i for i, message in enumerate(document.messages) if message.role == "assistant"]
     for skill, end in zip(document.skills, ends, strict=True):
-        yield Case(skill, document.messages[:end], document.messages[end].content, document.functions)
+        yield Case(skill, document.messages[:end], document.messages[end].content)
 
 
 def cases(samples: int, seed: int = HELD_OUT_SEED) -> dict[str, list[Case]]:
     """The first `samples` questions of each skill in a stream of conversations of up to eight exchanges."""
-    return dict(sorted(first_of_each(documents(seed, turns=(1, 8), plain_share=0.0), samples).items()))
-
-
-def tool_cases(samples: int, seed: int = HELD_OUT_SEED + 2) -> dict[str, list[Case]]:
-    """The same of conversations in which functions are offered."""
-    stream = (document for document in calls.documents(seed, turns=(1, 6)) if document.functions)
-    chosen = first_of_each(stream, samples)
-    return {skill: chosen[skill] for skill in calls.SKILLS}
-
-
-def first_of_each(stream: Iterator[Document], samples: int) -> dict[str, list[Case]]:
-    """The first `samples` questions of each skill."""
     chosen: dict[str, list[Case]] = defaultdict(list)
-    for document in islice(stream, 100 * samples):
+    for document in islice(documents(seed, turns=(1, 8), plain_share=0.0), 100 * samples):
         for case in questions(document):
             if len(chosen[case.skill]) < samples:
                 chosen[case.skill].append(case)
-    return chosen
+    return dict(sorted(chosen.items()))
 
 
 def long_cases(samples: int, seed: int = HELD_OUT_SEED + 1) -> list[Case]:
@@ -90,11 +76,10 @@ class Folder:
         self.tokenizer: Any = AutoTokenizer.from_pretrained(path, padding_side="left")
         self.model: Any = AutoModelForCausalLM.from_pretrained(path, dtype=dtype).eval()
 
-    def prompt(self, case: Case) -> str:
+    def prompt(self, history: tuple[Message, ...]) -> str:
         """The text that the chat template makes of a conversation before its next answer."""
-        turns = [{"role": message.role, "content": message.content} for message in case.history]
-        settings = {"tools": [function.tool() for function in case.functions] or None}
-        return str(self.tokenizer.apply_chat_template(turns, tokenize=False, add_generation_prompt=True, **settings))
+        turns = [{"role": message.role, "content": message.content} for message in history]
+        return str(self.tokenizer.apply_chat_template(turns, tokenize=False, add_generation_prompt=True))
 
     def replies(self, prompts: list[str], limit: int = ANSWER_LIMIT) -> list[Reply]:
         """Greedy continuations of one padded batch, up to the end of turn."""
@@ -114,7 +99,7 @@ class Folder:
 
     def answers(self, asked: list[Case], rows: int) -> list[Reply]:
         """Replies in the order of the cases, generated `rows` at a time."""
-        prompts = [self.prompt(case) for case in asked]
+        prompts = [self.prompt(case.history) for case in asked]
         return [reply for i in range(0, len(prompts), rows) for reply in self.replies(prompts[i : i + rows])]
 
 
@@ -176,7 +161,7 @@ def total(lines: list[Line]) -> Line:
 def evaluate(path: Path, samples: int = SAMPLES) -> str:
     """The mistakes, the accuracy table in Markdown, and what raw prompts lead to."""
     single, half = Folder(path, torch.float32), Folder(path, torch.bfloat16)
-    groups = cases(samples) | {"long conversations": long_cases(samples)} | tool_cases(samples)
+    groups = cases(samples) | {"long conversations": long_cases(samples)}
     lines = [measure(skill, asked, single, half) for skill, asked in groups.items()]
     mistakes = [text for line in lines for text in line.mistakes()]
     return "\n".join([*mistakes, "", HEADER, *(line.text() for line in [*lines, total(lines)]), "", *raw_check(half)])
