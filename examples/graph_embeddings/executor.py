@@ -86,18 +86,19 @@ class EmbeddingExecutor:
         self._take_rows(scheduler_output)
         self._copy_blocks(scheduler_output.copies)
         copied = perf_counter()
-        live = [chunk for chunk in scheduler_output.chunks if self._has_its_sources(chunk, model_output)]
+        chunks = enumerate(scheduler_output.chunks)
+        live = [chunk for number, chunk in chunks if self._has_its_sources(number, chunk, model_output)]
         tables = [np.array(self._tables[chunk.row], np.int64) for chunk in live]
         self._copy_rows(live, tables)
         for layer in range(1, self._model.num_layers + 1):
             self._compute(layer, live, tables)
         computed = perf_counter()
         for chunk, table in zip(live, tables, strict=True):
-            for sample_request in chunk.sample_requests:
+            if chunk.num_draws:
                 job = self._job(chunk)
                 rows = index_tensor(self._rows_at(job.plan.readout, table), self.device_rows)
                 job.result = self.device_rows[rows].cpu()
-                model_output.token_ids[sample_request.sequence_id] = self._job_numbers[chunk.row]
+        model_output.token_ids = [self._job_numbers[chunk.row] for chunk in scheduler_output.chunks if chunk.num_draws]
         timings = model_output.timings
         timings.swap, timings.forward, timings.sample = copied - begun, computed - copied, perf_counter() - computed
         return model_output
@@ -143,14 +144,14 @@ class EmbeddingExecutor:
     def _job(self, chunk: ScheduledChunk) -> Job:
         return self._jobs[self._job_numbers[chunk.row]]
 
-    def _has_its_sources(self, chunk: ScheduledChunk, model_output: ModelOutput) -> bool:
+    def _has_its_sources(self, number: int, chunk: ScheduledChunk, model_output: ModelOutput) -> bool:
         """Whether the core found all sources of the plan when it admitted the job. If not, the job ends with an error:
         its plan cannot make what is missing.
         """
         if chunk.start >= self._job(chunk).plan.first_target:
             return True
         message = "Blocks that this query was to read were given up before it ran."
-        model_output.errors[chunk.sequence_id] = QuireError(ErrorCode.UNAVAILABLE, message, reason=STALE)
+        model_output.errors[number] = QuireError(ErrorCode.UNAVAILABLE, message, reason=STALE)
         return False
 
     def _rows_at(self, slots: Ints, table: Ints) -> Ints:

@@ -142,8 +142,9 @@ class PlainRows:
         self.requests: dict[int, NewRequest] = {}
 
     def update(self, scheduler_output: SchedulerOutput) -> None:
-        for row in scheduler_output.freed_rows:
-            del self.tokens[row], self.tables[row], self.requests[row]
+        for row in scheduler_output.freed_rows:  # one that came with a step that failed may never have been taken in
+            for kept in (self.tokens, self.tables, self.requests):
+                kept.pop(row, None)
         for new in scheduler_output.new:
             self.requests[new.row] = new
             self.tokens[new.row] = new.token_ids.tolist()

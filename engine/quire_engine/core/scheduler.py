@@ -152,6 +152,7 @@ class Scheduler:
         if not scheduler_output.is_empty:
             self._in_flight.append(scheduler_output)
             self._scheduled.append([*self._batch_scheduler.scheduled])
+        self._batch_scheduler.scheduled = []  # so that no sequence outlives its request here
         return scheduler_output
 
     def disable_speculation(self) -> None:
