@@ -15,7 +15,7 @@ import phrases
 import words
 from story import SUBJECTS, Length, story
 
-Role = Literal["system", "user", "assistant"]
+Role = Literal["system", "user", "assistant", "tool"]
 Case = Literal["as is", "lower", "upper"]
 
 GREETING = "Hello! How can I help you?"
@@ -50,13 +50,35 @@ class Exchange:
 
 
 @dataclass(frozen=True, slots=True)
+class Function:
+    """A function that the model may call, with the parameters that a call must have."""
+
+    name: str
+    parameters: tuple[str, ...] = ()
+
+    def shown(self) -> str:
+        """The function as the chat template shows it, such as `get_weather(city)`."""
+        return f"{self.name}({', '.join(self.parameters)})"
+
+    def tool(self) -> dict[str, object]:
+        """The function as clients of the OpenAI API send it."""
+        properties = {name: {"type": "string"} for name in self.parameters}
+        schema = {"type": "object", "properties": properties, "required": list(self.parameters)}
+        return {"type": "function", "function": {"name": self.name, "parameters": schema}}
+
+
+@dataclass(frozen=True, slots=True)
 class Document:
-    """A conversation, or a plain text of which only what follows `given` is to be learned."""
+    """A conversation, or a plain text of which only what follows `given` is to be learned.
+
+    Each of the `skills` is that of one message of the assistant; `functions` are what it may call throughout.
+    """
 
     messages: tuple[Message, ...] = ()
     skills: tuple[str, ...] = ()
     given: str = ""
     text: str = ""
+    functions: tuple[Function, ...] = ()
 
 
 @dataclass(slots=True)
@@ -493,7 +515,8 @@ def documents(seed: int, turns: tuple[int, int], plain_share: float) -> Iterator
 
 def show(document: Document) -> str:
     """The document for people to read."""
-    lines = [f"{message.role}: {message.content}" for message in document.messages]
+    lines = [f"functions: {', '.join(each.shown() for each in document.functions)}"] if document.functions else []
+    lines += [f"{message.role}: {message.content}" for message in document.messages]
     return "\n".join(lines) or f"{document.given} ||{document.text}"
 
 

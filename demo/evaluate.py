@@ -12,8 +12,9 @@ from itertools import islice
 from pathlib import Path
 from typing import Any
 
+import calls
 import torch
-from corpus import Document, Message, documents
+from corpus import Document, Function, Message, documents
 from torch import Tensor
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
@@ -25,11 +26,12 @@ ANSWER_LIMIT = 640
 
 @dataclass(frozen=True, slots=True)
 class Case:
-    """A conversation up to a question, and the one right answer."""
+    """A conversation up to a question, the one right answer, and what the model may call."""
 
     skill: str
     history: tuple[Message, ...]
     answer: str
+    functions: tuple[Function, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,17 +46,29 @@ def questions(document: Document) -> Iterator[Case]:
     """Every exchange of the conversation, as a question with the true history before it."""
     ends = [i for i, message in enumerate(document.messages) if message.role == "assistant"]
     for skill, end in zip(document.skills, ends, strict=True):
-        yield Case(skill, document.messages[:end], document.messages[end].content)
+        yield Case(skill, document.messages[:end], document.messages[end].content, document.functions)
 
 
 def cases(samples: int, seed: int = HELD_OUT_SEED) -> dict[str, list[Case]]:
     """The first `samples` questions of each skill in a stream of conversations of up to eight exchanges."""
+    return dict(sorted(first_of_each(documents(seed, turns=(1, 8), plain_share=0.0), samples).items()))
+
+
+def tool_cases(samples: int, seed: int = HELD_OUT_SEED + 2) -> dict[str, list[Case]]:
+    """The same of conversations in which functions are offered."""
+    stream = (document for document in calls.documents(seed, turns=(1, 6)) if document.functions)
+    chosen = first_of_each(stream, samples)
+    return {skill: chosen[skill] for skill in calls.SKILLS}
+
+
+def first_of_each(stream: Iterator[Document], samples: int) -> dict[str, list[Case]]:
+    """The first `samples` questions of each skill."""
     chosen: dict[str, list[Case]] = defaultdict(list)
-    for document in islice(documents(seed, turns=(1, 8), plain_share=0.0), 100 * samples):
+    for document in islice(stream, 100 * samples):
         for case in questions(document):
             if len(chosen[case.skill]) < samples:
                 chosen[case.skill].append(case)
-    return dict(sorted(chosen.items()))
+    return chosen
 
 
 def long_cases(samples: int, seed: int = HELD_OUT_SEED + 1) -> list[Case]:
@@ -76,10 +90,11 @@ class Folder:
         self.tokenizer: Any = AutoTokenizer.from_pretrained(path, padding_side="left")
         self.model: Any = AutoModelForCausalLM.from_pretrained(path, dtype=dtype).eval()
 
-    def prompt(self, history: tuple[Message, ...]) -> str:
+    def prompt(self, case: Case) -> str:
         """The text that the chat template makes of a conversation before its next answer."""
-        turns = [{"role": message.role, "content": message.content} for message in history]
-        return str(self.tokenizer.apply_chat_template(turns, tokenize=False, add_generation_prompt=True))
+        turns = [{"role": message.role, "content": message.content} for message in case.history]
+        settings = {"tools": [function.tool() for function in case.functions] or None}
+        return str(self.tokenizer.apply_chat_template(turns, tokenize=False, add_generation_prompt=True, **settings))
 
     def replies(self, prompts: list[str], limit: int = ANSWER_LIMIT) -> list[Reply]:
         """Greedy continuations of one padded batch, up to the end of turn."""
@@ -99,7 +114,7 @@ class Folder:
 
     def answers(self, asked: list[Case], rows: int) -> list[Reply]:
         """Replies in the order of the cases, generated `rows` at a time."""
-        prompts = [self.prompt(case.history) for case in asked]
+        prompts = [self.prompt(case) for case in asked]
         return [reply for i in range(0, len(prompts), rows) for reply in self.replies(prompts[i : i + rows])]
 
 
@@ -161,7 +176,7 @@ def total(lines: list[Line]) -> Line:
 def evaluate(path: Path, samples: int = SAMPLES) -> str:
     """The mistakes, the accuracy table in Markdown, and what raw prompts lead to."""
     single, half = Folder(path, torch.float32), Folder(path, torch.bfloat16)
-    groups = cases(samples) | {"long conversations": long_cases(samples)}
+    groups = cases(samples) | {"long conversations": long_cases(samples)} | tool_cases(samples)
     lines = [measure(skill, asked, single, half) for skill, asked in groups.items()]
     mistakes = [text for line in lines for text in line.mistakes()]
     return "\n".join([*mistakes, "", HEADER, *(line.text() for line in [*lines, total(lines)]), "", *raw_check(half)])

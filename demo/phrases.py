@@ -211,3 +211,56 @@ can I ask you | I need help | What are you good at | How do you work | Help me |
 What can I do here | What questions can I ask | Please help me | List your skills | Show me what you can
 do | Can you do anything | What tasks can you do | How can you help | Hi, what can you do
 """)
+WEATHER = variants("""
+What is the weather in {c} | What is the weather in {c} | What's the weather in {c} | What's the weather
+like in {c} | What is the weather like in {c} | What is the weather like in {c} today | What's the weather
+like in {c} today | What is the weather in {c} today | What is the weather in {c} now | What's the weather
+in {c} right now | What is the weather in {c} tomorrow | How is the weather in {c} | How is the weather in
+{c} today | How's the weather in {c} | Weather in {c} | The weather in {c} | weather {c} | Weather for {c}
+| Tell me the weather in {c} | Please tell me the weather in {c} | Can you tell me the weather in {c} | Do
+you know the weather in {c} | Get the weather for {c} | Get the weather in {c} | Show me the weather in
+{c} | Check the weather in {c} | Please check the weather in {c} | Could you check the weather in {c} |
+Look up the weather in {c} | What is the current weather in {c} | What's the current weather in {c} | What
+is the weather for {c} | What will the weather be in {c} | What will the weather be in {c} tomorrow | What
+is the forecast for {c} | What's the forecast for {c} | Is it raining in {c} | Will it rain in {c} | Will
+it rain in {c} today | Will it rain in {c} tomorrow | Does it rain in {c} | Is it snowing in {c} | Will it
+snow in {c} | Is it sunny in {c} | Is it warm in {c} | Is it cold in {c} | Is it hot in {c} today | How
+warm is it in {c} | How cold is it in {c} | How hot is it in {c} | What is the temperature in {c} | What's
+the temperature in {c} | What is the temperature in {c} now | Do I need an umbrella in {c} | Should I take
+an umbrella in {c} | Hi, what is the weather in {c} | Hello, what's the weather in {c} | I want to know the
+weather in {c} | I would like to know the weather in {c} | And what is the weather in {c} | Now tell me
+the weather in {c} | How is the weather today in {c} | Please get the weather in {c} | Can you get the
+weather in {c} | What is it like outside in {c}
+""")
+WEATHER_ANYWHERE = variants("""
+What is the weather | What's the weather | What is the weather like | What's the weather like | What is the
+weather today | What's the weather today | What's the weather like today | How is the weather | How's the
+weather | How is the weather today | Tell me the weather | Please tell me the weather | Can you tell me the
+weather | Do you know the weather | Check the weather | Can you check the weather | Please check the
+weather | Get the weather | Weather | Weather, please | The weather | The weather, please | What will the
+weather be tomorrow | What is the weather tomorrow | What is the forecast | What's the forecast for today |
+Will it rain | Will it rain today | Will it rain tomorrow | Is it raining | Is it snowing | Is it sunny
+today | Is it warm outside | Is it cold outside | How warm is it | How cold is it outside | What is the
+temperature | What's the temperature | What's the temperature now | Do I need an umbrella | Should I take an
+umbrella | I want to know the weather | Hi, what is the weather | Hello, how is the weather
+""")
+WEATHER_PLACE = variants("""
+{c} | {c} | {c} | In {c} | In {c} | {c}, please | {c} please | I mean {c} | For {c} | In {c}, please | The
+weather in {c} | I mean the weather in {c} | In {c} today
+""")
+WEATHER_AGAIN = variants("""
+And in {c} | And in {c} | What about {c} | How about {c} | And the weather in {c} | And for {c} | Now in {c} |
+What about in {c} | And now {c} | And what about {c}
+""")
+BESIDE_TOOLS = variants("""
+What time is it in {c} | What is the time in {c} | What is the capital of {c} | Where is {c} | How far is
+{c} | How do I get to {c} | Book a flight to {c} | Book a hotel in {c} | Find a hotel in {c} | Tell me
+about {c} | How many people live in {c} | What is the population of {c} | Who lives in {c} | Is {c} big |
+How old is {c} | What is the news in {c} | Search for {c} | Search the web for {c} | Which language do they
+speak in {c} | Who is the mayor of {c} | What is the best food in {c} | Show me a map of {c} | Do you like
+{c} | Send an email to {c} | Call {c} | What is in the file {c} | Turn on the light in {c} | Play some music
+from {c} | What can I do in {c} | Is {c} nice | What is the price of {c} | Buy a ticket to {c} | Is there a
+train to {c} | When does the train to {c} leave | What day is it in {c} | What is {c} known for | Write a
+poem about {c} | What time is it | Search the web | Send an email | Read the file | Play some music | What is
+the news | Turn off the light | Book a table in {c}
+""")

@@ -8,6 +8,7 @@ from itertools import islice
 from random import Random
 from typing import NamedTuple
 
+import calls
 import torch
 from corpus import Document, documents
 from tokenizer import TEXT_END, segments
@@ -43,17 +44,25 @@ class Encoded(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Diet:
-    """What one kind of batch is made of: row length in tokens, exchanges a conversation, share of plain text."""
+    """What one kind of batch is made of: row length in tokens, exchanges a conversation, share of plain text, and
+    whether conversations have functions to call.
+    """
 
     length: int
     turns: tuple[int, int]
     plain_share: float
     packed: bool = True
+    tools: bool = False
+
+    def documents(self, seed: int) -> Iterator[Document]:
+        """The endless stream of its documents."""
+        return calls.documents(seed, self.turns) if self.tools else documents(seed, self.turns, self.plain_share)
 
 
 SHORT = Diet(length=256, turns=(1, 5), plain_share=0.1)
 MIDDLE = Diet(length=512, turns=(1, 16), plain_share=0.1)
 LONG = Diet(length=2048, turns=(100, 100), plain_share=0.0, packed=False)
+TOOLS = Diet(length=512, turns=(1, 5), plain_share=0.0, tools=True)
 
 
 def encode(tokenizer: Tokenizer, document: Document, start: bool) -> Encoded:
@@ -73,7 +82,7 @@ def encoded(tokenizer: Tokenizer, diet: Diet, seed: int) -> Iterator[Encoded]:
     Every other plain text, and one conversation in ten, begins with the text mark, so that a server may send it or not.
     """
     rng = Random(seed)
-    for document in documents(seed, diet.turns, diet.plain_share):
+    for document in diet.documents(seed):
         item = encode(tokenizer, document, rng.random() < (0.1 if document.messages else 0.5))
         if not diet.packed:
             yield Encoded(item.tokens[: diet.length], item.learned[: diet.length])

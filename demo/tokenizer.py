@@ -6,7 +6,7 @@ It knows the corpus only as text. Any input can be encoded, because all 256 byte
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 
 from corpus import Document
@@ -21,25 +21,64 @@ SPECIAL = [TEXT_END, TURN_START, TURN_END]
 # so that a word is cut in the same way whatever follows it: repeating it is then copying.
 PIECES = r"\p{N}| ?\p{L}+| ?[^\s\p{L}\p{N}]|\s+(?!\S)|\s+"
 
+# Of each function, the template shows the name and the parameters that a call must have, or all if it needs none. A
+# result follows a colon and a space, as in the answer, because a word is other tokens without a space before it.
 CHAT_TEMPLATE = """\
-{%- for message in messages %}
-    {%- if message['role'] not in ['system', 'user', 'assistant'] %}
-        {{- raise_exception('Roles are system, user and assistant, not ' + message['role']) }}
-    {%- endif %}
-    {{- '<|im_start|>' + message['role'] + '\\n' }}
-    {%- if message['content'] is string %}
-        {{- message['content'] | trim }}
+{%- macro text(content) %}
+    {%- if content is string %}
+        {{- content | trim }}
     {%- else %}
-        {%- for part in message['content'] %}
+        {%- for part in content %}
             {{- part['text'] | trim }}
         {%- endfor %}
     {%- endif %}
+{%- endmacro %}
+{%- if tools %}
+    {{- '<|im_start|>system\\n' }}
+    {%- if messages[0]['role'] == 'system' %}
+        {{- text(messages[0]['content']) + '\\n\\n' }}
+    {%- endif %}
+    {{- 'Functions: ' }}
+    {%- for tool in tools %}
+        {%- set schema = tool['function']['parameters'] or {} %}
+        {%- set names = schema['required'] or schema['properties'] or [] %}
+        {{- tool['function']['name'] + '(' + names | join(', ') + (')' if loop.last else '), ') }}
+    {%- endfor %}
     {{- '<|im_end|>\\n' }}
+{%- endif %}
+{%- for message in messages %}
+    {%- if message['role'] not in ['system', 'user', 'assistant', 'tool'] %}
+        {{- raise_exception('Roles are system, user, assistant and tool, not ' + message['role']) }}
+    {%- endif %}
+    {%- if not (tools and loop.first and message['role'] == 'system') %}
+        {{- '<|im_start|>' + message['role'] + '\\n' }}
+        {{- 'Result: ' if message['role'] == 'tool' }}
+        {%- set calls = message['tool_calls'] or [] %}
+        {{- text(message['content'] or '' if calls else message['content']) }}
+        {%- for call in calls %}
+            {{- '\\n' if message['content'] or not loop.first }}
+            {%- set made = {'name': call['function']['name'], 'arguments': call['function']['arguments']} %}
+            {{- '<tool_call>\\n' + made | tojson + '\\n</tool_call>' }}
+        {%- endfor %}
+        {{- '<|im_end|>\\n' }}
+    {%- endif %}
 {%- endfor %}
 {%- if add_generation_prompt %}
     {{- '<|im_start|>assistant\\n' }}
 {%- endif %}
 """
+
+
+def turns(document: Document) -> Iterator[tuple[str, str]]:
+    """The roles and texts of a conversation as the chat template writes them."""
+    messages = list(document.messages)
+    if document.functions:
+        shown = f"Functions: {', '.join(function.shown() for function in document.functions)}"
+        if messages[0].role == "system":
+            shown = f"{messages.pop(0).content}\n\n{shown}"
+        yield "system", shown
+    for message in messages:
+        yield message.role, f"Result: {message.content}" if message.role == "tool" else message.content
 
 
 def segments(document: Document) -> list[tuple[str, bool]]:
@@ -50,13 +89,8 @@ def segments(document: Document) -> list[tuple[str, bool]]:
     if not document.messages:
         return [(document.given, False), (document.text + TURN_END, True)]
     pieces = []
-    for message in document.messages:
-        answer = message.role == "assistant"
-        pieces += [
-            (f"{TURN_START}{message.role}\n", False),
-            (message.content + TURN_END, answer),
-            ("\n", False),
-        ]
+    for role, text in turns(document):
+        pieces += [(f"{TURN_START}{role}\n", False), (text + TURN_END, role == "assistant"), ("\n", False)]
     return pieces
 
 

@@ -20,30 +20,30 @@ from corpus import documents
 from decoder import Decoder, Shape
 from evaluate import evaluate
 from muon import Optimiser
-from rows import IGNORED, LONG, MIDDLE, SHORT, Batch, Diet, batches
+from rows import IGNORED, LONG, MIDDLE, SHORT, TOOLS, Batch, Diet, batches
 from safetensors.torch import load_file, save_file
 from tokenizer import TEXT_END, TURN_END, save_tokenizer, train_tokenizer
 from tokenizers import Tokenizer
 from torch import Tensor
 
-TOKENS_PER_STEP = 8192
 TOKENS_PER_PART = 1024
 TOKENIZER_DOCUMENTS = 12_000
 WARMUP_STEPS = 60
-CHECKPOINT_STEPS = 500
+CHECKPOINT_STEPS = 200
 
 
 def arguments() -> argparse.Namespace:
     """The command line."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--out", type=Path, default=Path(__file__).parent / "model", help="folder to write")
-    parser.add_argument("--steps", type=int, default=1500, help="optimiser steps of 8192 tokens")
+    parser.add_argument("--steps", type=int, default=1500, help="optimiser steps")
+    parser.add_argument("--tokens", type=int, default=8192, help="tokens a step, a multiple of 2048")
     parser.add_argument("--minutes", type=float, default=math.inf, help="end the schedule early, after so long")
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--threads", type=int, default=2, help="processor cores to use")
     parser.add_argument("--rate", type=float, default=1.0, help="factor of the learning rate")
     parser.add_argument("--resume", action="store_true", help="begin from the weights found in the folder")
-    parser.add_argument("--checkpoints", type=Path, help="folder for the weights of every 500th step")
+    parser.add_argument("--checkpoints", type=Path, help="folder for the weights of every 200th step")
     parser.add_argument("--new-tokenizer", action="store_true", help="do not keep the tokenizer found in the folder")
     parser.add_argument("--eager", action="store_true", help="do not compile the network (no C++ compiler needed)")
     parser.add_argument("--evaluate", action="store_true", help="print the accuracy table of the folder, train nothing")
@@ -63,17 +63,22 @@ def tokenizer_for(folder: Path, seed: int, fresh: bool, shape: Shape) -> Tokeniz
 
 
 def diet_of(step: int) -> Diet:
-    """Mostly short rows, which are the cheapest to learn from; long ones often enough to hold the context together."""
+    """Two steps in five have tools. Of the others, most have short rows, which are the cheapest to learn from, and one
+    in twelve has long ones, often enough to hold the context together.
+    """
+    if step % 5 in (1, 3):
+        return TOOLS
+    step = step // 5 * 3 + step % 5 // 2
     if step % 12 == 11:
         return LONG
     return MIDDLE if step % 3 == 2 else SHORT
 
 
-def batch_stream(tokenizer: Tokenizer, seed: int) -> Iterator[Batch]:
+def batch_stream(tokenizer: Tokenizer, tokens_per_step: int, seed: int) -> Iterator[Batch]:
     """The batch of each step, each kind from a seed of its own."""
     streams = {
-        diet: batches(tokenizer, diet, TOKENS_PER_STEP, seed * 1000 + number)
-        for number, diet in enumerate((SHORT, MIDDLE, LONG))
+        diet: batches(tokenizer, diet, tokens_per_step, seed * 1000 + number)
+        for number, diet in enumerate((SHORT, MIDDLE, LONG, TOOLS))
     }
     step = 0
     while True:
@@ -171,7 +176,7 @@ def main() -> None:
     network = Decoder(shape)
     if options.resume:
         network.load_state_dict(load_file(options.out / "model.safetensors"))
-    train(network, batch_stream(tokenizer, options.seed), options)
+    train(network, batch_stream(tokenizer, options.tokens, options.seed), options)
     save(network, tokenizer, options.out)
     print(evaluate(options.out))
 

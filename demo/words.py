@@ -62,6 +62,25 @@ Sydney Tokyo Delhi Cairo Lima Quito Zurich Geneva Athens Warsaw Kyoto Nairobi Le
 France Spain India Japan Brazil Canada Norway
 """)
 
+CITIES = [
+    each.strip()
+    for each in """
+London, Paris, Berlin, Rome, Madrid, Oslo, Vienna, Lisbon, Dublin, Prague, Boston, Chicago, Denver, Seattle, Toronto,
+Sydney, Tokyo, Delhi, Cairo, Lima, Quito, Zurich, Geneva, Athens, Warsaw, Kyoto, Nairobi, Leeds, York, Austin, New York,
+San Francisco, Los Angeles, Hong Kong, Rio de Janeiro, Cape Town, Mexico City, Buenos Aires, New Delhi, Tel Aviv, Kuala
+Lumpur, San Diego, Las Vegas, St. Louis, Amsterdam, Brussels, Copenhagen, Stockholm, Helsinki, Budapest, Bucharest,
+Belgrade, Sofia, Istanbul, Ankara, Moscow, Kyiv, Riga, Vilnius, Tallinn, Hamburg, Munich, Cologne, Frankfurt, Stuttgart,
+Dresden, Leipzig, Bern, Basel, Milan, Naples, Turin, Venice, Florence, Barcelona, Valencia, Seville, Porto, Lyon,
+Marseille, Nice, Bordeaux, Edinburgh, Glasgow, Manchester, Liverpool, Bristol, Oxford, Cambridge, Cork, Reykjavik,
+Houston, Dallas, Miami, Atlanta, Phoenix, Portland, Detroit, Philadelphia, Washington, Montreal, Vancouver, Ottawa,
+Havana, Bogota, Caracas, Santiago, Montevideo, Lagos, Accra, Dakar, Tunis, Casablanca, Addis Ababa, Johannesburg,
+Dubai, Doha, Riyadh, Tehran, Baghdad, Beirut, Jerusalem, Karachi, Lahore, Mumbai, Bangalore, Chennai, Kolkata, Dhaka,
+Bangkok, Hanoi, Jakarta, Manila, Singapore, Taipei, Seoul, Busan, Osaka, Nagoya, Sapporo, Beijing, Shanghai, Shenzhen,
+Perth, Melbourne, Brisbane, Auckland, Wellington, Honolulu, Anchorage, Zürich, Bogotá, São Paulo, München, Paris France,
+Springfield, Salem, Georgetown, Victoria, Texas, France, Spain, India, Japan, Brazil, Canada, Norway, California
+""".replace("\n", " ").split(",")
+]
+
 COLOURS = listed("""
 red blue green yellow orange purple pink brown black white gray grey silver gold golden teal navy violet
 indigo crimson scarlet beige ivory maroon olive turquoise magenta lavender amber lilac mint coral cream

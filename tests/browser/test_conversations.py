@@ -4,15 +4,20 @@ answer beside its text.
 
 import json
 import re
+import shutil
 import time
 from pathlib import Path
 
 from selenium.webdriver.common.keys import Keys
 
-from tests.browser.conftest import DESKTOP, PHONE, Browser, Stack
+from tests.browser.conftest import DEMO, DESKTOP, PHONE, Browser, Stack, serving
 from tests.browser.test_chat import DARK, LIGHT, STORY
 
 ANSWERS = "return [...document.querySelectorAll('.message.assistant .text')].map((node) => node.textContent)"
+WITHOUT_TOOLS = """{% for message in messages %}<|im_start|>{{ message.role }}
+{{ message.content }}<|im_end|>
+{% endfor %}<|im_start|>assistant
+"""
 SENT = """
     window.sent = [];
     const real = window.fetch;
@@ -171,12 +176,19 @@ def test_a_question_that_failed_can_be_tried_again_and_is_not_sent_with_the_next
     assert browser.driver.execute_script("return sent.at(-1)") == ["Three"]
 
 
-def test_an_answer_says_how_fast_it_was_and_what_the_server_ignored(stack: Stack, browser: Browser) -> None:
-    browser.open(stack.router.url)
-    browser.set(temperature=0, max_tokens=20, tools='[{"name": "weather", "parameters": {"type": "object"}}]')
-    ask(browser, STORY)
-    assert re.search(r"\d tokens/s · first token [\d.]+ m?s · 20 tokens · context \d+ of 2,048", browser.text(".end"))
-    assert re.search("The server ignored .*tools.*: this model's chat template knows no tools", browser.text(".notes"))
+def test_an_answer_says_how_fast_it_was_and_what_the_server_ignored(
+    stack: Stack, browser: Browser, tmp_path: Path
+) -> None:
+    model = Path(shutil.copytree(DEMO, tmp_path / DEMO.name))
+    (model / "chat_template.jinja").write_text(WITHOUT_TOOLS)
+    with serving(tmp_path, model=model, addresses=[engine.address for engine in stack.engines]) as plain:
+        browser.open(plain.router.url)
+        browser.set(temperature=0, max_tokens=20, tools='[{"name": "weather", "parameters": {"type": "object"}}]')
+        ask(browser, STORY)
+        speed = r"\d tokens/s · first token [\d.]+ m?s · 20 tokens · context \d+ of 2,048"
+        assert re.search(speed, browser.text(".end"))
+        ignored = "The server ignored .*tools.*: this model's chat template knows no tools"
+        assert re.search(ignored, browser.text(".notes"))
 
 
 def test_panels_never_cover_the_conversation_when_the_window_narrows(stack: Stack, browser: Browser) -> None:

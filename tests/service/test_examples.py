@@ -39,10 +39,18 @@ def test_the_python_of_a_page_runs_in_its_order(page: Path, stack: Stack) -> Non
     assert done.stdout.strip()
 
 
+def test_the_example_of_tools_prints_what_its_page_says(stack: Stack) -> None:
+    page = ROOT / "docs" / "tools.md"
+    program = examples(page, "python")[0].replace("127.0.0.1:8000", stack.router.url[7:])
+    (printed,) = re.findall(r"^It prints:\n\n```\n(.*?)^```$", page.read_text(), re.MULTILINE | re.DOTALL)
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=120, check=False)
+    assert (done.returncode, done.stdout, done.stderr) == (0, printed, "")
+
+
 @pytest.mark.skipif(shutil.which("curl") is None, reason="curl is not installed")
 @pytest.mark.parametrize("page", PAGES[1:], ids=lambda page: page.name)
 def test_the_curl_of_a_page_is_answered(page: Path, stack: Stack) -> None:
-    commands = [text for text in examples(page, "sh") if text.startswith("curl") and "tool_choice" not in text]
+    commands = [text for text in examples(page, "sh") if text.startswith("curl")]
     assert commands
     script = re.sub(r"(127\.0\.0\.1|localhost):8000", stack.router.url[7:], "\n".join(commands))
     script = script.replace("curl ", "curl --fail ")

@@ -40,7 +40,7 @@ ASKED: dict[str, Any] = {
 
 @dataclass(frozen=True)
 class Routers:
-    """Two of them, with engines of a model whose template knows tools."""
+    """Two of them, with engines of a model whose template shows whole schemas."""
 
     urls: tuple[str, str]
 

@@ -1,4 +1,4 @@
-"""Calls of a real model, which knows nothing of tools: what is forced holds by its grammar alone."""
+"""Calls of a real model under a template that it was not trained on: what is forced holds by its grammar alone."""
 
 import json
 import shutil
@@ -39,7 +39,7 @@ ASKED: dict[str, Any] = {
 
 @pytest.fixture(scope="module")
 def client(tmp_path_factory: pytest.TempPathFactory) -> Iterator[OpenAI]:
-    """The demo model with a template that knows tools."""
+    """The demo model with a template that shows whole schemas."""
     folder = Path(shutil.copytree(DEMO, tmp_path_factory.mktemp("tools") / DEMO.name))
     shutil.copy(DEMO.parent / "templates" / "hermes.jinja", folder / "chat_template.jinja")
     engine = ForkedEngine(folder, folder.parent, *SMALL_POOLS)
