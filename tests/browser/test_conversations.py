@@ -16,8 +16,7 @@ from tests.browser.test_chat import DARK, LIGHT, STORY
 ANSWERS = "return [...document.querySelectorAll('.message.assistant .text')].map((node) => node.textContent)"
 WITHOUT_TOOLS = """{% for message in messages %}<|im_start|>{{ message.role }}
 {{ message.content }}<|im_end|>
-{% endfor %}<|im_start|>assistant
-"""
+{% endfor %}{{ '<|im_start|>assistant\n' }}"""
 SENT = """
     window.sent = [];
     const real = window.fetch;

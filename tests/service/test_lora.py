@@ -21,7 +21,7 @@ from tests.support.engine_session import EngineSession
 from tests.support.forked_engines import ForkedEngine, ForkedRouter
 from tests.support.processes import Engine, Router, eventually, fetch
 
-PROMPT = list(range(100, 140))
+PROMPT = list(range(300, 340))
 LORA = ("--enable-lora", "--max-loras", "2", "--max-lora-rank", "8")
 
 

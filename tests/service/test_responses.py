@@ -164,9 +164,10 @@ def test_a_call_its_output_and_the_answer_behind_it(stack: Stack) -> None:
 
 def test_an_answer_in_a_form_beside_tools(stack: Stack) -> None:
     form = {"format": {"type": "json_schema", "name": "answer", "schema": SCHEMA, "strict": True}}
-    response = stack.respond(text=form, logit_bias=ENDINGS)
+    at_once = ENDINGS | {str(token_id): 50 for token_id in encode("{")}  # any other text would be thoughts
+    response = stack.respond(text=form, logit_bias=at_once)
     jsonschema.validate(json.loads(text_of(response)), SCHEMA)
-    (item,) = stack.respond(text=form, tools=TOOLS, logit_bias=ENDINGS)["output"]
+    (item,) = stack.respond(text=form, tools=TOOLS, logit_bias=at_once)["output"]
     jsonschema.validate(json.loads(item.get("arguments") or item["content"][0]["text"]), SCHEMA)
 
 
@@ -196,8 +197,9 @@ def test_reasoning_is_returned_sent_back_and_continued(stack: Stack) -> None:
 def test_a_turn_finds_all_that_was_computed_before_it_in_the_cache(stack: Stack) -> None:
     """Each at the other router, for twenty turns: the model's own tokens are kept, whatever their text would have."""
     previous, computed, shares = None, 0, []
+    text_only = {"logit_bias": {"0": -100, "1": -100}}  # the beginnings of texts and of turns are in no answer's text
     for turn in range(20):
-        fields = {"temperature": 1.2, "seed": turn, "max_output_tokens": 84, "min_tokens": 84}
+        fields = {"temperature": 1.2, "seed": turn, "max_output_tokens": 84, "min_tokens": 84, **text_only}
         words = f"{uuid4().hex} Tell me a story." if previous is None else "And then?"
         response = stack.respond(router=turn % 2, input=words, previous_response_id=previous, **fields)
         usage = response["usage"]

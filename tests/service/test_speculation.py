@@ -24,7 +24,7 @@ FEW_WORDS = {"logit_bias": {str(token_id): 60 for token_id in (300, 301, 302)}}
 REFRAIN = "((the fox saw the owl|the owl saw the fox) and ){30}"
 SAMPLED = {"prompt": "Once upon a time", "temperature": 1.0, "seed": 5}
 REQUESTS: dict[str, dict[str, Any]] = {
-    "greedy": {"prompt": "one two three one two three one", "temperature": 0, "max_tokens": 200},
+    "greedy": {"prompt": "You said: la la la la", "temperature": 0, "max_tokens": 200},
     "sampled": {**SAMPLED, **FEW_WORDS, "max_tokens": 120},
     "several": {**SAMPLED, **FEW_WORDS, "max_tokens": 60, "n": 3},
     "penalised": {**SAMPLED, **FEW_WORDS, "max_tokens": 60, "frequency_penalty": 0.2, "presence_penalty": 0.5},

@@ -27,8 +27,8 @@ from tests.support.redis_server import redis_server
 QUESTION = [{"role": "user", "content": "Tell me a story about a hedgehog."}]
 BATCH = 30
 GENERATED = settings(deadline=None, database=None, phases=[Phase.generate], max_examples=2)
-# So that a small model, which would rather tell a story, comes to the end of a text.
-ENDINGS = {str(token_id): 25 for mark in '"]}' for token_id in encode(mark)}
+# So that a small model, which would rather tell a story, comes to the end of a text: of strings before all else.
+ENDINGS = {str(token_id): bias for mark, bias in {'"': 45, "]": 25, "}": 25}.items() for token_id in encode(mark)}
 
 
 def ask(stack: Stack, **fields: Any) -> ChatCompletion:
