@@ -48,6 +48,27 @@ def test_helm_test(row: Row, release: Release) -> None:
     assert said.count("Phase:          Succeeded") == 2
 
 
+@pytest.mark.row("install and `helm test` under a quota on `limits.cpu`")
+def test_a_quota_on_limits(
+    row: Row, cluster: Cluster, releases: Releases, namespaces: Namespaces, values: Values
+) -> None:
+    release = releases(namespaces(), "quire")
+    metadata = {"name": "limits", "namespace": release.namespace}
+    spec = {"hard": {"limits.cpu": "16", "limits.memory": "24Gi"}}
+    cluster.apply({"apiVersion": "v1", "kind": "ResourceQuota", "metadata": metadata, "spec": spec})
+    limited = with_values(
+        copy.deepcopy(values),
+        **{f"{name}__resources__limits__cpu": "2" for name in ("models__demo", "router", "redis", "tests")},
+    )
+    try:
+        with row.timed():
+            release.set(CHART, limited)
+            said = release.test()
+        assert said.count("Phase:          Succeeded") == 2
+    finally:
+        release.uninstall()
+
+
 @pytest.mark.row("upgrade from the previous version of the chart, and `helm rollback` to it")
 def test_upgraded_and_rolled_back(row: Row, releases: Releases, namespaces: Namespaces, values: Values) -> None:
     release = releases(namespaces(), "quire")

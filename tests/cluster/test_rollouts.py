@@ -4,12 +4,13 @@ import copy
 import json
 import uuid
 from base64 import b64encode
+from collections.abc import Callable
 from typing import Any
 
 import pytest
 
 from tests.cluster.cluster import Release, eventually
-from tests.cluster.conftest import CHART
+from tests.cluster.conftest import CHART, Releases, Values
 from tests.cluster.rows import Row
 from tests.kube.values import with_values
 
@@ -72,6 +73,21 @@ def test_tls_off(row: Row, release: Release) -> None:
             release.helm("rollback", release.name, str(revision), "--wait", "--timeout", "300s")
             release.settled()
     release.values = without
+
+
+@pytest.mark.row("TLS is turned on and off again with a single engine")
+def test_tls_with_one_engine(row: Row, releases: Releases, namespaces: Callable[[], str], values: Values) -> None:
+    """In two steps each way, as docs/tls.md says: with one engine there is no other of the old kind meanwhile."""
+    release = releases(namespaces(), "quire")
+    single = with_values(copy.deepcopy(values), models__demo__replicas=1)
+    release.set(CHART, single)
+    try:
+        with row.client(release):
+            for mode, optional in (("helm", True), ("helm", False), ("helm", True), ("off", False)):
+                release.set(CHART, with_values(copy.deepcopy(single), tls__mode=mode, tls__optional=optional))
+                release.settled()
+    finally:
+        release.uninstall()
 
 
 @pytest.mark.row("the API key is replaced: both for a while, then the new one alone")
