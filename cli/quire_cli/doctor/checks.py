@@ -93,10 +93,22 @@ def check_torch() -> Finding:
         advice = "its driver may be too old" if facts["cuda"] else "install a build of torch for CUDA"
         return Finding("torch", "note", f"{text}; {gpus} GPUs are here that it cannot use: {advice}", facts)
     names = ", ".join(f"{gpu['name']} ({gpu['bytes'] / GIB:.0f} GiB)" for gpu in facts["gpus"])
+    facts["nvcc"] = find_nvcc()
     if not facts["flashinfer"]:
-        text = f"{text}; {names}; without FlashInfer attention is slow: {install_command('quire-engine', 'cuda')}"
-        return Finding("torch", "note", text, facts)
-    return Finding("torch", "ok", f"{text}; {names}; FlashInfer is installed", facts)
+        lacking = f"without FlashInfer attention is slow: {install_command('quire-engine', 'cuda')}"
+    elif not (facts["kernels"] or facts["nvcc"]):
+        lacking = "FlashInfer has no compiled kernels, and no nvcc: flashinfer install-jit-cache-wheel --mode minimal"
+    else:
+        return Finding("torch", "ok", f"{text}; {names}; FlashInfer is installed", facts)
+    return Finding("torch", "note", f"{text}; {names}; {lacking}", facts)
+
+
+def find_nvcc() -> str | None:
+    """CUDA's compiler, where FlashInfer looks for it."""
+    homes = (os.environ.get("CUDA_HOME"), os.environ.get("CUDA_PATH"))
+    named = [Path(home, "bin") for home in homes if home]
+    folders = os.pathsep.join(map(str, (*named, os.environ.get("PATH", ""), "/usr/local/cuda/bin")))
+    return shutil.which("nvcc", path=folders)
 
 
 def check_kernels() -> Finding:

@@ -17,7 +17,7 @@ from quire_engine.kernels.build import BuildError
 
 from tests.support.ports import free_port
 
-TORCH = {"version": "2.13", "cuda": None, "gpus": [], "flashinfer": False}
+TORCH = {"version": "2.13", "cuda": None, "gpus": [], "flashinfer": False, "kernels": False}
 GPU = {"name": "H100", "bytes": 80 << 30}
 
 
@@ -50,7 +50,13 @@ def test_only_what_prevents_serving_is_a_failure(
         (2, {}, "note", "2 GPUs are here that it cannot use: install a build of torch for CUDA"),
         (2, {"cuda": "13.0"}, "note", "its driver may be too old"),
         (1, {"cuda": "13.0", "gpus": [GPU]}, "note", "H100 (80 GiB); without FlashInfer"),
-        (1, {"cuda": "13.0", "gpus": [GPU], "flashinfer": True}, "ok", "FlashInfer is installed"),
+        (
+            1,
+            {"cuda": "13.0", "gpus": [GPU], "flashinfer": True},
+            "note",
+            "nor nvcc to compile them: flashinfer install",
+        ),
+        (1, {"cuda": "13.0", "gpus": [GPU], "flashinfer": True, "kernels": True}, "ok", "FlashInfer is installed"),
     ],
 )
 def test_a_gpu_needs_a_torch_that_can_use_it(
@@ -60,9 +66,20 @@ def test_a_gpu_needs_a_torch_that_can_use_it(
     probe.write_text(f"print({json.dumps(TORCH | torch)!r})")
     monkeypatch.setattr(checks.torch_probe, "__file__", str(probe))
     monkeypatch.setattr(checks, "visible_gpus", lambda: ["0"] * gpus)
+    monkeypatch.setattr(checks, "find_nvcc", lambda: None)
     found = checks.check_torch()
     assert found.status == status
     assert told in found.text
+
+
+def test_nvcc_is_found_where_flashinfer_looks(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setenv("PATH", "")
+    monkeypatch.setenv("CUDA_PATH", "/nowhere")
+    monkeypatch.setenv("CUDA_HOME", str(tmp_path))
+    compiler = tmp_path / "bin" / "nvcc"
+    compiler.parent.mkdir()
+    compiler.touch(mode=0o755)
+    assert checks.find_nvcc() == str(compiler)
 
 
 def test_without_torch_nothing_can_be_served(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
