@@ -54,7 +54,7 @@ def test_only_what_prevents_serving_is_a_failure(
             1,
             {"cuda": "13.0", "gpus": [GPU], "flashinfer": True},
             "note",
-            "nor nvcc to compile them: flashinfer install",
+            "no nvcc: flashinfer install-jit-cache",
         ),
         (1, {"cuda": "13.0", "gpus": [GPU], "flashinfer": True, "kernels": True}, "ok", "FlashInfer is installed"),
     ],
