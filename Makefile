@@ -151,6 +151,7 @@ bench: $(READY)
 	$(BIN)/python -m tests.bench.sampling
 	$(BIN)/python -m tests.bench.kv_cache_dtype
 	$(BIN)/python -m tests.bench.structured
+	$(BIN)/python -m tests.bench.host_step
 	$(BIN)/python -m quire_engine.bench.table $(BENCHED:%=.run/bench-%.json)
 
 bench-router: $(READY)
