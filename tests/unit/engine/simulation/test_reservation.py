@@ -7,7 +7,6 @@ from typing import get_args
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from quire_engine.config import Batching
 from quire_engine.core.block_pool import KVCacheConfig
 from quire_engine.core.block_table import BlockTable
 from quire_engine.core.config import SchedulerConfig
@@ -29,6 +28,7 @@ from quire_engine.simulation.reservation import (
 )
 from quire_engine.simulation.simulated_executor import LatencyModel
 from quire_engine.simulation.simulator import Simulation
+from quire_engine.simulation.step_policies import STEP_POLICIES, Batching
 from quire_engine.simulation.trace import Arrival
 from quire_proto.sampling import SamplingParams
 
@@ -45,7 +45,8 @@ def run(
     """Steps a scheduler until everything has ended. Yields, for each step as it is computed, the sequences that run and
     the slots by their class. Requests are prompt and output lengths in tokens.
     """
-    scheduler = Scheduler(SchedulerConfig(max_model_len=longest, max_num_seqs=8, batching=batching), memory)
+    limits = SchedulerConfig(max_model_len=longest, max_num_seqs=8)
+    scheduler = Scheduler(limits, memory, step_policy=STEP_POLICIES[batching])
     for name, (prompt, output) in requests.items():
         params = SamplingParams(temperature=0, max_tokens=output, ignore_eos=True)
         scheduler.add_request(Request(name, [1] * prompt, params))
@@ -225,10 +226,10 @@ def simulate(
 ) -> SimulationReport:
     """All requests are there at the start, with prompts of 64 tokens."""
     preset = PRESETS["a100-8b"]
-    limits = SchedulerConfig(max_model_len=2048, max_num_seqs=32, batching=batching)
+    limits = SchedulerConfig(max_model_len=2048, max_num_seqs=32)
     capacity = KVCacheConfig(16, 2001, 0, preset.token_bytes * 16)
     arrivals = [Arrival(0.0, 64, output(index), (index,), 64) for index in range(requests)]
-    return make_report(Simulation(limits, capacity, preset.latency, memory=memory).run(arrivals))
+    return make_report(Simulation(limits, capacity, preset.latency, memory=memory, batching=batching).run(arrivals))
 
 
 def test_continuous_batches_win_where_lengths_are_spread_and_only_there() -> None:
