@@ -345,8 +345,11 @@ class EngineStateMachine(RuleBasedStateMachine):
             return
         scheduler = self.scheduler
         for queue in (scheduler.waiting, scheduler.preempted):
-            assert not any(s.table.block_ids or s.num_computed_tokens or s.num_scheduled_tokens for s in queue)
-        assert not any(s.table.block_ids for s in scheduler.swapped)
+            assert not any(s.table.num_blocks or s.num_computed_tokens or s.num_scheduled_tokens for s in queue)
+        assert not any(s.table.num_blocks for s in scheduler.swapped)
+        for queue in self.queues():
+            assert queue.num_best_effort == sum(s.best_effort for s in queue)
+            assert all(len(g.block_ids) == s.table.num_blocks for s in queue for g in s.table.groups)
         waiting = [s for s in scheduler.waiting if not s.best_effort]
         assert scheduler.waiting.uncomputed_tokens == sum(s.num_uncomputed_tokens for s in waiting)
         assert scheduler.waiting.num_regular == len(waiting)

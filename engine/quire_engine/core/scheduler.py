@@ -313,7 +313,7 @@ class Scheduler:
                     self._commit_draws(sequence, model_output, first)
 
     def _commit_computed(self, sequence: Sequence, start: int, length: int) -> None:
-        if sequence.table.block_ids:  # otherwise it was preempted, and these were counted then
+        if sequence.table.num_blocks:  # otherwise it was preempted, and these were counted then
             end = sequence.num_computed_tokens = start + length
             self.kv_cache_manager.on_computed(sequence.table, sequence.token_ids, end)
             if sequence.absence is not None:

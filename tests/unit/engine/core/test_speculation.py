@@ -46,7 +46,7 @@ class SpeculatingStateMachine(EngineStateMachine):
         for sequence in self.scheduler.running:
             # A static batch has room for all its prompts from its first step on.
             held = max(sequence.num_computed_tokens, sequence.num_tokens * (self.batching == "static"))
-            assert len(sequence.table.block_ids) <= -(-held // size), "a block holds nothing"
+            assert sequence.table.num_blocks <= -(-held // size), "a block holds nothing"
             assert sequence.num_scheduled_tokens == sequence.num_computed_tokens
 
 
