@@ -26,7 +26,6 @@ PreemptionPolicy = Literal["auto", "swap", "recompute"]
 Runner = Literal["auto", "generate", "pooling"]
 Convert = Literal["auto", "none", "embed", "classify"]
 PoolingMode = Literal["auto", "last", "mean", "cls"]
-Batching = Literal["continuous", "static", "phased"]
 Quantization = Literal["int8", "int4"]
 SpeculativeMethod = Literal["none", "ngram", "suffix"]
 KVCacheDtype = Literal["auto", "int8", "fp8"]
@@ -262,10 +261,7 @@ class SchedulerArgs(_Frozen):
 
     ``max_num_seqs``: sequences that hold device blocks. ``max_swapped``: a victim beyond is computed again.
     ``max_overtakes``: how often a waiting request can be overtaken by a later one, under ``sjf`` by a shorter one, by
-    one with an adapter that is in use where its own is not, and by one that has room to load blocks from disk. With
-    ``batching`` static, a batch is all that wait and fit when it begins, and nothing is admitted until its last
-    sequence has ended; phased, a step computes prompts alone, as long as there are some that fit into memory, or else
-    one token of each sequence.
+    one with an adapter that is in use where its own is not, and by one that has room to load blocks from disk.
     """
 
     max_model_len: int | None = Field(
@@ -310,11 +306,6 @@ class SchedulerArgs(_Frozen):
     scheduling_policy: Policy = Field(
         default="fcfs",
         description="Which request is admitted next: the first to come, the shortest job, or by priority.",
-    )
-    batching: Batching = Field(
-        default="continuous",
-        description="For comparisons: static admits nothing until the whole batch has ended; phased never mixes "
-        "prompts and decoding in a step, and runs prompts first.",
     )
     speculative_method: SpeculativeMethod = Field(
         default="none",
@@ -633,6 +624,8 @@ class EngineConfig(CliSettings, NodeArgs, EngineArgs):
         "--enable-expert-parallel": _SHARED_EXPERTS,
         "--limit-mm-per-prompt": "models are served for text only",
         "--kv-transfer-config": "prefill and decode are not separated",
+        "--batching": "engines batch continuously; static and phased batching are in quire-engine simulate, to compare "
+        "with",
         "--guided-decoding-backend": "there is one way to structured output, which needs no choice",
         "--structured-outputs-config": "there is one way to structured output, which needs no choice",
         "--load-format": "the files of the model say what they are",

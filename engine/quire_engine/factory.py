@@ -13,6 +13,7 @@ from quire_proto.pooling import Task
 
 from quire_engine.checkpoint.gguf_tokenizer import tokenizer_folder_if_any
 from quire_engine.config import EngineArgs, NodeArgs
+from quire_engine.core.batch_scheduler import StepPolicy, continuous_batching
 from quire_engine.core.block_pool import KVCacheConfig
 from quire_engine.core.config import SchedulerConfig
 from quire_engine.core.kv_cache_manager import KVCacheManager
@@ -63,7 +64,9 @@ def load_executor(
     return TorchExecutor.load(config, on_lost, owns_process=owns_process, nodes=nodes, startup=startup)
 
 
-def make_scheduler(config: EngineArgs, executor: "ModelExecutor") -> Scheduler:
+def make_scheduler(
+    config: EngineArgs, executor: "ModelExecutor", step_policy: StepPolicy = continuous_batching
+) -> Scheduler:
     """A scheduler for this executor, with empty pools."""
     limits = SchedulerConfig.of(
         config,
@@ -82,7 +85,7 @@ def make_scheduler(config: EngineArgs, executor: "ModelExecutor") -> Scheduler:
         host_caching=config.enable_host_caching,
         disk=executor.disk_contents,
     )
-    return Scheduler(limits, memory, rates=executor.rates)
+    return Scheduler(limits, memory, rates=executor.rates, step_policy=step_policy)
 
 
 def supported_tasks(executor: "ModelExecutor") -> frozenset[Task]:

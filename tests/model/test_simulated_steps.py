@@ -37,6 +37,7 @@ from quire_engine.lora.manager import LoRAManager
 from quire_engine.simulation.config import PRESETS
 from quire_engine.simulation.simulated_executor import SimulatedExecutor, uniform
 from quire_engine.simulation.simulator import VirtualClock
+from quire_engine.simulation.step_policies import STEP_POLICIES, Batching
 from quire_proto.errors import QuireError
 from quire_proto.sampling import SamplingParams
 
@@ -93,6 +94,7 @@ class Scenario:
     host_caching: bool
     events: tuple[Event, ...]
     depth: int = 1
+    batching: Batching = "continuous"
     disk: Disk | None = None
     guesses: int | None = None
 
@@ -109,16 +111,19 @@ def make_scenario(seed: int, kind: str) -> Scenario:
     prefix_caching, host_caching = choose((False, True, True, True)), choose((False, True, True))
     host_blocks = choose((0, 4, 6, 12, HOST_BLOCKS))
     num_stages = KINDS[kind].get("pipeline_parallel_size", 1)
+    drawn: dict[str, Any] = {
+        "max_num_seqs": choose((4, 16)),
+        "max_num_batched_tokens": choose((9, 40, 512)),
+        "max_model_len": MAX_MODEL_LEN,
+        "max_step_seconds": choose((0.0, 0.0, None, 0.01)),
+        "max_swapped": choose((1, 64)),
+        "preemption_mode": choose(("auto", "auto", "swap", "recompute")),
+        "scheduling_policy": choose(("fcfs", "sjf", "priority")),
+        "max_overtakes": choose((1, 64)),
+    }
+    batching: Batching = choose(("continuous", "continuous", "static", "phased"))
     limits = SchedulerConfig(
-        max_num_seqs=choose((4, 16)),
-        max_num_batched_tokens=choose((9, 40, 512)),
-        max_model_len=MAX_MODEL_LEN,
-        max_step_seconds=choose((0.0, 0.0, None, 0.01)),
-        max_swapped=choose((1, 64)),
-        preemption_mode=choose(("auto", "auto", "swap", "recompute")),
-        scheduling_policy=choose(("fcfs", "sjf", "priority")),
-        max_overtakes=choose((1, 64)),
-        batching=choose(("continuous", "continuous", "static", "phased")),
+        **drawn,
         swap_ahead=choose((0.0, 0.3, 0.8)),
         max_loras=choose((1, 2)),
         vocab_size=VOCAB_SIZE,
@@ -134,6 +139,7 @@ def make_scenario(seed: int, kind: str) -> Scenario:
         host_caching,
         make_events(random, greedy=prefix_caching),
         depth=2 if kind == "overlapping" else num_stages,
+        batching=batching,
         disk=disk if has_disk else None,
         guesses=seed if kind == "whole" and choose((False, True)) else None,
     )
@@ -332,7 +338,13 @@ def run(executor: Executor, scenario: Scenario) -> Run:
             disk=disk,
             clock=noting.clock,
         )
-        scheduler = Scheduler(scenario.limits, memory, rates=scenario.rates, clock=noting.clock)
+        scheduler = Scheduler(
+            scenario.limits,
+            memory,
+            rates=scenario.rates,
+            clock=noting.clock,
+            step_policy=STEP_POLICIES[scenario.batching],
+        )
         core = EngineCore(scheduler, noting, receive, lambda: noting.clock.seconds)
         scheduler._batch_scheduler.speculator = guesser
         due = deque(scenario.events)

@@ -20,6 +20,7 @@ from quire_engine.core.outputs import EngineCoreOutput
 from quire_engine.core.request import Request, ResumedOutput
 from quire_engine.core.scheduler import Scheduler
 from quire_engine.core.step import ModelOutput, SchedulerOutput
+from quire_engine.simulation.step_policies import STEP_POLICIES
 from quire_proto.errors import QuireError
 from quire_proto.priority import BEST_EFFORT
 from quire_proto.sampling import FinishReason, SamplingParams, choice_seed
@@ -122,7 +123,7 @@ class EngineStateMachine(RuleBasedStateMachine):
         disk_fails,
         windows,
     ):
-        if self.num_stages > 1 or batching == "static" or disk_slots:
+        if self.num_stages > 1 or disk_slots:
             windows = (None,)
         groups = tuple(KVCacheGroup(window) for window in windows)
         num_blocks = len(windows) * (pool_tokens // block_size)
@@ -135,7 +136,6 @@ class EngineStateMachine(RuleBasedStateMachine):
             vocab_size=VOCAB_SIZE,
             scheduling_policy=policy,
             max_overtakes=2,
-            batching=batching,
             max_swapped=max_swapped,
             max_step_seconds=max_step_seconds,
             swap_ahead=swap_ahead,
@@ -155,7 +155,8 @@ class EngineStateMachine(RuleBasedStateMachine):
             return self.found[id(table)]
 
         self.memory.attach_cached_blocks = note_found
-        self.scheduler = Scheduler(config, self.memory, rates=rates)
+        self.batching = batching
+        self.scheduler = Scheduler(config, self.memory, rates=rates, step_policy=STEP_POLICIES[batching])
         self.scheduler.schedule = self.schedule
         executor = self.make_executor(capacity)
         executor.disk.num_ending, executor.disk.outcome = unsteady(Random(disk_seed), disk_fails)
@@ -180,7 +181,7 @@ class EngineStateMachine(RuleBasedStateMachine):
             assert all(chunk.sequence_id in self.ran_before for chunk in scheduler_output.chunks)
         assert scheduler_output.num_tokens <= self.scheduler.config.max_num_batched_tokens
         assert len({chunk.sequence_id for chunk in scheduler_output.chunks}) == len(scheduler_output.chunks)
-        if self.scheduler.config.batching == "phased":
+        if self.batching == "phased":
             self.check_phase(scheduler_output)
         self.check_rows(scheduler_output)
 
@@ -344,8 +345,11 @@ class EngineStateMachine(RuleBasedStateMachine):
             return
         scheduler = self.scheduler
         for queue in (scheduler.waiting, scheduler.preempted):
-            assert not any(s.table.block_ids or s.num_computed_tokens or s.num_scheduled_tokens for s in queue)
-        assert not any(s.table.block_ids for s in scheduler.swapped)
+            assert not any(s.table.num_blocks or s.num_computed_tokens or s.num_scheduled_tokens for s in queue)
+        assert not any(s.table.num_blocks for s in scheduler.swapped)
+        for queue in self.queues():
+            assert queue.num_best_effort == sum(s.best_effort for s in queue)
+            assert all(len(g.block_ids) == s.table.num_blocks for s in queue for g in s.table.groups)
         waiting = [s for s in scheduler.waiting if not s.best_effort]
         assert scheduler.waiting.uncomputed_tokens == sum(s.num_uncomputed_tokens for s in waiting)
         assert scheduler.waiting.num_regular == len(waiting)

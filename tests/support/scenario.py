@@ -11,6 +11,7 @@ from quire_engine.core.kv_cache_manager import KVCacheManager
 from quire_engine.core.outputs import EngineCoreOutput
 from quire_engine.core.request import Request, ResumedOutput
 from quire_engine.core.scheduler import Scheduler
+from quire_engine.simulation.step_policies import STEP_POLICIES
 from quire_proto.errors import ErrorCode
 from quire_proto.sampling import FinishReason, SamplingParams, TokenLogprobs
 
@@ -83,11 +84,11 @@ class Scenario:
             vocab_size=VOCAB_SIZE,
             scheduling_policy=random.choice(("fcfs", "sjf", "priority")),
             max_overtakes=random.choice((1, 4)),
-            batching=random.choice(("continuous", "continuous", "static", "phased")),
             max_swapped=random.choice((1, 64, 64)),
             swap_ahead=random.choice((0.0, 0.1, 0.8)),
             preemption_mode=random.choice(("auto", "auto", "swap", "recompute")),
         )
+        self.batching = random.choice(("continuous", "continuous", "static", "phased"))
         self.caching = random.choice(("none", "device", "host"))
         self.rates = random.choice((Rates(1.0, 1e9), Rates(1.0, 1e9), Rates(1e9, 1.0)))
         self.arrivals: dict[int, list[Request]] = {}
@@ -142,7 +143,8 @@ class Run:
         memory = KVCacheManager(
             scenario.capacity, prefix_caching=scenario.caching != "none", host_caching=scenario.caching == "host"
         )
-        self.scheduler = Scheduler(scenario.limits, memory, rates=scenario.rates)
+        step_policy = STEP_POLICIES[scenario.batching]
+        self.scheduler = Scheduler(scenario.limits, memory, rates=scenario.rates, step_policy=step_policy)
         self.core = EngineCore(self.scheduler, executor, self._receive)
         self.prepare()
         last = max([*scenario.arrivals, *scenario.aborts])

@@ -43,7 +43,9 @@ from quire_engine.bench.served import (
     served_lines,
 )
 from quire_engine.bench.workload import SHAPES, Lengths, Workload, model_of_shape, random_workload
+from quire_engine.core.batch_scheduler import StepPolicy, continuous_batching
 from quire_engine.errors import ModelError
+from quire_engine.simulation.step_policies import STEP_POLICIES
 
 if TYPE_CHECKING:
     import torch
@@ -126,7 +128,9 @@ def _measure(config: BenchConfig, given: BenchConfig) -> "BenchReport":
     engine: list[Quire] = []
     systems: dict[str, Callable[[], System]] = {OURS: partial(_start_quire, config, engine)}
     for name in config.also:
-        systems[f"{OURS} {name}"] = partial(_start_quire, config.model_copy(update=dict(VARIANTS[name])), [])
+        step_policy = STEP_POLICIES.get(name, continuous_batching)
+        varied = config.model_copy(update=dict(VARIANTS[name]))
+        systems[f"{OURS} {name}"] = partial(_start_quire, varied, [], step_policy)
     systems |= find_peers(config, lambda: _peer_settings(config, engine, device, threads))
     in_turn = device.type == "cpu" if config.in_turn is None else config.in_turn
     limits = Limits(config, engine, device)
@@ -153,10 +157,10 @@ def _measure(config: BenchConfig, given: BenchConfig) -> "BenchReport":
     )
 
 
-def _start_quire(config: BenchConfig, engine: "list[Quire]") -> System:
+def _start_quire(config: BenchConfig, engine: "list[Quire]", step_policy: StepPolicy = continuous_batching) -> System:
     from quire_engine.bench.quire import Quire
 
-    engine.append(Quire(config))
+    engine.append(Quire(config, step_policy))
     return engine[0]
 
 

@@ -13,6 +13,7 @@ from quire_proto.sampling import SamplingParams
 from quire_engine.bench.config import BenchConfig
 from quire_engine.bench.measure import SystemFailedError
 from quire_engine.bench.workload import Workload
+from quire_engine.core.batch_scheduler import StepPolicy, continuous_batching
 from quire_engine.core.engine_core import EngineCore, EngineCoreOutputs, StepTrace
 from quire_engine.core.request import Request
 from quire_engine.device.accelerator import resolve_device
@@ -41,10 +42,11 @@ class Quire:
     padding: float | None
     latencies: Sequence[float] = ()
 
-    def __init__(self, config: BenchConfig) -> None:
+    def __init__(self, config: BenchConfig, step_policy: StepPolicy = continuous_batching) -> None:
         from quire_engine.executor.torch_executor import TorchExecutor
 
         self._config = config
+        self._step_policy = step_policy
         try:
             executor = load_executor(config, owns_process=True)
         except ModelError as error:
@@ -74,7 +76,8 @@ class Quire:
             failed = next((str(output.error) for output in step.outputs if output.error), failed)
             self._traces.append(step.trace)
 
-        core = EngineCore(make_scheduler(self._config, self._executor), self._executor, receive)
+        scheduler = make_scheduler(self._config, self._executor, self._step_policy)
+        core = EngineCore(scheduler, self._executor, receive)
         requests = [
             Request(str(index), prompt, _sampling(size, workload.n, index))
             for index, (prompt, size) in enumerate(zip(workload.prompts, workload.outputs, strict=True))

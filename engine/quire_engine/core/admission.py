@@ -57,7 +57,6 @@ class Admission:
         self._stats = stats
         self._clock = clock
         self._by_priority = config.scheduling_policy == "priority"
-        self._has_classes = config.batching == "continuous"  # else what is best effort only comes last
         num_blocks = kv_cache_manager.device_pool.num_blocks
         self._watermark = max(1, int(config.watermark * num_blocks))
         self._best_effort_reserve = max(self._watermark, int(BEST_EFFORT_RESERVE * num_blocks))
@@ -143,10 +142,15 @@ class Admission:
         return True
 
     def _preempt_for(self, sequence: Sequence, scheduler_output: SchedulerOutput) -> bool:
-        """Preempts the last that is best effort, for a sequence that is not. Returns False if there is none."""
-        if sequence.best_effort or not self._has_classes or not self._running or not self._running.last().best_effort:
+        """Preempts the last that is best effort and not in the step yet, for a sequence that is not best effort.
+        Returns False if there is none.
+        """
+        if sequence.best_effort or not self._running or not self._running.last().best_effort:
             return False
-        for victim in preempted_with(self._running.last()):
+        victims = preempted_with(self._running.last())
+        if any(victim.last_step == scheduler_output.step for victim in victims):
+            return False
+        for victim in victims:
             scheduler_output.num_preempted += 1
             self._preemptor.preempt(victim)
         return True

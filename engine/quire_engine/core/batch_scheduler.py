@@ -1,14 +1,13 @@
 """What the next step computes: hands out one token budget, and decides what is preempted when memory runs out.
 
-There is no prefill phase and no decode phase (but with ``batching`` phased, for comparisons): a sequence has tokens
-known and tokens computed, and a step computes some of the difference. While a step is in flight, what it computes
-counts as computed, and a token that it draws as known, though nobody knows it yet. Order: running, then what was
-preempted, by precedence, then waiting in the policy's order. Nothing is admitted in a step that preempted, or while
-anything that was admitted is off the device: that is what keeps preemption from thrashing. The unified budget is vLLM
-V1's idea, after Sarathi's chunked prefill.
+There is no prefill phase and no decode phase: a sequence has tokens known and tokens computed, and a step computes some
+of the difference. While a step is in flight, what it computes counts as computed, and a token that it draws as known,
+though nobody knows it yet. Order: running, then preempted, by precedence, then waiting in the policy's order. Nothing
+is admitted in a step that preempted, or while anything that was admitted is off the device: that is what keeps
+preemption from thrashing. The unified budget is vLLM V1's idea, after Sarathi's chunked prefill.
 
-What is best effort comes after all of that, out of what is left, and only in steps that compute no prompt of others:
-these take its place and its memory at once, and wait for no more than the step that is running, which it may not
+Best-effort sequences come after all of that, out of what is left, and only in steps that compute no prompt of others:
+these take their places and their memory at once, and wait only for the step that is running, which best effort may not
 make much longer.
 
 What a sequence needs to be admitted is in ``admission``; how a victim leaves the device and returns, in ``preemption``.
@@ -17,12 +16,11 @@ What a sequence needs to be admitted is in ``admission``; how a victim leaves th
 from array import array
 from collections import abc
 from collections.abc import Callable, Collection, Iterable, Mapping
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Protocol
 
 from quire_engine.core.admission import Admission
 from quire_engine.core.executor import Rates
 from quire_engine.core.kv_cache_manager import KVCacheManager
-from quire_engine.core.lora import LoRAStats
 from quire_engine.core.outputs import SchedulerStats
 from quire_engine.core.preemption import Preemptor, copy_beside, preempted_with, running_beams
 from quire_engine.core.request import Sequence, SequenceGroup, SequenceStatus
@@ -40,11 +38,42 @@ QUIET_SECONDS = 60.0
 """Since the last request that is not best effort: from then on what is best effort has whole steps."""
 _NANOSECONDS = 1_000_000_000
 
+Accepts = Callable[[Sequence], bool]
+"""Whether a sequence may be in the step, as far as the policy is concerned."""
+
+
+class StepPolicy(Protocol):
+    """Decides what a step takes from the queues, and in which order. An engine has ``continuous_batching``; simulators
+    have others, to compare them with it.
+    """
+
+    def __call__(self, batch: "BatchScheduler", scheduler_output: SchedulerOutput, budget: StepBudget) -> None:
+        """Adds chunks to the step as far as ``budget`` allows, by ``batch.schedule_running``, ``schedule_preempted``
+        and ``schedule_waiting``.
+        """
+        ...
+
+
+def continuous_batching(batch: "BatchScheduler", scheduler_output: SchedulerOutput, budget: StepBudget) -> None:
+    """Fills each step from all queues. Best-effort sequences get what the others leave."""
+    running = batch.running_of_step()
+    if not batch.num_best_effort:
+        batch.schedule_in_order(running, scheduler_output, budget)
+        return
+    regular = [each for each in running if not each.best_effort]
+    batch.schedule_in_order(regular, scheduler_output, budget, _is_regular)
+    if batch.regular_needs_step(scheduler_output):
+        return
+    rest = batch.make_best_effort_budget(budget.tokens)
+    best_effort = [each for each in batch.running_of_step() if each.best_effort]
+    batch.schedule_in_order(best_effort, scheduler_output, rest, _is_best_effort)
+    scheduler_output.has_fragments = rest.has_prompts
+
 
 class BatchScheduler:
-    """Owns the queues, of which ``admission`` has that of what waits. Of the last call, ``scheduled`` are the sequences
-    of its chunks, and ``out_of_memory`` those that it found no memory for, whatever it preempted. ``speculator``:
-    chooses drafts, where there is speculation.
+    """Owns the queues, of which ``admission`` has that of what waits. Of the last step, ``scheduled`` are the sequences
+    of its chunks, and ``out_of_memory`` those that it found no memory for, whatever it preempted. ``speculator``
+    chooses drafts; None without speculation.
     """
 
     def __init__(
@@ -56,6 +85,7 @@ class BatchScheduler:
         step_times: StepTimeEstimator,
         *,
         clock: Callable[[], int],
+        step_policy: StepPolicy,
     ) -> None:
         self.running = AdmittedQueue()
         self.rows = WorkerRows()
@@ -76,23 +106,19 @@ class BatchScheduler:
             SequenceStatus.PREEMPTED: self.preempted,
         }
         self._config = config
-        self._kv_cache_manager = kv_cache_manager
+        self.kv_cache_manager = kv_cache_manager
         self._rates = rates
         self._stats = stats
         self._clock = clock
         self._step_times = step_times
-        self._has_classes = config.batching == "continuous"  # else what is best effort only comes last
-        self.has_best_effort = False
+        self._step_policy = step_policy
         self._last_regular = -(1 << 62)
-        self._computes_prompt = False
         self._is_pipeline = config.num_stages > 1
         self._oldest_in_flight = 0
 
     def add(self, sequence: Sequence) -> None:
         """Queues a new sequence."""
-        if sequence.best_effort:
-            self.has_best_effort = True
-        else:
+        if not sequence.best_effort:
             self._last_regular = sequence.timings.arrived
         sequence.served_at_arrival = self._stats.computed_tokens
         self.waiting.push(sequence)
@@ -108,12 +134,11 @@ class BatchScheduler:
         sequence.status = SequenceStatus.FINISHED
 
     def schedule(self, step: int, in_flight: Collection[SchedulerOutput] = ()) -> SchedulerOutput:
-        """The next step, behind those that are ``in_flight``. Empty when nothing can be computed."""
+        """Returns the next step, behind those that are ``in_flight``. Empty when nothing can be computed."""
         self.scheduled = []
         self.out_of_memory.clear()
-        self._computes_prompt = False
         self._oldest_in_flight = min((each.step for each in in_flight), default=step)
-        num_groups = self._kv_cache_manager.num_groups
+        num_groups = self.kv_cache_manager.num_groups
         scheduler_output = SchedulerOutput(step, new_blocks=tuple([array("i") for _ in range(num_groups)]))
         if self.rows.released:
             scheduler_output.freed_rows = self.rows.free_released(self._oldest_in_flight)
@@ -121,94 +146,81 @@ class BatchScheduler:
         if self._is_pipeline:
             share = _share_of_tokens(self.running, self.waiting.uncomputed_tokens, in_flight, self._config.num_stages)
             budget.tokens = min(budget.tokens, share)
-        if self._config.batching == "phased":
-            self._schedule_phase(scheduler_output, budget, _prefills)
-            if not scheduler_output.rows:
-                self._schedule_phase(scheduler_output, budget, _decodes)
-        elif not (self.has_best_effort and self._has_classes and self.num_best_effort()):
-            self._schedule_phase(scheduler_output, budget)
-        else:
-            self._schedule_phase(scheduler_output, budget, _regular)
-            if not self._regular_needs_step():
-                rest = self._make_best_effort_budget(budget.tokens)
-                self._schedule_phase(scheduler_output, rest, _best_effort)
-                scheduler_output.has_fragments = rest.has_prompts
+        self._step_policy(self, scheduler_output, budget)
         if not (
             in_flight
             or scheduler_output.rows
             or scheduler_output.num_preempted
             or self.out_of_memory
-            or self._kv_cache_manager.has_pending_copies
+            or self.kv_cache_manager.has_pending_copies
         ):
             self._break_beam_deadlock(scheduler_output)
         if budget.has_prompts:
             scheduler_output.max_seconds = budget.max_seconds
-        if self._config.swap_ahead or self._kv_cache_manager.disk is not None:
+        if self._config.swap_ahead or self.kv_cache_manager.disk is not None:
             copy_beside(
                 scheduler_output,
                 self.running,
-                self._kv_cache_manager,
+                self.kv_cache_manager,
                 self._rates,
                 self._step_times.model,
                 swap_ahead_part=self._config.swap_ahead,
             )
-        scheduler_output.copies = self._kv_cache_manager.take_pending_copies()
+        scheduler_output.copies = self.kv_cache_manager.take_pending_copies()
         return scheduler_output
 
-    def _schedule_phase(
-        self, scheduler_output: SchedulerOutput, budget: StepBudget, phase: "Phase | None" = None
-    ) -> None:
-        """Schedules the sequences that are in ``phase``, or all of them. What is new is in its prefill. For those that
-        are not best effort, nothing else was preempted.
-        """
-        self._schedule_running(scheduler_output, budget, phase)
-        away = (self.swapped or self.preempted) and self._next_away(phase)
-        if scheduler_output.num_preempted and (phase is not _regular or away):
-            return
-        if away:
-            self._schedule_preempted(scheduler_output, budget, phase)
-            away = (self.swapped or self.preempted) and self._next_away(phase)
-        admits = phase is not _decodes and not away
-        if self.waiting.sequences and admits and self._can_admit():
-            self._schedule_waiting(scheduler_output, budget, phase)
-
-    def _next_away(self, phase: "Phase | None") -> Sequence | None:
-        """The preempted sequence that comes back next; of ``_regular`` only if it is one."""
-        sequence = self.preemptor.next()
-        return None if sequence is None or (phase is _regular and sequence.best_effort) else sequence
-
-    def _regular_needs_step(self) -> bool:
-        """Whether what is best effort has to stay out of a step in which all else is scheduled: a prompt of others is
-        computed in it, or could not be.
-        """
-        waits = self._next_away(_regular) is not None or self.waiting.has_regular_ready
-        return self._computes_prompt or waits or bool(self.out_of_memory)
+    @property
+    def num_best_effort(self) -> int:
+        """How many sequences are best effort, in all queues."""
+        admitted = self.running.num_best_effort + self.swapped.num_best_effort + self.preempted.num_best_effort
+        return admitted + self.waiting.num_best_effort
 
     def prompt_tokens_per_step(self) -> int:
-        """Tokens of prompts that a step may compute beside the sequences that decode now, if one more prompt comes; 0
-        without a bound in time.
+        """Returns the tokens of prompts that a step may compute beside the sequences that decode now, if one more
+        prompt comes; 0 without a bound in time.
         """
         budget = self._make_budget(more=1)
         return budget.chunk_length(self._step_times.mean_prompt_context, budget.tokens) if budget.max_seconds else 0
 
-    def num_best_effort(self) -> int:
-        """How many sequences are best effort, wherever they are. O(running) if there may be any (``has_best_effort``),
-        of which there are none any more if there are none now.
+    # What step policies call
+
+    def running_of_step(self) -> abc.Sequence[Sequence]:
+        """Returns the running sequences that the step may compute: in a pipeline others are in the steps in flight."""
+        return _micro_batch(self.running, self._config.num_stages) if self._is_pipeline else self.running
+
+    def schedule_in_order(
+        self,
+        running: abc.Sequence[Sequence],
+        scheduler_output: SchedulerOutput,
+        budget: StepBudget,
+        accepts: Accepts | None = None,
+    ) -> None:
+        """Schedules ``running`` sequences, then preempted ones, and when all of these are back, waiting ones. What it
+        does not accept counts as not there.
         """
-        if not self.has_best_effort:
-            return 0
-        admitted = sum(sum(each.best_effort for each in queue) for queue in self._queues.values())
-        count = admitted + self.waiting.num_best_effort
-        self.has_best_effort = count > 0
-        return count
+        self.schedule_running(running, scheduler_output, budget)
+        if self.swapped or self.preempted:
+            self.schedule_preempted(scheduler_output, budget, accepts)
+        if self.waiting.sequences and self.next_preempted(accepts) is None:
+            if accepts is not _is_best_effort:  # that comes after others, for which it was done in this step
+                self.admission.release_held()
+            self.schedule_waiting(scheduler_output, budget, accepts)
 
-    def get_lora_stats(self) -> LoRAStats:
-        """The adapters of all sequences. O(running) where there are any."""
-        loras = self.admission.loras
-        return loras.get_stats() if loras.active or self.waiting.loras else LoRAStats()
+    def next_preempted(self, accepts: Accepts | None = None) -> Sequence | None:
+        """Returns the preempted sequence that comes back next; None if there is none, or if it is not accepted."""
+        sequence = self.preemptor.next()
+        return sequence if sequence is None or accepts is None or accepts(sequence) else None
 
-    def _make_best_effort_budget(self, tokens: int) -> StepBudget:
-        """What the step has for what is best effort, in time too if others are here or have been lately."""
+    def regular_needs_step(self, scheduler_output: SchedulerOutput) -> bool:
+        """Whether best effort has to stay out of a step in which all else is scheduled: the step computes a prompt of
+        others, or has no room for one.
+        """
+        waits = self.next_preempted(_is_regular) is not None or self.waiting.has_regular_ready
+        chunks = zip(self.scheduled, scheduler_output.starts, strict=True)
+        return waits or bool(self.out_of_memory) or any(start < each.group.num_prompt_tokens for each, start in chunks)
+
+    def make_best_effort_budget(self, tokens: int) -> StepBudget:
+        """Returns what the step has for best effort, in time too if others are here or have been lately."""
         is_bounded = self._config.max_step_seconds != 0 and self._config.enable_chunked_prefill
         is_alone = not self.running or self.running[0].best_effort
         if not is_bounded or (is_alone and self._clock() - self._last_regular > QUIET_SECONDS * _NANOSECONDS):
@@ -216,16 +228,17 @@ class BatchScheduler:
         return self._step_times.make_best_effort_budget(tokens)
 
     def _make_budget(self, more: int = 0) -> StepBudget:
-        """The step's budget, which prompts share with the sequences that decode, as if ``more`` prompts waited. What is
-        best effort does not count.
+        """Returns the step's budget, which prompts share with the sequences that decode, as if ``more`` prompts waited.
+        Best effort does not count.
         """
         config = self._config
         if config.max_step_seconds == 0:
             return StepBudget(config.max_num_batched_tokens)
-        behind = self._num_behind() if self.has_best_effort else 0
+        num_waiting = len(self.waiting.sequences) - self.waiting.num_best_effort
+        num_waiting += len(self.preempted) - self.preempted.num_best_effort
         contexts: list[int] = []
         prompts: list[int] = []
-        for sequence in self._running_of_step():
+        for sequence in self.running_of_step():
             if sequence.best_effort:
                 break
             lacking = sequence.num_unscheduled_tokens
@@ -235,32 +248,30 @@ class BatchScheduler:
             config.max_num_batched_tokens,
             config.max_step_seconds,
             contexts,
-            waiting=len(prompts) + len(self.preempted) + len(self.waiting.sequences) + more - behind,
+            waiting=len(prompts) + num_waiting + more,
             start=prompts[0] if prompts else 0,
         )
 
-    def _num_behind(self) -> int:
-        """Of the sequences that wait or are to be computed again, those that are best effort."""
-        return self.waiting.num_best_effort + sum(each.best_effort for each in self.preempted)
-
-    def _running_of_step(self) -> list[Sequence]:
-        """The running sequences that the step may compute: in a pipeline others are in the steps in flight."""
-        return _micro_batch(self.running, self._config.num_stages) if self._is_pipeline else self.running
-
     # Running
 
-    def _schedule_running(self, scheduler_output: SchedulerOutput, budget: StepBudget, phase: "Phase | None") -> None:
+    def schedule_running(
+        self, sequences: abc.Sequence[Sequence], scheduler_output: SchedulerOutput, budget: StepBudget
+    ) -> None:
+        """Adds the next chunks of running ``sequences``, which are in the order of precedence. Makes room for them by
+        preemption, from the end of all that run.
+        """
         search: SequenceGroup | None = None
-        drafts = {} if phase is _prefills else self._propose_drafts(budget, phase)
+        best_effort = bool(sequences) and sequences[-1].best_effort
+        drafts: Mapping[int, abc.Sequence[int]] = {}
+        if self.speculator is not None:
+            drafts = self._propose_drafts(self.speculator, sequences, budget)
         running = SequenceStatus.RUNNING  # a member of an enumeration is slow to look up
-        memory = self._kv_cache_manager
+        memory = self.kv_cache_manager
         decoding: list[Sequence] = []  # before the sequence that is looked at, and not in the columns yet
-        all_at_once = not drafts and phase is not _best_effort  # best effort pays for decodes in time too
-        for sequence in self._running_of_step().copy():
+        all_at_once = not (drafts or best_effort)  # best effort pays for decodes in time too
+        for sequence in [*sequences]:  # those that are preempted leave the queue
             if budget.tokens == len(decoding) or self.out_of_memory or sequence.status is not running:
                 break  # victims are those of the least precedence, so all that follow a victim are victims too
-            if phase is not None and not phase(sequence):
-                continue
             wanted = sequence.num_unscheduled_tokens
             if wanted == 1 and all_at_once and self._lacks_only_its_token(sequence):
                 decoding.append(sequence)
@@ -288,7 +299,7 @@ class BatchScheduler:
         return (
             start >= group.num_prompt_tokens
             and group.beam_search is None
-            and self._kv_cache_manager.has_room(sequence.table, start + 1)
+            and self.kv_cache_manager.has_room(sequence.table, start + 1)
             and sequence.worker_is_current
         )
 
@@ -313,29 +324,30 @@ class BatchScheduler:
                 scheduler_output.awaiting.append(number)
             sequence.num_scheduled_tokens, sequence.last_step = start + 1, step
 
-    def _propose_drafts(self, budget: StepBudget, phase: "Phase | None") -> Mapping[int, abc.Sequence[int]]:
-        """Drafts by sequence id. There are none in a step that may compute a prompt too, and so many at most that all
-        tokens and blocks of the step are there without them: they preempt nothing. What is best effort has none beside
-        others, and counts for nothing where these have some.
+    def _propose_drafts(
+        self, speculator: Speculator, running: abc.Sequence[Sequence], budget: StepBudget
+    ) -> Mapping[int, abc.Sequence[int]]:
+        """Returns drafts for ``running`` by sequence id. There are none in a step that may compute a prompt too, and at
+        most so many that all tokens and blocks of the step are there without them: they preempt nothing. Best effort
+        has none beside others, and counts for nothing where these have some.
         """
-        if self.speculator is None or self._next_away(phase) is not None:
+        best_effort = bool(running) and running[-1].best_effort
+        may_grow = self.waiting.sequences if best_effort else self.waiting.num_regular
+        if may_grow or self.next_preempted(None if best_effort else _is_regular) is not None:
             return {}
-        if self.waiting.num_regular if phase is _regular else self.waiting.sequences:
-            return {}
-        running = self.running if phase is None else [each for each in self.running if phase(each)]
-        beside_others = phase is _best_effort and len(running) < len(self.running)
+        beside_others = best_effort and len(running) < len(self.running)
         if beside_others or not can_take_drafts(running):
             return {}
         sequences = [each for each in running if not each.table.tail_shared and each.group.beam_search is None]
-        blocks = self._kv_cache_manager.device_pool.num_free // self._kv_cache_manager.num_groups - len(self.running)
-        room = min(budget.tokens - len(self.running), blocks * self._kv_cache_manager.block_size)
-        return self.speculator.propose(sequences, room) if room > 0 else {}
+        blocks = self.kv_cache_manager.device_pool.num_free // self.kv_cache_manager.num_groups - len(self.running)
+        room = min(budget.tokens - len(self.running), blocks * self.kv_cache_manager.block_size)
+        return speculator.propose(sequences, room) if room > 0 else {}
 
     def _preempt_until_fits(self, beams: list[Sequence], budget: int, scheduler_output: SchedulerOutput) -> bool:
         """Preempts until there are blocks for the next tokens of ``beams``, which are scheduled together, or a single
         sequence. Returns False if these were preempted themselves, or are alone and out of memory.
         """
-        pool = self._kv_cache_manager.device_pool
+        pool = self.kv_cache_manager.device_pool
         while (needed := self._num_blocks_needed(beams, budget)) and needed > pool.num_free:
             victims = preempted_with(self.running.last())
             if beams[0] in victims and len(victims) == len(self.running):
@@ -352,7 +364,7 @@ class BatchScheduler:
         missing = 0
         for sequence in beams:
             start, length = sequence.num_scheduled_tokens, min(sequence.num_unscheduled_tokens, budget)
-            missing += self._kv_cache_manager.num_blocks_needed(sequence.table, start, start + length)
+            missing += self.kv_cache_manager.num_blocks_needed(sequence.table, start, start + length)
             budget -= length
         return missing
 
@@ -372,8 +384,8 @@ class BatchScheduler:
             end, num_known = end + len(drafts), num_known + len(drafts)
             budget.tokens -= len(drafts)
             scheduler_output.drafts[len(scheduler_output.rows)] = tuple(drafts)
-        if not self._kv_cache_manager.has_room(sequence.table, end):
-            self._kv_cache_manager.allocate_slots(sequence.table, start, end)
+        if not self.kv_cache_manager.has_room(sequence.table, end):
+            self.kv_cache_manager.allocate_slots(sequence.table, start, end)
         if end > num_known:
             scheduler_output.awaiting.append(len(scheduler_output.rows))
         scheduler_output.sequence_ids.append(sequence.id)
@@ -383,8 +395,6 @@ class BatchScheduler:
         num_draws = len(drafts) + 1 if drafts else len(sequence.sample_requests) or 1
         scheduler_output.draws.append(num_draws if end >= num_known else 0)
         self.scheduled.append(sequence)
-        if start < sequence.group.num_prompt_tokens and not sequence.best_effort:
-            self._computes_prompt = True
         sequence.num_scheduled_tokens, sequence.last_step = end, scheduler_output.step
 
     def _preempt(self, victim: Sequence, scheduler_output: SchedulerOutput) -> None:
@@ -409,21 +419,28 @@ class BatchScheduler:
 
     # Resuming preempted sequences
 
-    def _schedule_preempted(self, scheduler_output: SchedulerOutput, budget: StepBudget, phase: "Phase | None") -> None:
-        """What was preempted comes back by precedence, whether swapped out or not: nothing passes another."""
-        while budget.tokens and (sequence := self._next_away(phase)) is not None:
-            if phase is not None and not phase(sequence):
-                break
+    def schedule_preempted(
+        self,
+        scheduler_output: SchedulerOutput,
+        budget: StepBudget,
+        accepts: Accepts | None = None,
+    ) -> None:
+        """Brings preempted sequences back by precedence, swapped out or not, up to the first that it does not accept:
+        nothing passes another. A step that has preempted brings none back.
+        """
+        if scheduler_output.num_preempted:
+            return
+        while budget.tokens and (sequence := self.next_preempted(accepts)) is not None:
             if not self.admission.fits_max_num_seqs(sequence, scheduler_output):
                 break
             if sequence.last_step >= self._oldest_in_flight:
                 break  # it draws a token in a step in flight, and would draw that again
             if not self.admission.resume(sequence, budget.tokens, scheduler_output):
                 break
-            if not self._schedule_next_chunk(sequence, scheduler_output, budget):
+            if not self.schedule_next_chunk(sequence, scheduler_output, budget):
                 break
 
-    def _schedule_next_chunk(self, sequence: Sequence, scheduler_output: SchedulerOutput, budget: StepBudget) -> bool:
+    def schedule_next_chunk(self, sequence: Sequence, scheduler_output: SchedulerOutput, budget: StepBudget) -> bool:
         """Adds what the budget allows of a sequence that was just admitted. Returns False if it lacks tokens and the
         budget allows none.
         """
@@ -435,18 +452,18 @@ class BatchScheduler:
 
     # Admission
 
-    def _can_admit(self) -> bool:
-        """Whether new sequences are taken in: always, or, with static batches, when the one before has ended."""
-        return self._config.batching != "static" or not self.running
-
-    def _schedule_waiting(self, scheduler_output: SchedulerOutput, budget: StepBudget, phase: "Phase | None") -> None:
-        if phase is not _best_effort:  # which comes after others in the same step
-            self.admission.release_held()
-        # A static batch begins as a whole, with room for all its prompts, however many steps it takes to compute them.
-        is_batch = self._config.batching == "static"
-        while self.waiting.has_ready and (budget.allows_prompts or is_batch):
+    def schedule_waiting(
+        self,
+        scheduler_output: SchedulerOutput,
+        budget: StepBudget,
+        accepts: Accepts | None = None,
+    ) -> None:
+        """Admits waiting sequences in the policy's order, up to the first that it does not accept or that lacks room,
+        and adds their first chunks. ``admission.release_held`` comes before it.
+        """
+        while self.waiting.has_ready and budget.allows_prompts:
             sequence = self.waiting.next()
-            if phase is _regular and sequence.best_effort:
+            if accepts is not None and not accepts(sequence):
                 break
             if not self._config.enable_chunked_prefill and sequence.num_tokens > budget.tokens:
                 break
@@ -454,29 +471,14 @@ class BatchScheduler:
                 continue
             if not self.admission.admit(sequence, scheduler_output):
                 break
-            if is_batch:
-                table, start = sequence.table, sequence.num_scheduled_tokens
-                self._kv_cache_manager.allocate_slots(table, start, sequence.num_tokens)
-            self._schedule_next_chunk(sequence, scheduler_output, budget)
+            self.schedule_next_chunk(sequence, scheduler_output, budget)
 
 
-Phase = Callable[[Sequence], bool]
-"""Whether a sequence is in this phase: of a step of one phase, or of one that comes to what is best effort at last."""
-
-
-def _prefills(sequence: Sequence) -> bool:
-    return sequence.num_unscheduled_tokens > 1
-
-
-def _decodes(sequence: Sequence) -> bool:
-    return sequence.num_unscheduled_tokens <= 1
-
-
-def _regular(sequence: Sequence) -> bool:
+def _is_regular(sequence: Sequence) -> bool:
     return not sequence.best_effort
 
 
-def _best_effort(sequence: Sequence) -> bool:
+def _is_best_effort(sequence: Sequence) -> bool:
     return sequence.best_effort
 
 

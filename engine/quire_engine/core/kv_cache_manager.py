@@ -17,7 +17,7 @@ where those that its end still sees are there: vLLM's hybrid KV cache manager, i
 
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import chain
 from time import time_ns
 
@@ -25,6 +25,7 @@ from quire_proto.hashing import HASH_BYTES
 
 from quire_engine.core.block_pool import (
     NULL_BLOCK,
+    UNBOUNDED_TOKENS,
     BlockCopies,
     BlockCopy,
     BlockPool,
@@ -74,6 +75,7 @@ class KVCacheManager:
         self.block_size = capacity.block_size
         self.block_bytes = capacity.block_bytes
         self.num_groups = len(capacity.groups)
+        self._suffixes = [bytes((number,)) for number in range(self.num_groups)] if self.num_groups > 1 else [b""]
         self._windows = [(number, group) for number, group in enumerate(capacity.groups) if group.window is not None]
         self.prefix_caching = prefix_caching
         self.host_caching = prefix_caching and host_caching and capacity.host_blocks > 0
@@ -87,7 +89,9 @@ class KVCacheManager:
         self._reused_blocks: set[int] = set()
         self._evicted_after_one_use: OrderedDict[bytes, None] = OrderedDict()
         self._max_evicted_hashes = capacity.device_blocks + capacity.host_blocks
-        emit = self._events.append if self.num_groups == 1 else self._emit_of_first_group
+        sizes = [UNBOUNDED_TOKENS if group.window is None else group.window for group in capacity.groups]
+        self._told_suffix = self._suffixes[sizes.index(max(sizes))]
+        emit = self._events.append if self.num_groups == 1 else self._emit_if_told
         on_evict = self._offload_evicted if self.host_caching else None
         self.device_pool = BlockPool(capacity.device_blocks, Tier.DEVICE, reserved=1, emit=emit, on_evict=on_evict)
         # Where nothing looks for prefixes in the host pool, its names are no news to a router.
@@ -109,7 +113,7 @@ class KVCacheManager:
 
     def new_table(self, extra_key: bytes) -> BlockTable:
         """An empty table."""
-        return BlockTable(extra_key, others=tuple(GroupTable() for _ in range(1, self.num_groups)))
+        return BlockTable(extra_key, tuple([GroupTable(suffix) for suffix in self._suffixes]))
 
     # Finding and starting
 
@@ -161,7 +165,7 @@ class KVCacheManager:
                 self._reused_blocks.update(group.block_ids[group.num_skipped :])
         if self.disk is not None and hits:
             self.disk.on_reuse(table.block_hashes[: len(hits)])
-        table.num_cached_blocks = len(hits)
+        table.num_blocks = table.num_cached_blocks = len(hits)
         return num_tokens
 
     def count_tiers(self, table: BlockTable, hits: Sequence[CachedBlocks]) -> tuple[int, int]:
@@ -218,11 +222,11 @@ class KVCacheManager:
 
     def has_room(self, table: BlockTable, num_tokens: int) -> bool:
         """Whether ``num_tokens`` fit into the blocks of the table, none of which can be another's too."""
-        return num_tokens <= len(table.block_ids) * self.block_size and not table.tail_shared
+        return num_tokens <= table.num_blocks * self.block_size and not table.tail_shared
 
     def num_blocks_needed(self, table: BlockTable, num_computed_tokens: int, num_tokens: int) -> int:
         """Device blocks that it takes to compute ``[num_computed_tokens, num_tokens)`` into the table."""
-        more = -(-num_tokens // self.block_size) - len(table.block_ids)
+        more = -(-num_tokens // self.block_size) - table.num_blocks
         parting = table.tail_shared and self._tail_is_shared(table, num_computed_tokens)
         return (more + parting if more > 0 else parting) * self.num_groups
 
@@ -231,19 +235,18 @@ class KVCacheManager:
         own if others share it. The caller made sure that the blocks are there.
         """
         if table.tail_shared and self._tail_is_shared(table, num_computed_tokens):
-            for group in table.groups:
-                self._copy_on_write(group, num_computed_tokens // self.block_size)
-        while len(table.block_ids) * self.block_size < num_tokens:
-            for group in table.groups:
-                group.block_ids.append(self.device_pool.allocate())
+            for number in range(self.num_groups):
+                self._copy_on_write(table, number, num_computed_tokens // self.block_size)
+        while table.num_blocks * self.block_size < num_tokens:
+            table.append_blocks([self.device_pool.allocate() for _ in table.groups])
 
     def free_unused_blocks(self, table: BlockTable, num_computed_tokens: int) -> None:
         """Gives back the device blocks behind those that ``num_computed_tokens`` fill: they hold nothing but rejected
         drafts.
         """
-        while len(table.block_ids) > self.num_blocks_for(num_computed_tokens):
-            for group in table.groups:
-                self.device_pool.decref(group.remove_last_block())
+        while table.num_blocks > self.num_blocks_for(num_computed_tokens):
+            for block_id in table.remove_last_blocks():
+                self.device_pool.decref(block_id)
 
     def on_computed(self, table: BlockTable, token_ids: Sequence[int], num_computed_tokens: int) -> None:
         """Takes in that a step has computed so many tokens of the table in all: later requests find its full blocks,
@@ -275,7 +278,7 @@ class KVCacheManager:
             first = spec.first_block(num_computed_tokens, self.block_size)
             for index in range(group.num_skipped, first):
                 self.device_pool.decref(group.block_ids[index])
-                group.replace_block(index, NULL_BLOCK)
+                table.replace_block(number, index, NULL_BLOCK)
             group.num_skipped = max(group.num_skipped, first)
 
     # Swapping
@@ -374,6 +377,7 @@ class KVCacheManager:
                 group.block_ids.append(self._load_from_host(source, name) if block_id is None else block_id)
             self._pinned_host_blocks += group.host_block_ids
             group.host_block_ids.clear()
+            table.num_blocks = len(group.block_ids)
         return len(self._pending_copies.blocks_to_swap_in) - before
 
     # Ending
@@ -414,7 +418,10 @@ class KVCacheManager:
     def stored_blocks(self) -> list[BlockStored]:
         """Everything that events tell of, in both tiers."""
         stored = self.device_pool.stored_blocks() + (self.host_pool.stored_blocks() if self.host_caching else [])
-        return stored if self.num_groups == 1 else [each for each in stored if _is_of_first_group(each)]
+        if self.num_groups == 1:
+            return stored
+        told = [each for each in stored if each.block_hash.endswith(self._told_suffix)]
+        return [BlockStored(each.block_hash[:HASH_BYTES], each.tier) for each in told]
 
     def check_integrity(self) -> None:
         """Asserts the integrity of both pools."""
@@ -425,12 +432,12 @@ class KVCacheManager:
 
     # Inside
 
-    def _emit_of_first_group(self, event: KVCacheEvent) -> None:
-        """Routers hear of one block for each of a prompt's, that of the first group: it sees all tokens if any does.
-        What they find there is the most that a request can begin with.
+    def _emit_if_told(self, event: KVCacheEvent) -> None:
+        """Routers hear of one block for each of a prompt's, that of the group that sees most. What they find there is
+        the most that a request can begin with.
         """
-        if _is_of_first_group(event):
-            self._events.append(event)
+        if event.block_hash.endswith(self._told_suffix):
+            self._events.append(replace(event, block_hash=event.block_hash[:HASH_BYTES]))
 
     def _find_cached(self, name: bytes) -> CachedBlock | None:
         block_id = self.device_pool.get_cached_block(name)
@@ -504,16 +511,18 @@ class KVCacheManager:
             self.disk.on_host_eviction(name)
 
     def _tail_is_shared(self, table: BlockTable, num_computed_tokens: int) -> bool:
-        """Whether the next token would be written into a block that others hold too. It is so in all groups."""
+        """Whether the next token would be written into blocks that others hold too. It is so in all groups or none."""
         index = num_computed_tokens // self.block_size
-        table.tail_shared = index < len(table.block_ids) and self.device_pool.is_shared(table.block_ids[index])
+        table.tail_shared = index < table.num_blocks and any(
+            self.device_pool.is_shared(group.block_ids[index]) for group in table.groups
+        )
         return table.tail_shared
 
-    def _copy_on_write(self, group: GroupTable, index: int) -> None:
-        """Copy on write: gives the table a block of its own in place of a shared one."""
-        shared, own = group.block_ids[index], self.device_pool.allocate()
+    def _copy_on_write(self, table: BlockTable, number: int, index: int) -> None:
+        """Copy on write: gives the table a block of its own in place of a shared one of group ``number``."""
+        shared, own = table.groups[number].block_ids[index], self.device_pool.allocate()
         self._pending_copies.blocks_to_copy.append(BlockCopy(shared, own))
-        group.replace_block(index, own)
+        table.replace_block(number, index, own)
         self.device_pool.decref(shared)
 
     def _num_computed_blocks(self, table: BlockTable, num_computed_tokens: int) -> int:
@@ -563,16 +572,10 @@ class KVCacheManager:
             for block_id in blocks:
                 if block_id != NULL_BLOCK:
                     self.device_pool.decref(block_id)
-        for group in table.groups:
-            group.block_ids.clear()
-        table.num_swapped_ahead = 0
+        table.clear()
 
     def _release_host(self, table: BlockTable) -> None:
         for group in table.groups:
             for block_id in reversed(group.host_block_ids):
                 self.host_pool.decref(block_id)
             group.host_block_ids.clear()
-
-
-def _is_of_first_group(event: KVCacheEvent) -> bool:
-    return len(event.block_hash) == HASH_BYTES

@@ -149,7 +149,7 @@ def measure_fragmentation(
     size = kv_cache_manager.block_size
     empty: dict[int, int] = {}
     for table, num_computed_tokens in tables:
-        for index in range(num_computed_tokens // size, len(table.block_ids)):
+        for index in range(num_computed_tokens // size, table.num_blocks):
             missing = size - max(0, num_computed_tokens - index * size)
             for group in table.groups:
                 block_id = group.block_ids[index]

@@ -270,9 +270,8 @@ class Sequence:
     def worker_is_current(self) -> bool:
         """Whether the worker lacks nothing of it: no token that is known, and no block."""
         table = self.table
-        if self.row is None or self.num_sent_tokens != len(self.token_ids) or len(table.block_ids) != table.num_sent:
-            return False
-        return not table.changed and (not table.others or table.is_sent)
+        has_tokens = self.row is not None and self.num_sent_tokens == len(self.token_ids)
+        return has_tokens and table.num_blocks == table.num_sent and not table.changed
 
     @property
     def num_output(self) -> int:

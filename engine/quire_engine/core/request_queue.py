@@ -29,17 +29,19 @@ _preemption_key = attrgetter("preemption_key")
 
 class AdmittedQueue(list[Sequence]):
     """Sequences that were admitted once: a list that ``push`` and ``remove`` keep in the order of their preemption
-    keys. ``num_seqs``: the sum of theirs.
+    keys. ``num_seqs``: the sum of theirs. ``num_best_effort``: how many are best effort; they are the last.
     """
 
     def __init__(self) -> None:
         super().__init__()
         self.num_seqs = 0
+        self.num_best_effort = 0
 
     def push(self, sequence: Sequence) -> None:
         """Adds where its precedence puts it."""
         insort(self, sequence, key=_preemption_key)
         self.num_seqs += sequence.num_seqs
+        self.num_best_effort += sequence.best_effort
 
     def first(self) -> Sequence:
         """The one that is preempted last."""
@@ -53,6 +55,7 @@ class AdmittedQueue(list[Sequence]):
         """Takes one out, wherever it stands."""
         del self[bisect_left(self, sequence.preemption_key, key=_preemption_key)]
         self.num_seqs -= sequence.num_seqs
+        self.num_best_effort -= sequence.best_effort
 
 
 class AdmissionGate(Protocol):
@@ -84,7 +87,8 @@ class AdmissionGate(Protocol):
 
 class WaitingQueue:
     """Sequences for which nothing is computed, in the order of their ranks, the tokens that this work amounts to
-    (``uncomputed_tokens``: without what is best effort), and how many sequences wait for each adapter (``loras``).
+    (``uncomputed_tokens``: without what is best effort), and how many sequences are best effort (``num_best_effort``)
+    and wait for each adapter (``loras``).
 
     ``rank`` computes a sequence's rank when it arrives. With ``max_overtakes`` ranks may become smaller while sequences
     wait, and whoever has been overtaken by so many later arrivals is next, whatever its rank. It is enough to count for
@@ -97,6 +101,7 @@ class WaitingQueue:
         self, max_overtakes: int | None = None, rank: Callable[[Sequence], float] = attrgetter("queue_key")
     ) -> None:
         self.uncomputed_tokens = 0
+        self.num_best_effort = 0
         self.loras: Counter[LoRARequest] = Counter()
         self._max_overtakes = max_overtakes
         self._rank = rank
@@ -117,6 +122,7 @@ class WaitingQueue:
         """Adds the newest arrival."""
         sequence.queue_key = self._rank(sequence)
         self.sequences[sequence.id] = sequence
+        self.num_best_effort += sequence.best_effort
         if not sequence.best_effort:
             self._regular[sequence.id] = sequence
             self.uncomputed_tokens += sequence.num_uncomputed_tokens
@@ -129,11 +135,6 @@ class WaitingQueue:
     def num_regular(self) -> int:
         """How many are not best effort."""
         return len(self._regular)
-
-    @property
-    def num_best_effort(self) -> int:
-        """How many are best effort."""
-        return len(self.sequences) - len(self._regular)
 
     @property
     def has_ready(self) -> bool:
@@ -209,6 +210,7 @@ class WaitingQueue:
         """Takes one out, wherever it stands; call it before anything of the sequence changes."""
         del self.sequences[sequence.id]
         self._held.pop(sequence.id, None)
+        self.num_best_effort -= sequence.best_effort
         if not sequence.best_effort:
             del self._regular[sequence.id]
             self.uncomputed_tokens -= sequence.num_uncomputed_tokens

@@ -30,11 +30,12 @@ from quire_proto.priority import BEST_EFFORT
 from quire_proto.sampling import FinishReason, StopToken, TokenLogprobs
 
 from quire_engine.core.absence import TimeAway
-from quire_engine.core.batch_scheduler import BatchScheduler
+from quire_engine.core.batch_scheduler import BatchScheduler, StepPolicy, continuous_batching
 from quire_engine.core.beam_search import Continuation
 from quire_engine.core.executor import UNMEASURED, Rates
 from quire_engine.core.kv_cache_manager import KVCacheManager
 from quire_engine.core.kv_disk import TransferResult
+from quire_engine.core.lora import LoRAStats
 from quire_engine.core.outputs import (
     EngineCoreOutput,
     EngineLoad,
@@ -76,6 +77,7 @@ class Scheduler:
         *,
         rates: Rates = UNMEASURED,
         clock: Callable[[], int] = time_ns,
+        step_policy: StepPolicy = continuous_batching,
     ) -> None:
         self.config = config
         self.kv_cache_manager = kv_cache_manager
@@ -84,7 +86,7 @@ class Scheduler:
         self._clock = clock
         self._registry = SequenceRegistry(config, kv_cache_manager, clock)
         self._batch_scheduler = BatchScheduler(
-            config, kv_cache_manager, rates, self.stats, self.step_times, clock=clock
+            config, kv_cache_manager, rates, self.stats, self.step_times, clock=clock, step_policy=step_policy
         )
         self.waiting = self._batch_scheduler.waiting
         self.running = self._batch_scheduler.running
@@ -226,7 +228,8 @@ class Scheduler:
         """What the engine is busy with. O(running)."""
         device, host = self.kv_cache_manager.device_pool, self.kv_cache_manager.host_pool
         disk = self.kv_cache_manager.disk
-        # Of what is best effort only that it is there counts, as of those that decode: nobody waits for its prompts.
+        loras = self._batch_scheduler.admission.loras
+        # Of best effort, only the number counts, as of sequences that decode: nobody waits for its prompts.
         admitted = sum([1 if s.best_effort else len(s.token_ids) - s.num_computed_tokens for s in self.running])
         if self.preempted:
             admitted += sum([s.num_uncomputed_tokens for s in self.preempted if not s.best_effort])
@@ -241,10 +244,10 @@ class Scheduler:
             host_blocks_free=host.num_free,
             pace=self.step_times.pace,
             prompt_tokens_per_step=self._batch_scheduler.prompt_tokens_per_step(),
-            best_effort=self._batch_scheduler.num_best_effort() if self._batch_scheduler.has_best_effort else 0,
+            best_effort=self._batch_scheduler.num_best_effort,
             disk_blocks_total=0 if disk is None or not disk.is_on else disk.pool.num_blocks,
             disk_blocks_free=0 if disk is None or not disk.is_on else disk.pool.num_free,
-            loras=self._batch_scheduler.get_lora_stats(),
+            loras=loras.get_stats() if loras.active or self.waiting.loras else LoRAStats(),
             is_sleeping=self.is_sleeping,
         )
 
@@ -310,7 +313,7 @@ class Scheduler:
                     self._commit_draws(sequence, model_output, first)
 
     def _commit_computed(self, sequence: Sequence, start: int, length: int) -> None:
-        if sequence.table.block_ids:  # otherwise it was preempted, and these were counted then
+        if sequence.table.num_blocks:  # otherwise it was preempted, and these were counted then
             end = sequence.num_computed_tokens = start + length
             self.kv_cache_manager.on_computed(sequence.table, sequence.token_ids, end)
             if sequence.absence is not None:

@@ -52,11 +52,8 @@ class WorkerRows:
             if num_sent < len(sequence.token_ids):
                 _add(scheduler_output.new_tokens, row, num_sent, sequence.token_ids[num_sent:])
                 sequence.num_sent_tokens = len(sequence.token_ids)
-            table = sequence.table
-            if not table.is_sent:
-                for changes, group in zip(scheduler_output.new_blocks, table.groups, strict=True):
-                    for index in group.take_changes():
-                        changes.extend((row, index, group.block_ids[index]))
+            for number, index, block_id in sequence.table.take_changes():
+                scheduler_output.new_blocks[number].extend((row, index, block_id))
         if drafts:
             _add(scheduler_output.new_tokens, row, len(sequence.token_ids), drafts)
         return row
@@ -75,7 +72,7 @@ def new_request(sequence: Sequence, row: int) -> NewRequest:
     return NewRequest(
         row,
         array("i", sequence.token_ids),
-        tuple([table.take_all() for table in sequence.table.groups]),
+        sequence.table.take_all(),
         sequence.sample_requests,
         num_prompt_logprobs=group.request.sampling.prompt_logprobs if group.needs_prompt_logprobs else None,
         lora=group.request.lora,

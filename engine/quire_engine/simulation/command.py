@@ -45,7 +45,7 @@ def simulate(arguments: Sequence[str]) -> None:
 
 def _simulate_variant(config: SimulationConfig, variant: Variant, arrivals: Sequence[Arrival]) -> SimulationRecorder:
     simulation = Simulation(
-        config.scheduler_config(variant.policy, variant.batching),
+        config.scheduler_config(variant.policy),
         config.kv_cache_config,
         config.latency,
         seed=config.seed,
@@ -53,6 +53,7 @@ def _simulate_variant(config: SimulationConfig, variant: Variant, arrivals: Sequ
         host_caching=config.enable_host_caching,
         num_disk_blocks=config.num_disk_blocks,
         memory=variant.memory,
+        batching=variant.batching,
     )
     return simulation.run(arrivals)
 

@@ -15,7 +15,6 @@ from quire_proto.cli import CliSettings
 
 from quire_engine.config import (
     PREFIX,
-    Batching,
     CoreArgs,
     KVCacheMemory,
     KVDiskSpace,
@@ -29,6 +28,7 @@ from quire_engine.core.block_pool import KVCacheConfig
 from quire_engine.core.config import SchedulerConfig
 from quire_engine.simulation.reservation import Memory
 from quire_engine.simulation.simulated_executor import VOCAB_SIZE, LatencyModel
+from quire_engine.simulation.step_policies import Batching
 
 POLICIES: tuple[Policy, ...] = get_args(Policy)
 BATCHINGS: tuple[Batching, ...] = get_args(Batching)
@@ -123,6 +123,11 @@ class SimulatedEngineConfig(CliSettings, CoreArgs):
         default=0.0, description="GiB of disk for KV blocks used twice, which is empty at the start; 0 is none."
     )
 
+    batching: Batching = Field(
+        default="continuous",
+        description="What to compare with: static admits nothing until the whole batch has ended; phased never mixes "
+        "prompts and decoding in a step, and runs prompts first.",
+    )
     seed: int = Field(default=0, ge=0, lt=1 << 63, description="Decides all that is made up; equal seeds, equal runs.")
     preset: PresetName = Field(default="a100-8b", description="Device and model whose speed and memory are assumed.")
     tokens_per_second: PerSecond = Field(default=None, description="Tokens that full steps compute a second.")
@@ -177,12 +182,11 @@ class SimulatedEngineConfig(CliSettings, CoreArgs):
         """Blocks that the disk holds."""
         return int(self.kv_disk_space * (1 << 30)) // self.kv_cache_config.block_bytes
 
-    def scheduler_config(self, policy: Policy, batching: Batching | None = None) -> SchedulerConfig:
-        """The scheduler's limits under ``policy``, with another ``batching`` than that of the settings if given."""
+    def scheduler_config(self, policy: Policy) -> SchedulerConfig:
+        """Returns the scheduler's limits under ``policy``."""
         return SchedulerConfig.of(
             self,
             scheduling_policy=policy,
-            batching=batching or self.batching,
             max_model_len=min(self.max_model_len or self._preset.max_model_len, self.kv_cache_config.usable_tokens),
             vocab_size=VOCAB_SIZE,
             num_stages=self.num_stages,
@@ -229,7 +233,7 @@ class SimulationConfig(SimulatedEngineConfig):
     compare: Names = Field(
         default=[], description="Policies to run side by side, with commas between; instead of --scheduling-policy."
     )
-    batching: Names = Field(  # type: ignore[assignment]  # several, where an engine has one
+    batching: Names = Field(  # type: ignore[assignment]  # several, where a fleet has one
         default=["continuous"],
         description=f"{', '.join(BATCHINGS)}, or several of them: static takes nothing in until a whole batch has "
         "ended, and phased has no step with both prompts and decoding.",
@@ -273,10 +277,6 @@ class SimulationConfig(SimulatedEngineConfig):
         if self.memory != ["paged"] and self.kv_disk_space:
             raise ValueError("--kv-disk-space needs --memory paged.")
         return self
-
-    def scheduler_config(self, policy: Policy, batching: Batching | None = None) -> SchedulerConfig:
-        """See ``SimulatedEngineConfig.scheduler_config``; the first batching is the one of the settings."""
-        return super().scheduler_config(policy, batching or next(iter(self.variants.values())).batching)
 
     @property
     def num_stages(self) -> int:

@@ -109,15 +109,17 @@ class ReservingKVCacheManager(KVCacheManager):
         """Reserves the table's slots; there are no ``hits``, and nothing of the table is computed."""
         length = self._reservation(table)
         start = self._slots.allocate(length)
-        table.block_ids += range(start, start + length)
-        for slot in table.block_ids:
+        (group,) = table.groups
+        group.block_ids += range(start, start + length)
+        table.num_blocks = length
+        for slot in group.block_ids:
             self.device_pool.incref(slot)
         self._num_live += 1
         return len(hits)
 
     def allocate_slots(self, table: BlockTable, num_computed_tokens: int, num_tokens: int) -> None:
         """Does nothing, as the slots are there."""
-        assert num_computed_tokens < num_tokens <= len(table.block_ids), "more than was reserved"
+        assert num_computed_tokens < num_tokens <= table.num_blocks, "more than was reserved"
 
     def free_unused_blocks(self, table: BlockTable, num_computed_tokens: int) -> None:
         """Does nothing: what is reserved stays."""
@@ -128,15 +130,16 @@ class ReservingKVCacheManager(KVCacheManager):
 
     def free(self, table: BlockTable) -> None:
         """See ``KVCacheManager.free``. With ``until_batch_ends`` the slots stay in use until all can be given back."""
-        if not table.block_ids:
+        if not table.num_blocks:
             return
         self.ended.append(table.copy())
-        table.block_ids.clear()
+        table.clear()
         self._num_live -= 1
         if self._until_batch_ends and self._num_live:
             return
         for each in self.ended:
-            self._slots.free(each.block_ids[0], len(each.block_ids))
+            (group,) = each.groups
+            self._slots.free(group.block_ids[0], each.num_blocks)
             super().free(each)
         self.ended.clear()
 
@@ -196,9 +199,9 @@ def count_slots(
     size, pool = memory.block_size, memory.device_pool
     reserved = empty = 0
     for sequence in running:
-        held, computed = len(sequence.table.block_ids) * size, sequence.num_scheduled_tokens
+        held, computed = sequence.table.num_blocks * size, sequence.num_scheduled_tokens
         empty += held - computed
         reserved += max(0, min(held, sequence.limit - 1) - computed)
-    abandoned = sum(len(table.block_ids) for table in ended) * size
+    abandoned = sum(table.num_blocks for table in ended) * size
     in_use = (pool.num_blocks - pool.num_free) * size
     return KVSlots(in_use - empty - abandoned, reserved, empty - reserved + abandoned, pool.num_free * size)

@@ -28,6 +28,7 @@ from quire_engine.simulation.reservation import (
     count_slots,
 )
 from quire_engine.simulation.simulated_executor import LatencyModel, SimulatedExecutor
+from quire_engine.simulation.step_policies import STEP_POLICIES, Batching
 from quire_engine.simulation.trace import Arrival
 
 NANOSECONDS = 1_000_000_000  # of a second
@@ -37,7 +38,7 @@ STUCK_AFTER = 1000  # steps that take no time
 
 class Simulation:
     """One engine for one run, which ``recorder`` records. ``memory``: how its KV memory is handed out; what is reserved
-    has no prefix cache and no host pool, and is held until the end of the batch if batches are static. The disk has
+    has no prefix cache and no host pool, and with static ``batching`` is held until the end of the batch. The disk has
     ``num_disk_blocks`` blocks, and nothing is on it at the start.
     """
 
@@ -52,6 +53,7 @@ class Simulation:
         host_caching: bool = True,
         num_disk_blocks: int = 0,
         memory: Memory = "paged",
+        batching: Batching = "continuous",
     ) -> None:
         self.clock = VirtualClock()
         executor = SimulatedExecutor(
@@ -72,11 +74,12 @@ class Simulation:
                 clock=self.clock,
             )
         else:
-            is_static = limits.batching == "static"
             manager = ReservingKVCacheManager(
-                capacity, RESERVATIONS[memory], limits.max_model_len, until_batch_ends=is_static
+                capacity, RESERVATIONS[memory], limits.max_model_len, until_batch_ends=batching == "static"
             )
-        self.scheduler = Scheduler(limits, manager, rates=latency.rates, clock=self.clock)
+        self.scheduler = Scheduler(
+            limits, manager, rates=latency.rates, clock=self.clock, step_policy=STEP_POLICIES[batching]
+        )
         self.recorder = SimulationRecorder(self.scheduler)
         self._core = EngineCore(self.scheduler, executor, self._on_step, lambda: self.clock.seconds)
         self._step_start = 0.0

@@ -180,7 +180,6 @@ def _frees_windows(config: EngineArgs, model: Model, max_model_len: int) -> bool
         "as others keep a state": model.state_bytes > 0,
         "with --pipeline-parallel-size": config.pipeline_parallel_size > 1,
         "with --kv-disk-path": config.kv_disk_path is not None,
-        "with --batching static": config.batching == "static",
     }
     reason = next((text for text, holds in reasons.items() if holds), None)
     if reason is not None:

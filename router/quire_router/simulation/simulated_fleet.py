@@ -19,6 +19,7 @@ from quire_engine.server.messages import load_to_proto
 from quire_engine.simulation.config import SimulatedEngineConfig
 from quire_engine.simulation.simulated_executor import SimulatedExecutor, splitmix
 from quire_engine.simulation.simulator import NANOSECONDS
+from quire_engine.simulation.step_policies import STEP_POLICIES
 from quire_proto.errors import QuireError
 from quire_proto.priority import BEST_EFFORT
 from quire_proto.sampling import SamplingParams
@@ -299,7 +300,13 @@ class SimulatedEngine:
             disk=settings.latency.empty_disk(settings.num_disk_blocks, settings.kv_cache_config.block_bytes),
             clock=self._time,
         )
-        self.scheduler = Scheduler(limits, self.memory, rates=settings.latency.rates, clock=self._time)
+        self.scheduler = Scheduler(
+            limits,
+            self.memory,
+            rates=settings.latency.rates,
+            clock=self._time,
+            step_policy=STEP_POLICIES[settings.batching],
+        )
         self._now = 0
         self._core = EngineCore(self.scheduler, executor, self._receive, self._seconds)
         self._idle_steps = 0

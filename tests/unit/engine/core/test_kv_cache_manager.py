@@ -2,7 +2,7 @@
 
 import pytest
 from quire_engine.core.block_pool import BlockPool, BlockRemoved, BlockStored, KVCacheConfig, Tier
-from quire_engine.core.block_table import BlockTable, CachedBlocks
+from quire_engine.core.block_table import BlockTable, CachedBlocks, GroupTable
 from quire_engine.core.kv_cache_manager import KVCacheManager, SwapCost
 
 SIZE = 4
@@ -21,6 +21,12 @@ def filled(kv: KVCacheManager, tokens: list[int]) -> BlockTable:
     return table
 
 
+def only(table: BlockTable) -> GroupTable:
+    """The table of its one group."""
+    (group,) = table.groups
+    return group
+
+
 def on_device(hits: list[CachedBlocks]) -> list[int]:
     assert all(hit.tier is Tier.DEVICE for (hit,) in hits)
     return [hit.block_id for (hit,) in hits]
@@ -29,7 +35,7 @@ def on_device(hits: list[CachedBlocks]) -> list[int]:
 def test_the_null_block_is_never_allocated() -> None:
     kv = memory(device=4)
     table = filled(kv, list(range(12)))
-    assert sorted(table.block_ids) == [1, 2, 3]
+    assert sorted(only(table).block_ids) == [1, 2, 3]
     assert kv.device_pool.num_free == 0
 
 
@@ -68,7 +74,7 @@ def test_a_freed_block_is_revived_with_its_contents() -> None:
     kv = memory()
     tokens = list(range(9))
     first = filled(kv, tokens)
-    blocks = first.block_ids[:2]
+    blocks = only(first).block_ids[:2]
     kv.free(first)
     second = BlockTable(b"")
     hits = kv.get_cached_blocks(second, tokens)
@@ -95,13 +101,13 @@ def test_blocks_swapped_out_and_in_are_copied_once_each_way() -> None:
     table = filled(kv, list(range(10)))
     assert kv.swap_out(table, 10) == 3
     out = kv.take_pending_copies().blocks_to_swap_out
-    assert not table.block_ids
+    assert not only(table).block_ids
     evicting = filled(kv, [50 + token for token in range(19 * SIZE)])
     kv.free(evicting)
     assert kv.swap_in(table) == 3
     back = kv.take_pending_copies().blocks_to_swap_in
     assert [copy.source for copy in back] == [copy.target for copy in out]
-    assert not table.host_block_ids
+    assert not only(table).host_block_ids
     kv.check_integrity()
 
 
@@ -110,10 +116,10 @@ def test_what_was_swapped_ahead_is_not_copied_when_the_table_is_swapped_out() ->
     table = filled(kv, list(range(10)))
     assert [kv.swap_ahead(table, 1), kv.swap_ahead(table, 5), kv.swap_ahead(table, 5)] == [1, 1, 0]
     ahead = kv.take_pending_copies().blocks_to_swap_ahead
-    assert [copy.source for copy in ahead] == table.block_ids[:2]
+    assert [copy.source for copy in ahead] == only(table).block_ids[:2]
     assert kv.host_pool.num_free == kv.host_pool.num_blocks, "a copy is held"
     assert kv.swap_out(table, 10) == 1
-    assert table.host_block_ids[:2] == [copy.target for copy in ahead]
+    assert only(table).host_block_ids[:2] == [copy.target for copy in ahead]
     assert kv.num_used_ahead == 2
     kv.swap_in(table)
     kv.take_pending_copies()
@@ -171,13 +177,13 @@ def test_blocks_that_were_swapped_in_can_be_hit_again() -> None:
     kv.free(filled(kv, [50 + token for token in range(19 * SIZE)]))
     assert kv.get_cached_blocks(BlockTable(b""), list(range(10))) == []
     kv.swap_in(table)
-    assert on_device(kv.get_cached_blocks(BlockTable(b""), list(range(10)))) == table.block_ids[:2]
+    assert on_device(kv.get_cached_blocks(BlockTable(b""), list(range(10)))) == only(table).block_ids[:2]
 
 
 def test_two_sequences_swap_a_shared_prefix_once() -> None:
     kv = memory()
     one, two = filled(kv, [*range(8), 20]), filled(kv, [*range(8), 30])
-    assert one.block_ids[:2] == two.block_ids[:2]
+    assert only(one).block_ids[:2] == only(two).block_ids[:2]
     assert kv.swap_out(one, 9) == 3
     assert kv.swap_out(two, 9) == 1
     kv.free(one)
@@ -255,8 +261,8 @@ def test_a_block_evicted_from_the_device_after_a_second_use_is_copied_back_from_
     assert kv.attach_cached_blocks(table, hits) == 12
     copies = kv.take_pending_copies()
     assert {copy.source for copy in copies.blocks_to_swap_in} == {copy.target for copy in out}
-    assert [copy.target for copy in copies.blocks_to_swap_in] == table.block_ids
-    assert on_device(kv.get_cached_blocks(BlockTable(b""), tokens)) == table.block_ids
+    assert [copy.target for copy in copies.blocks_to_swap_in] == only(table).block_ids
+    assert on_device(kv.get_cached_blocks(BlockTable(b""), tokens)) == only(table).block_ids
     kv.free(table)
     kv.check_integrity()
 
@@ -299,9 +305,9 @@ def test_forked_sequences_share_all_but_the_block_that_one_of_them_writes() -> N
     assert kv.num_blocks_needed(forks[2], 10, 11) == 0, "the last one has the block for itself"
     kv.allocate_slots(forks[2], 10, 11)
     copies = kv.take_pending_copies().blocks_to_copy
-    assert [copy.source for copy in copies] == [forks[2].block_ids[2]] * 3
-    assert len({fork.block_ids[2] for fork in (table, *forks)}) == 4
-    assert all(fork.block_ids[:2] == table.block_ids[:2] for fork in forks)
+    assert [copy.source for copy in copies] == [only(forks[2]).block_ids[2]] * 3
+    assert len({only(fork).block_ids[2] for fork in (table, *forks)}) == 4
+    assert all(only(fork).block_ids[:2] == only(table).block_ids[:2] for fork in forks)
     for fork in (table, *forks):
         kv.free(fork)
     kv.check_integrity()

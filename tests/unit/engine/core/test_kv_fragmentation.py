@@ -23,12 +23,13 @@ def tables(scheduler: Scheduler) -> list[tuple[BlockTable, int]]:
 
 def counted(scheduler: Scheduler) -> KVCacheFragmentation:
     """Slot by slot: every slot of a in_use block, and the ones that some sequence computed a token into."""
-    in_use = {block_id for table, _ in tables(scheduler) for block_id in table.block_ids}
+    groups = [(group, computed) for table, computed in tables(scheduler) for group in table.groups]
+    in_use = {block_id for group, _ in groups for block_id in group.block_ids}
     filled = {
-        (table.block_ids[position // SIZE], position % SIZE)
-        for table, num_computed_tokens in tables(scheduler)
-        for position in range(num_computed_tokens)
-        if table.block_ids
+        (group.block_ids[position // SIZE], position % SIZE)
+        for group, computed in groups
+        for position in range(computed)
+        if group.block_ids
     }
     return KVCacheFragmentation(len(in_use) * SIZE - len(filled), len(in_use) * SIZE)
 
@@ -63,7 +64,7 @@ def test_waste_equals_a_count_of_all_slots_and_no_block_is_unreachable(
 def test_a_block_in_use_that_no_table_references_is_unreachable_in_either_pool() -> None:
     memory = KVCacheManager(KVCacheConfig(SIZE, 10, 10))
     table = BlockTable(b"")
-    table.block_ids += [memory.device_pool.allocate(), memory.device_pool.allocate()]
+    memory.allocate_slots(table, 0, 2 * SIZE)
     assert count_leaked_blocks(memory, [table]) == 0
     memory.device_pool.allocate()
     memory.host_pool.allocate()
@@ -75,7 +76,7 @@ def test_a_shared_block_is_as_full_as_in_the_table_that_fills_it_most() -> None:
     one, two = BlockTable(b""), BlockTable(b"")
     block_id = memory.device_pool.allocate()
     memory.device_pool.incref(block_id)
-    one.block_ids.append(block_id)
-    two.block_ids.append(block_id)
+    one.append_blocks([block_id])
+    two.append_blocks([block_id])
     assert measure_fragmentation(memory, [(one, 1), (two, 3)]) == KVCacheFragmentation(1, SIZE)
     assert KVCacheFragmentation(0, 0).ratio == 0

@@ -162,34 +162,6 @@ def test_priorities_mean_nothing_to_other_policies() -> None:
     assert bench.drain() == ["0", "1"]
 
 
-def test_a_static_batch_stays_closed_until_its_last_sequence_has_ended() -> None:
-    bench = Bench(max_num_seqs=4, batching="static", max_num_batched_tokens=8)
-    for index, length in enumerate((3, 9, 2, 1)):
-        bench.add(str(index), 6, max_tokens=length)
-    bench.step()
-    bench.add("late", 1)
-    seen = [len(bench.scheduler.running)]
-    assert seen == [4], "a batch is all that wait and fit, not what a step can compute"
-    while "late" not in bench.order:
-        bench.step()
-        seen.append(len(bench.scheduler.running))
-        assert len(seen) < 100
-    assert bench.order[-1] == "late"
-    assert seen[-2] == 0, "admitted while the batch was running"
-
-
-def test_in_a_phased_batch_prompts_go_first_and_nothing_decodes_beside_them() -> None:
-    bench = Bench(max_num_seqs=4, batching="phased", max_num_batched_tokens=8)
-    bench.add("0", 6, max_tokens=9)
-    bench.step()
-    lengths = []
-    bench.add("1", 20, max_tokens=9)
-    for _ in range(5):
-        lengths.append([chunk.length for chunk in bench.step().chunks])
-    assert lengths == [[8], [8], [4], [1, 1], [1, 1]]
-    assert bench.drain() == ["0", "1"]
-
-
 @pytest.mark.parametrize(
     ("host", "rates", "max_swapped", "reason", "status"),
     [

@@ -45,8 +45,8 @@ class SpeculatingStateMachine(EngineStateMachine):
         size = self.memory.block_size
         for sequence in self.scheduler.running:
             # A static batch has room for all its prompts from its first step on.
-            held = max(sequence.num_computed_tokens, sequence.num_tokens * (self.scheduler.config.batching == "static"))
-            assert len(sequence.table.block_ids) <= -(-held // size), "a block holds nothing"
+            held = max(sequence.num_computed_tokens, sequence.num_tokens * (self.batching == "static"))
+            assert sequence.table.num_blocks <= -(-held // size), "a block holds nothing"
             assert sequence.num_scheduled_tokens == sequence.num_computed_tokens
 
 

@@ -7,7 +7,6 @@ from typing import get_args
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from quire_engine.config import Batching
 from quire_engine.core.block_pool import KVCacheConfig
 from quire_engine.core.block_table import BlockTable
 from quire_engine.core.config import SchedulerConfig
@@ -29,6 +28,7 @@ from quire_engine.simulation.reservation import (
 )
 from quire_engine.simulation.simulated_executor import LatencyModel
 from quire_engine.simulation.simulator import Simulation
+from quire_engine.simulation.step_policies import STEP_POLICIES, Batching
 from quire_engine.simulation.trace import Arrival
 from quire_proto.sampling import SamplingParams
 
@@ -39,13 +39,19 @@ from tests.support.steps import all_drawn
 FIGURE = {"a": (7, 4, 2048), "b": (3, 3, 512)}
 
 
+def slots_of(table: BlockTable) -> list[int]:
+    (group,) = table.groups
+    return list(group.block_ids)
+
+
 def run(
     memory: KVCacheManager, requests: dict[str, tuple[int, int]], batching: Batching = "continuous", longest: int = 2048
 ) -> Iterator[tuple[dict[str, Sequence], KVSlots]]:
     """Steps a scheduler until everything has ended. Yields, for each step as it is computed, the sequences that run and
     the slots by their class. Requests are prompt and output lengths in tokens.
     """
-    scheduler = Scheduler(SchedulerConfig(max_model_len=longest, max_num_seqs=8, batching=batching), memory)
+    limits = SchedulerConfig(max_model_len=longest, max_num_seqs=8)
+    scheduler = Scheduler(limits, memory, step_policy=STEP_POLICIES[batching])
     for name, (prompt, output) in requests.items():
         params = SamplingParams(temperature=0, max_tokens=output, ignore_eos=True)
         scheduler.add_request(Request(name, [1] * prompt, params))
@@ -93,7 +99,7 @@ def test_the_papers_requests_never_use_2038_and_507_of_their_slots() -> None:
     unused = dict.fromkeys(FIGURE, 0)
     for running, slots in run(memory, {name: lengths[:2] for name, lengths in FIGURE.items()}):
         for name, sequence in running.items():
-            unused[name] = len(sequence.table.block_ids) - (sequence.limit - 1)
+            unused[name] = sequence.table.num_blocks - (sequence.limit - 1)
         assert slots.internal == sum(unused[name] for name in running)
     assert unused == {"a": 2038, "b": 507}
 
@@ -101,7 +107,7 @@ def test_the_papers_requests_never_use_2038_and_507_of_their_slots() -> None:
 def test_paged_the_same_requests_leave_a_slot_empty_each() -> None:
     steps = []
     for running, slots in run(KVCacheManager(KVCacheConfig(4, 10, 0)), {"a": (7, 4), "b": (3, 3)}):
-        steps.append(({name: list(each.table.block_ids) for name, each in running.items()}, slots))
+        steps.append(({name: slots_of(each.table) for name, each in running.items()}, slots))
     tables, slots = steps[0]
     assert tables == {"a": [1, 2], "b": [3]}
     # After the prompts, the second block of one and the only block of the other have room for one token more.
@@ -135,7 +141,7 @@ def test_a_sequence_that_fits_into_no_hole_waits_though_enough_slots_are_free() 
     tables = [BlockTable(b"", num_prompt_tokens=4, max_tokens=5) for _ in range(3)]
     for table in tables:
         memory.attach_cached_blocks(table, [])
-    assert [table.block_ids for table in tables] == [[1, 2, 3, 4], [5, 6, 7, 8], [9, 10, 11, 12]]
+    assert [slots_of(table) for table in tables] == [[1, 2, 3, 4], [5, 6, 7, 8], [9, 10, 11, 12]]
     memory.free(tables[0])
     memory.free(tables[2])
     large, small = BlockTable(b"", max_tokens=6), BlockTable(b"", max_tokens=5)
@@ -160,13 +166,13 @@ def counted(memory: KVCacheManager, running: dict[str, Sequence]) -> KVSlots:
     """Slot by slot, from the tables; no slot has two owners."""
     size, classes = memory.block_size, dict[tuple[int, int], str]()
     for sequence in running.values():
-        for position in range(len(sequence.table.block_ids) * size):
-            slot = (sequence.table.block_ids[position // size], position % size)
+        for position in range(sequence.table.num_blocks * size):
+            slot = (slots_of(sequence.table)[position // size], position % size)
             assert slot not in classes
             later = "reserved" if position < sequence.limit - 1 else "internal"
             classes[slot] = "tokens" if position < sequence.num_scheduled_tokens else later
     for table in memory.ended if isinstance(memory, ReservingKVCacheManager) else []:
-        abandoned = dict.fromkeys(((slot, 0) for slot in table.block_ids), "internal")
+        abandoned = dict.fromkeys(((slot, 0) for slot in slots_of(table)), "internal")
         assert not classes.keys() & abandoned
         classes |= abandoned
     names, total = list(classes.values()), memory.device_pool.num_blocks * size
@@ -225,10 +231,10 @@ def simulate(
 ) -> SimulationReport:
     """All requests are there at the start, with prompts of 64 tokens."""
     preset = PRESETS["a100-8b"]
-    limits = SchedulerConfig(max_model_len=2048, max_num_seqs=32, batching=batching)
+    limits = SchedulerConfig(max_model_len=2048, max_num_seqs=32)
     capacity = KVCacheConfig(16, 2001, 0, preset.token_bytes * 16)
     arrivals = [Arrival(0.0, 64, output(index), (index,), 64) for index in range(requests)]
-    return make_report(Simulation(limits, capacity, preset.latency, memory=memory).run(arrivals))
+    return make_report(Simulation(limits, capacity, preset.latency, memory=memory, batching=batching).run(arrivals))
 
 
 def test_continuous_batches_win_where_lengths_are_spread_and_only_there() -> None:

@@ -19,6 +19,7 @@ from quire_engine.core.scheduler import Scheduler
 from quire_engine.core.step import ModelOutput, SchedulerOutput
 from quire_engine.simulation.config import PRESETS
 from quire_engine.simulation.simulated_executor import SimulatedExecutor
+from quire_engine.simulation.step_policies import STEP_POLICIES
 from quire_proto.errors import ErrorCode, QuireError
 from quire_proto.sampling import FinishReason, SamplingParams
 
@@ -92,13 +93,13 @@ class Soak:
             max_swapped=choose((0, 2, 64)),
             scheduling_policy=choose(("fcfs", "sjf", "priority")),
             max_overtakes=choose((1, 4, 64)),
-            batching=choose(("continuous", "continuous", "static", "phased")),
             eos_token_ids=frozenset({EOS}),
             vocab_size=VOCAB_SIZE,
         )
         self.memory = KVCacheManager(capacity, prefix_caching=choose((True, True, False)))
         rates = Rates(1e3, choose((1e3, 1e9, 1e9)))
-        self.scheduler = Scheduler(limits, self.memory, rates=rates)
+        batching = choose(("continuous", "continuous", "static", "phased"))
+        self.scheduler = Scheduler(limits, self.memory, rates=rates, step_policy=STEP_POLICIES[batching])
         executor = Interrupted(self, capacity, seed, depth)
         self.core = EngineCore(self.scheduler, executor, self.receive)
         self.clients: dict[str, Client] = {}

@@ -7,13 +7,14 @@ from pathlib import Path
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from quire_engine.config import Batching, PreemptionPolicy
+from quire_engine.config import PreemptionPolicy
 from quire_engine.core.block_pool import KVCacheConfig
 from quire_engine.core.config import SchedulerConfig
 from quire_engine.simulation.config import SimulationConfig
 from quire_engine.simulation.report import Percentiles, SimulationReport, make_report, overtakes
 from quire_engine.simulation.simulated_executor import LatencyModel
 from quire_engine.simulation.simulator import Simulation, SimulationRecorder
+from quire_engine.simulation.step_policies import Batching
 from quire_engine.simulation.trace import Arrival, read_trace
 
 from tests.support.traces import public_trace, random_rows, write_azure, write_mooncake
@@ -46,8 +47,9 @@ def run(
     capacity: KVCacheConfig = ROOMY,
     latency: LatencyModel = SECOND,
     seed: int = 0,
+    batching: Batching = "continuous",
 ) -> SimulationRecorder:
-    return Simulation(limits, capacity, latency, seed=seed).run(requests)
+    return Simulation(limits, capacity, latency, seed=seed, batching=batching).run(requests)
 
 
 def repeatable(report: SimulationReport) -> dict[str, object]:
@@ -163,7 +165,7 @@ def test_shortest_job_first_waits_less_and_overtakes_no_more_than_it_may() -> No
 
 def test_static_batching_admits_no_request_that_comes_while_a_batch_runs_until_all_of_it_has_ended() -> None:
     def taken_in_late(batching: Batching) -> int:
-        lives = run(arrivals(40), LIMITS.model_copy(update={"batching": batching})).requests.values()
+        lives = run(arrivals(40), batching=batching).requests.values()
         return sum(
             one.admitted < other.arrived and other.admitted < one.ended
             for one in lives
@@ -175,10 +177,7 @@ def test_static_batching_admits_no_request_that_comes_while_a_batch_runs_until_a
 
 
 def test_in_phased_steps_who_decodes_waits_for_prompts() -> None:
-    mixed, phased = (
-        make_report(run(arrivals(40), LIMITS.model_copy(update={"batching": batching})))
-        for batching in ("continuous", "phased")
-    )
+    mixed, phased = (make_report(run(arrivals(40), batching=batching)) for batching in ("continuous", "phased"))
     assert phased.itl.max > mixed.itl.max
 
 
