@@ -1,5 +1,5 @@
-"""A model folder's configuration: ``DecoderConfig`` for the models with own code (the Llama family, and mixture of
-experts on top of it), and what the folder says about any model: end tokens, revision, rope length.
+"""A model folder's configuration: ``DecoderConfig`` for the decoders with code of their own, and what the folder says
+about any model: end tokens, revision, rope length.
 
 ``config.json`` is read through transformers' own configuration classes, so that defaults and both spellings of the rope
 parameters mean what they mean there. They take long to import, so a file that leaves nothing to them is read without
@@ -9,33 +9,26 @@ parameters mean what they mean there. They take long to import, so a file that l
 import json
 import math
 import os
-from collections.abc import Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from hashlib import blake2b
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from quire_proto.folders import no_such_path
 
-from quire_engine.checkpoint.architecture import (
-    SUPPORTED_ARCHITECTURES,
-    architecture_of,
-    own_model_type,
-    with_served_class,
-)
+from quire_engine.checkpoint.architecture import architecture_of, own_architecture, with_served_class
 from quire_engine.checkpoint.end_tokens import end_token_ids
 from quire_engine.checkpoint.gguf import GGUF_SUFFIX, GgufFile, find_gguf, gguf_config
 from quire_engine.checkpoint.plain_config import plain_config
 from quire_engine.checkpoint.text_part import text_config
 from quire_engine.core.pooling import PoolerConfig
 from quire_engine.errors import DamagedFileError, ModelError
+from quire_engine.models.registry import ARCHITECTURES
 
 if TYPE_CHECKING:
     import torch
 
-UNIFORM_SLIDING_WINDOW = ("mistral", "mixtral", "qwen3_moe")
-OPTIONAL_ATTENTION_BIAS = ("llama", "qwen3", "qwen3_moe")
-QK_NORM_MODEL_TYPES = ("qwen3", "qwen3_moe")
 SUPPORTED_ROPE_TYPES = ("default", "linear", "dynamic", "llama3", "yarn", "longrope")
 REQUIRED_SIZES = ("hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads", "vocab_size")
 OPTIONAL_SIZES = (
@@ -93,7 +86,7 @@ class MoEConfig:
 
 @dataclass(frozen=True, slots=True)
 class DecoderConfig(ModelConfig):
-    """The configuration of a decoder of the Llama family, as plain numbers.
+    """The configuration of a decoder with code of its own, as plain numbers.
 
     ``sliding_windows`` has one entry a layer: the number of latest tokens that a token sees, itself included, or None
     for all. ``rope_frequencies`` [head_dim / 2] are radians a position with every scaling applied, and cosines and
@@ -109,30 +102,29 @@ class DecoderConfig(ModelConfig):
     intermediate_size: int
     rms_norm_eps: float
     tie_word_embeddings: bool
-    qkv_bias: bool
-    attention_output_bias: bool
-    mlp_bias: bool
-    qk_norm: bool
     sliding_windows: tuple[int | None, ...]
     rope_frequencies: tuple[float, ...] = field(repr=False)
     rope_scale: float
-    moe: MoEConfig | None
+    qkv_bias: bool = field(default=False, kw_only=True)
+    attention_output_bias: bool = field(default=False, kw_only=True)
+    mlp_bias: bool = field(default=False, kw_only=True)
+    moe: MoEConfig | None = field(default=None, kw_only=True)
     makes_logits: bool = field(default=True, kw_only=True)
 
     @classmethod
-    def read(cls, folder: Path) -> "DecoderConfig":
-        """Reads ``config.json``, and ``generation_config.json`` where there is one, or a GGUF file. Raises
+    def read(cls, folder: Path, fields_of: Callable[[str, Path, Any], Mapping[str, Any]]) -> "DecoderConfig":
+        """Reads ``config.json``, and ``generation_config.json`` if there is one, or a GGUF file. ``fields_of`` returns
+        what an architecture sets itself, for its name, the file's path and transformers' configuration. Raises
         ``ModelError``.
         """
         path = config_path(folder)
         raw = read_config_json(folder)
         architecture = architecture_of(path, raw)
         if not is_supported(architecture, raw):
-            raise ModelError(f"{path} names {architecture}, and supported are {', '.join(SUPPORTED_ARCHITECTURES)}.")
+            raise ModelError(f"{path} names {architecture}, and supported are {', '.join(ARCHITECTURES)}.")
         check_sizes(path, raw)
         hf = _parse_config(path, architecture, raw)
         frequencies, scale = _rope_frequencies(path, hf, raw.get("rope_factors"))
-        qkv_bias, output_bias = _attention_biases(hf)
         config = cls(
             architecture=architecture,
             hidden_size=hf.hidden_size,
@@ -144,18 +136,14 @@ class DecoderConfig(ModelConfig):
             vocab_size=hf.vocab_size,
             rms_norm_eps=float(hf.rms_norm_eps),
             tie_word_embeddings=bool(hf.tie_word_embeddings),
-            qkv_bias=qkv_bias,
-            attention_output_bias=output_bias,
-            mlp_bias=hf.model_type == "llama" and bool(hf.mlp_bias),
-            qk_norm=hf.model_type in QK_NORM_MODEL_TYPES,
-            sliding_windows=_sliding_windows(path, hf),
+            sliding_windows=(None,) * hf.num_hidden_layers,
             rope_frequencies=frequencies,
             rope_scale=scale,
             max_length=rope_max_length(int(hf.max_position_embeddings), hf.rope_parameters),
             eos_token_ids=eos_token_ids(folder, raw, hf.vocab_size),
             model_revision=compute_revision(folder),
-            moe=_moe_config(path, hf),
         )
+        config = replace(config, **fields_of(architecture, path, hf))
         _check_shape(path, config)
         return config
 
@@ -174,10 +162,11 @@ def is_supported(architecture: str, raw: dict[str, Any]) -> bool:
     """Whether there is own code for the model of a ``config.json``. Some models have another's architecture, and a
     model type or an activation of their own: those are not supported.
     """
-    model_type = own_model_type(architecture)
-    bidirectional = raw.get("is_causal") is False or bool(raw.get("use_bidirectional_attention"))
-    usual = not bidirectional and raw.get("hidden_act", "silu") == "silu"
-    return model_type is not None and raw.get("model_type", model_type) == model_type and usual
+    own = own_architecture(architecture)
+    if own is None or raw.get("is_causal") is False or raw.get("use_bidirectional_attention"):
+        return False
+    named = raw.get("model_type", own.model_type), raw.get("hidden_act", own.activation)
+    return named == (own.model_type, own.activation)
 
 
 def check_sizes(path: Path, raw: dict[str, Any]) -> None:
@@ -194,66 +183,45 @@ def check_sizes(path: Path, raw: dict[str, Any]) -> None:
 
 
 def _parse_config(path: Path, architecture: str, raw: dict[str, Any]) -> Any:
-    model_type = own_model_type(architecture)
-    assert model_type is not None, "it is supported"
-    if plain := plain_config(model_type, raw):
+    own = own_architecture(architecture)
+    assert own is not None, "it is supported"
+    if plain := plain_config(own.model_type, raw):
         return plain
     from transformers import CONFIG_MAPPING
 
-    return to_hf_config(path, raw, CONFIG_MAPPING[model_type])
+    return to_hf_config(path, raw, CONFIG_MAPPING[own.model_type])
 
 
 def _head_dim(hf: Any) -> int:
     return int(getattr(hf, "head_dim", None) or hf.hidden_size // hf.num_attention_heads)
 
 
-def _attention_biases(hf: Any) -> tuple[bool, bool]:
-    """Whether queries, keys and values have a bias, and whether the output projection has one."""
-    if hf.model_type == "qwen2":
-        return True, False
-    both = hf.model_type in OPTIONAL_ATTENTION_BIAS and bool(hf.attention_bias)
-    return both, both
-
-
-def _sliding_windows(path: Path, hf: Any) -> tuple[int | None, ...]:
-    """The window of each layer: of all, or of those whose type is ``sliding_attention``; Llama has none."""
+def same_window(path: Path, hf: Any) -> tuple[int | None, ...]:
+    """Returns the window of each layer of a model whose layers all have ``sliding_window``, or none. Raises
+    ``ModelError``.
+    """
     layers: int = hf.num_hidden_layers
-    window: int | None = getattr(hf, "sliding_window", None)
-    if hf.model_type == "llama" or window is None:
+    return (_window(path, hf),) * layers
+
+
+def windows_by_layer_type(path: Path, hf: Any) -> tuple[int | None, ...]:
+    """Returns the window of each layer of a model in which those of type ``sliding_attention`` have one. Raises
+    ``ModelError``.
+    """
+    layers: int = hf.num_hidden_layers
+    window = _window(path, hf)
+    if window is None:
         return (None,) * layers
-    if not is_positive_int(window):
-        raise ModelError(f"{path} says that sliding_window is {window!r}, and it must be a whole number above 0.")
-    if hf.model_type in UNIFORM_SLIDING_WINDOW:
-        return (window,) * layers
     if len(hf.layer_types) != layers:
         raise ModelError(f"{path} has {len(hf.layer_types)} layer_types for {layers} layers.")
     return tuple(window if kind == "sliding_attention" else None for kind in hf.layer_types)
 
 
-def _moe_config(path: Path, hf: Any) -> MoEConfig | None:
-    if hf.model_type not in ("mixtral", "qwen3_moe"):
-        return None
-    if hf.num_experts_per_tok > hf.num_experts:
-        raise ModelError(f"{path} sends each token to {hf.num_experts_per_tok} of {hf.num_experts} experts.")
-    layers = hf.num_hidden_layers
-    if hf.model_type == "mixtral":
-        return MoEConfig(hf.num_experts, hf.num_experts_per_tok, hf.intermediate_size, True, False, (True,) * layers)
-    return MoEConfig(
-        num_experts=hf.num_experts,
-        num_experts_per_tok=hf.num_experts_per_tok,
-        moe_intermediate_size=hf.moe_intermediate_size,
-        norm_topk_prob=bool(hf.norm_topk_prob),
-        round_weights=True,
-        is_moe_layer=_moe_layers(path, hf),
-    )
-
-
-def _moe_layers(path: Path, hf: Any) -> tuple[bool, ...]:
-    """Every ``decoder_sparse_step``-th layer, without those of ``mlp_only_layers``."""
-    step, dense = hf.decoder_sparse_step, hf.mlp_only_layers
-    if not is_positive_int(step):
-        raise ModelError(f"{path} says that decoder_sparse_step is {step!r}, and it must be a whole number above 0.")
-    return tuple(index not in dense and (index + 1) % step == 0 for index in range(hf.num_hidden_layers))
+def _window(path: Path, hf: Any) -> int | None:
+    window: int | None = getattr(hf, "sliding_window", None)
+    if window is not None and not is_positive_int(window):
+        raise ModelError(f"{path} says that sliding_window is {window!r}, and it must be a whole number above 0.")
+    return window
 
 
 def _rope_frequencies(path: Path, hf: Any, factors: Sequence[float] | None) -> tuple[tuple[float, ...], float]:
@@ -305,6 +273,10 @@ def _llama3_frequencies(plain: "torch.Tensor", rope: dict[str, Any]) -> "torch.T
 
 
 def _check_shape(path: Path, config: DecoderConfig) -> None:
+    if config.moe is not None and config.moe.num_experts_per_tok > config.moe.num_experts:
+        raise ModelError(
+            f"{path} sends each token to {config.moe.num_experts_per_tok} of {config.moe.num_experts} experts."
+        )
     if config.num_heads % config.num_kv_heads:
         raise ModelError(
             f"{path} has {config.num_heads} attention heads, which {config.num_kv_heads} KV heads do not divide."

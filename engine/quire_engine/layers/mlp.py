@@ -3,7 +3,7 @@
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from importlib.util import find_spec
-from typing import Any, Protocol
+from typing import Any, ClassVar, Protocol
 
 import torch
 
@@ -18,12 +18,6 @@ from quire_engine.quantization.base import LayerSpec, Linear, LinearMethod
 from quire_engine.quantization.quantized_linear import QuantizedLinear
 from quire_engine.quantization.unquantized import PackedLinear, UnquantizedMethod
 
-# The names that published checkpoints give the block, and an expert's gate, up and down projections.
-MOE_TENSOR_NAMES = {
-    "MixtralForCausalLM": ("block_sparse_moe", ("w1", "w3", "w2")),
-    "Qwen3MoeForCausalLM": ("mlp", ("gate_proj", "up_proj", "down_proj")),
-}
-
 STACKED_NAMES = ("gate_up_proj", "down_proj")
 """What transformers calls the tensors of all experts."""
 
@@ -31,6 +25,9 @@ STACKED_NAMES = ("gate_up_proj", "down_proj")
 @dataclass(frozen=True, slots=True)
 class GatedMLP:
     """The gated feed-forward network (SwiGLU, Shazeer 2020), with gate and up projections fused."""
+
+    has_experts: ClassVar[bool] = False
+    is_capturable: ClassVar[bool] = True
 
     gate_up_proj: Linear
     down_proj: Linear
@@ -66,6 +63,16 @@ class Experts(Protocol):
         ...
 
 
+@dataclass(frozen=True, slots=True)
+class ExpertNames:
+    """What published checkpoints call a mixture of experts in a layer, and an expert's projections."""
+
+    block: str
+    gate: str
+    up: str
+    down: str
+
+
 class MoE:
     """A mixture of experts (Shazeer et al. 2017) as Mixtral and Qwen3-MoE have it: a router sends each token to a few
     of the experts, each of which is a ``GatedMLP``.
@@ -76,6 +83,8 @@ class MoE:
     them. Or each rank sees tokens of its own, and ``experts`` are ``AllToAllExperts``: then there is nothing to sum.
     """
 
+    has_experts: ClassVar[bool] = True
+
     def __init__(
         self, config: MoEConfig, router: Linear, experts: Experts, communicator: Communicator = SINGLE_RANK
     ) -> None:
@@ -85,13 +94,15 @@ class MoE:
         self._communicator = communicator
 
     @classmethod
-    def load(cls, config: DecoderConfig, experts: MoEConfig, weights: WeightLoader, index: int) -> "MoE":
-        """Loads layer ``index``, stored as published (each projection of an expert is a tensor of its own) or as
+    def load(cls, config: DecoderConfig, weights: WeightLoader, index: int, stored: ExpertNames) -> "MoE":
+        """Loads layer ``index``, ``stored`` as published (each projection of an expert is a tensor of its own) or as
         transformers writes it (one tensor for all experts).
         """
+        experts = config.moe
+        assert experts is not None, "the layer has experts"
         layer, hidden = f"model.layers.{index}", config.hidden_size
         stacked = f"{layer}.mlp.experts.gate_up_proj" in weights.checkpoint
-        block, projections = ("mlp", ()) if stacked else MOE_TENSOR_NAMES[config.architecture]
+        block, projections = ("mlp", ()) if stacked else (stored.block, (stored.gate, stored.up, stored.down))
         router = weights.router(f"{layer}.{block}.gate", experts.num_experts, hidden)
         names = [
             [f"{layer}.{block}.experts.{each}.{name}" for name in projections] for each in range(experts.num_experts)

@@ -4,6 +4,9 @@ import torch
 
 from quire_engine.checkpoint.config import DecoderConfig
 
+CosSin = tuple[torch.Tensor, torch.Tensor]
+"""Cosines and sines of the angles of T tokens, [T, head_dim / 2] float32."""
+
 
 class RotaryEmbedding:
     """The angles by which queries and keys are turned, by position.
