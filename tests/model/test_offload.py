@@ -13,7 +13,6 @@ from quire_engine.config import EngineArgs
 from quire_engine.errors import ModelError
 from quire_engine.executor.rank_worker import RankSettings
 from quire_engine.executor.torch_executor import TorchExecutor
-from quire_engine.kernels.ops import silu_mul
 from quire_engine.kernels.packed_linear import in_arena, is_fast
 from quire_engine.layers.streamed import StreamedLayer
 from quire_engine.models.llama import LlamaForCausalLM
@@ -59,9 +58,6 @@ class PlainLinear:
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
         return F.linear(x, self._weight, self._bias)
-
-    def forward_silu_mul(self, x: torch.Tensor) -> torch.Tensor:
-        return silu_mul(self(x))
 
 
 def load_plain(folder: Path, **settings: Any) -> LoadedModel:

@@ -4,7 +4,7 @@ from collections.abc import Iterator, Sequence
 
 import torch
 
-from quire_engine.attention.base import AttentionBackend, LayerKV
+from quire_engine.attention.base import AttentionBackend, LayerAttention, LayerKV
 from quire_engine.checkpoint.config import DecoderConfig
 from quire_engine.distributed.communicator import PendingSum
 from quire_engine.layers.attention import Attention
@@ -35,6 +35,11 @@ class DecoderLayer:
         self._post_attention_norm = RMSNorm(weights, f"{name}.post_attention_layernorm", hidden, config.rms_norm_eps)
         self._mlp = mlp
         self._token_communicator = weights.token_communicator
+
+    @property
+    def attn(self) -> LayerAttention:
+        """See ``Layer``."""
+        return self._attention.attn
 
     @property
     def is_capturable(self) -> bool:

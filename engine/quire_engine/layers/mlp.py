@@ -1,7 +1,7 @@
 """The feed-forward networks of a decoder layer: ``GatedMLP``, and ``MoE``, a mixture of them."""
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from importlib.util import find_spec
 from typing import Any, ClassVar, Protocol
 
@@ -11,10 +11,11 @@ from quire_engine.checkpoint.config import DecoderConfig, MoEConfig
 from quire_engine.distributed.communicator import SINGLE_RANK, Communicator, PendingSum, largest_shard_size, shard
 from quire_engine.kernels.experts_kernel import ExpertsKernel, Packed, route
 from quire_engine.kernels.fused_moe import FusedExperts
+from quire_engine.kernels.ops import silu_mul
 from quire_engine.kernels.packed_linear import in_arena
 from quire_engine.layers.linear import start_sum
 from quire_engine.layers.weight_loader import WeightLoader
-from quire_engine.quantization.base import LayerSpec, Linear, LinearMethod
+from quire_engine.quantization.base import Activation, LayerSpec, Linear, LinearMethod, with_activation
 from quire_engine.quantization.quantized_linear import QuantizedLinear
 from quire_engine.quantization.unquantized import PackedLinear, UnquantizedMethod
 
@@ -24,30 +25,46 @@ STACKED_NAMES = ("gate_up_proj", "down_proj")
 
 @dataclass(frozen=True, slots=True)
 class GatedMLP:
-    """The gated feed-forward network (SwiGLU, Shazeer 2020), with gate and up projections fused."""
+    """The gated feed-forward network (GLU variants, Shazeer 2020), with gate and up projections fused: ``activation``
+    is ``silu_mul`` in SwiGLU.
+    """
 
     has_experts: ClassVar[bool] = False
     is_capturable: ClassVar[bool] = True
 
     gate_up_proj: Linear
     down_proj: Linear
+    activation: Activation = silu_mul
+    _activated: Activation = field(init=False, repr=False)
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "_activated", with_activation(self.gate_up_proj, self.activation))
 
     @classmethod
-    def load(cls, weights: WeightLoader, name: str, hidden: int, inner: int, *, bias: bool) -> "GatedMLP":
+    def load(
+        cls,
+        weights: WeightLoader,
+        name: str,
+        hidden: int,
+        inner: int,
+        *,
+        bias: bool = False,
+        activation: Activation = silu_mul,
+    ) -> "GatedMLP":
         """Loads the tensors under ``name``: ``hidden`` inputs and outputs, and an intermediate size of ``inner``, of
         which each rank has a shard.
         """
         inputs = [f"{name}.gate_proj", f"{name}.up_proj"]
         gate_up = weights.column_parallel_linear(inputs, [inner, inner], hidden, bias=bias)
-        return cls(gate_up, weights.row_parallel_linear(f"{name}.down_proj", hidden, inner, bias=bias))
+        return cls(gate_up, weights.row_parallel_linear(f"{name}.down_proj", hidden, inner, bias=bias), activation)
 
     def __call__(self, states: torch.Tensor) -> torch.Tensor:
         """``states`` [T, hidden] -> [T, hidden]."""
-        return self.down_proj(self.gate_up_proj.forward_silu_mul(states))
+        return self.down_proj(self._activated(states))
 
     def start(self, states: torch.Tensor) -> PendingSum:
         """As a call of a network that ranks share, whose sum may be under way."""
-        return start_sum(self.down_proj, self.gate_up_proj.forward_silu_mul(states))
+        return start_sum(self.down_proj, self._activated(states))
 
 
 class Experts(Protocol):

@@ -8,7 +8,7 @@ from typing import Any, ClassVar
 
 import torch
 
-from quire_engine.attention.base import MAX_GRAPH_BATCH_SIZE, AttentionBackend, LayerAttention, LayerKV
+from quire_engine.attention.base import MAX_GRAPH_BATCH_SIZE, AttentionBackend, LayerKV
 from quire_engine.checkpoint.config import DecoderConfig
 from quire_engine.checkpoint.gguf_checkpoint import GgufTensors
 from quire_engine.core.executor import WeightStats
@@ -93,14 +93,9 @@ class DecoderModel(Model):
         self._stage = stage = weights.stage
         self.communicator = weights.communicator
         self._token_communicator = weights.token_communicator
-        heads, kv_heads = (count // weights.communicator.size for count in (config.num_heads, config.num_kv_heads))
         indices = range(config.num_layers)
         if stage is not None:
             indices = self.shard_table(config).stages(stage.count)[stage.index]
-        scale, windows = config.head_dim**-0.5, config.sliding_windows
-        self.attention_layers = tuple(
-            LayerAttention(heads, kv_heads, config.head_dim, scale, windows[index]) for index in indices
-        )
         self._embedding: Embedding | None = None
         self._hidden_size = config.hidden_size
         if is_first(stage):
@@ -111,6 +106,7 @@ class DecoderModel(Model):
             )
         self._rope = RotaryEmbedding(config, weights.device)
         self._layers, self.weight_stats = self._load_layers(config, weights, indices)
+        self.attention_layers = tuple(layer.attn for layer in self._layers)
         self.waits_for_device = any(layer.waits_for_device for layer in self._layers)
         # On CUDA the whole forward pass is captured, with what is received in it. Whose tokens go where is known to the
         # host alone.

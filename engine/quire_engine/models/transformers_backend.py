@@ -382,7 +382,7 @@ def paged_attention(
     index, size = module.layer_idx, value.shape[-1]
     layer, kv = quire_step.layers[index]
     query, key, value = (_rows(tensor, layer.head_dim) for tensor in (query, key, value))
-    mixed = quire_step.attention.forward(query, key, value, kv.pages, layer.window, group=kv.group, sinks=s_aux)
+    mixed = layer(query, key, value, kv, quire_step.attention, sinks=s_aux)
     return mixed[None, :, :, :size], None
 
 
