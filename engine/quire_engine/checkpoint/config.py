@@ -90,8 +90,10 @@ class DecoderConfig(ModelConfig):
 
     ``sliding_windows`` has one entry a layer: the number of latest tokens that a token sees, itself included, or None
     for all. ``rope_frequencies`` [head_dim / 2] are radians a position with every scaling applied, and cosines and
-    sines are multiplied by ``rope_scale`` (YaRN's attention factor). A model that pools prompts makes no logits, and
-    may have no head.
+    sines are multiplied by ``rope_scale`` (YaRN's attention factor); layers with a window may have frequencies of their
+    own, the ``local`` ones. ``attention_scale`` multiplies scores, and ``norm_offset`` is added to stored weights of
+    norms. With a ``logit_soft_cap`` a logit becomes ``logit_soft_cap * tanh(logit / logit_soft_cap)``. A model that
+    pools prompts makes no logits, and may have no head.
     """
 
     hidden_size: int
@@ -102,9 +104,14 @@ class DecoderConfig(ModelConfig):
     intermediate_size: int
     rms_norm_eps: float
     tie_word_embeddings: bool
+    attention_scale: float
     sliding_windows: tuple[int | None, ...]
     rope_frequencies: tuple[float, ...] = field(repr=False)
     rope_scale: float
+    local_rope_frequencies: tuple[float, ...] = field(default=(), repr=False, kw_only=True)
+    local_rope_scale: float = field(default=1.0, kw_only=True)
+    norm_offset: float = field(default=0.0, kw_only=True)
+    logit_soft_cap: float | None = field(default=None, kw_only=True)
     qkv_bias: bool = field(default=False, kw_only=True)
     attention_output_bias: bool = field(default=False, kw_only=True)
     mlp_bias: bool = field(default=False, kw_only=True)
@@ -124,7 +131,11 @@ class DecoderConfig(ModelConfig):
             raise ModelError(f"{path} names {architecture}, and supported are {', '.join(ARCHITECTURES)}.")
         check_sizes(path, raw)
         hf = _parse_config(path, architecture, raw)
-        frequencies, scale = _rope_frequencies(path, hf, raw.get("rope_factors"))
+        is_nested = "full_attention" in hf.rope_parameters
+        frequencies, scale = _rope_frequencies(
+            path, hf, raw.get("rope_factors"), "full_attention" if is_nested else None
+        )
+        local = _rope_frequencies(path, hf, None, "sliding_attention") if is_nested else ((), 1.0)
         config = cls(
             architecture=architecture,
             hidden_size=hf.hidden_size,
@@ -136,10 +147,13 @@ class DecoderConfig(ModelConfig):
             vocab_size=hf.vocab_size,
             rms_norm_eps=float(hf.rms_norm_eps),
             tie_word_embeddings=bool(hf.tie_word_embeddings),
+            attention_scale=_head_dim(hf) ** -0.5,
             sliding_windows=(None,) * hf.num_hidden_layers,
             rope_frequencies=frequencies,
             rope_scale=scale,
-            max_length=rope_max_length(int(hf.max_position_embeddings), hf.rope_parameters),
+            local_rope_frequencies=local[0],
+            local_rope_scale=local[1],
+            max_length=_max_length(hf),
             eos_token_ids=eos_token_ids(folder, raw, hf.vocab_size),
             model_revision=compute_revision(folder),
         )
@@ -165,18 +179,20 @@ def is_supported(architecture: str, raw: dict[str, Any]) -> bool:
     own = own_architecture(architecture)
     if own is None or raw.get("is_causal") is False or raw.get("use_bidirectional_attention"):
         return False
-    named = raw.get("model_type", own.model_type), raw.get("hidden_act", own.activation)
-    return named == (own.model_type, own.activation)
+    key, activation = own.activation
+    return (raw.get("model_type", own.model_type), raw.get(key, activation)) == (own.model_type, activation)
 
 
 def check_sizes(path: Path, raw: dict[str, Any]) -> None:
     """Raises ``ModelError`` where the sizes of a model with own code are missing or wrong."""
-    for name in REQUIRED_SIZES:
+    own = own_architecture(architecture_of(path, raw))
+    required = [name for name in REQUIRED_SIZES if own is None or name not in own.optional_sizes]
+    for name in required:
         if name not in raw:
             raise ModelError(f"{path} has no {name}.")
     for name in (*REQUIRED_SIZES, *OPTIONAL_SIZES):
         value = raw.get(name)
-        if (value is not None or name in REQUIRED_SIZES) and not is_positive_int(value):
+        if (value is not None or name in required) and not is_positive_int(value):
             raise ModelError(f"{path} says that {name} is {value!r}, and it must be a whole number above 0.")
     if raw["num_hidden_layers"] > MAX_LAYERS:
         raise ModelError(f"{path} says that num_hidden_layers is {raw['num_hidden_layers']}; {MAX_LAYERS} can be read.")
@@ -224,18 +240,27 @@ def _window(path: Path, hf: Any) -> int | None:
     return window
 
 
-def _rope_frequencies(path: Path, hf: Any, factors: Sequence[float] | None) -> tuple[tuple[float, ...], float]:
-    """Frequencies [head_dim / 2] and scale by transformers' own functions, for the length that the weights were trained
-    for. ``factors`` divide the frequencies where a GGUF file has them.
+def _max_length(hf: Any) -> int:
+    rope, length = hf.rope_parameters, int(hf.max_position_embeddings)
+    nested = [each for each in rope.values() if isinstance(each, dict)]
+    return min(rope_max_length(length, each) for each in nested or [rope])
+
+
+def _rope_frequencies(
+    path: Path, hf: Any, factors: Sequence[float] | None, layer_type: str | None
+) -> tuple[tuple[float, ...], float]:
+    """Returns frequencies [head_dim / 2] and scale by transformers' own functions, for the length that the weights were
+    trained for. ``factors`` divide the frequencies where a GGUF file has them. Rope parameters may be those of one
+    ``layer_type``.
     """
-    parameters = hf.rope_parameters
+    parameters = hf.rope_parameters if layer_type is None else hf.rope_parameters[layer_type]
     kind = parameters.get("rope_type", "default")
     if kind not in SUPPORTED_ROPE_TYPES:
         raise ModelError(f"{path} asks for rope of type {kind!r}, and supported are {', '.join(SUPPORTED_ROPE_TYPES)}.")
     if parameters.get("partial_rotary_factor", 1.0) != 1.0:
         raise ModelError(f"{path} rotates only a part of each head, which is not supported.")
     try:
-        frequencies, scale = _compute_rope_frequencies(kind, hf)
+        frequencies, scale = _compute_rope_frequencies(kind, hf, parameters, layer_type)
         if factors is not None:
             frequencies = tuple(each / factor for each, factor in zip(frequencies, factors, strict=True))
     except Exception as error:  # noqa: BLE001 - a wrong parameter fails wherever the formula uses it
@@ -245,17 +270,19 @@ def _rope_frequencies(path: Path, hf: Any, factors: Sequence[float] | None) -> t
     return frequencies, scale
 
 
-def _compute_rope_frequencies(kind: str, hf: Any) -> tuple[tuple[float, ...], float]:
+def _compute_rope_frequencies(
+    kind: str, hf: Any, parameters: dict[str, Any], layer_type: str | None
+) -> tuple[tuple[float, ...], float]:
     import torch
 
     if kind in ("default", "llama3"):
         size = _head_dim(hf)
         exponents = torch.arange(0, size, 2, dtype=torch.float) / size
-        plain = 1.0 / (hf.rope_parameters["rope_theta"] ** exponents)
-        return tuple((plain if kind == "default" else _llama3_frequencies(plain, hf.rope_parameters)).tolist()), 1.0
+        plain = 1.0 / (parameters["rope_theta"] ** exponents)
+        return tuple((plain if kind == "default" else _llama3_frequencies(plain, parameters)).tolist()), 1.0
     from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
-    frequencies, scale = ROPE_INIT_FUNCTIONS[kind](hf, torch.device("cpu"))
+    frequencies, scale = ROPE_INIT_FUNCTIONS[kind](hf, torch.device("cpu"), layer_type=layer_type)
     return tuple(frequencies.tolist()), float(scale)
 
 

@@ -141,6 +141,7 @@ _SIGNATURES = {
     "quire_route": (ctypes.POINTER(RouteCall),),
     "quire_experts": (ctypes.POINTER(ExpertsCall),),
     "quire_silu_mul": (_POINTER, _INTEGER, _POINTER, _INTEGER, _INTEGER, _INTEGER, _INTEGER),
+    "quire_gelu_mul": (_POINTER, _INTEGER, _POINTER, _INTEGER, _INTEGER, _INTEGER, _INTEGER),
     "quire_groups_linear": (ctypes.POINTER(GroupsCall),),
     "quire_int4_search": (*(_POINTER,) * 4, *(_INTEGER,) * 3),
     "quire_int8_linear": (ctypes.POINTER(Int8Call),),

@@ -5,6 +5,7 @@ import torch
 from quire_engine.attention.base import AttentionBackend, LayerAttention, LayerKV
 from quire_engine.checkpoint.config import DecoderConfig
 from quire_engine.kernels.ops import HeadNorms, norm_rotate, rotate
+from quire_engine.layers.norm import load_norm_weight
 from quire_engine.layers.rotary import CosSin
 from quire_engine.layers.weight_loader import WeightLoader
 
@@ -21,7 +22,7 @@ class Attention:
         heads, kv_heads = (count // weights.communicator.size for count in (config.num_heads, config.num_kv_heads))
         self._heads = heads, kv_heads, kv_heads
         self.attn = LayerAttention(
-            heads, kv_heads, config.head_dim, config.head_dim**-0.5, config.sliding_windows[index]
+            heads, kv_heads, config.head_dim, config.attention_scale, config.sliding_windows[index]
         )
         self.qkv_proj = weights.column_parallel_linear(inputs, [queries, keys, keys], hidden, bias=config.qkv_bias)
         self.output_proj = weights.row_parallel_linear(
@@ -45,5 +46,7 @@ class Attention:
 
 
 def _load_head_norms(config: DecoderConfig, weights: WeightLoader, name: str, queries: int) -> HeadNorms:
-    query, key = (weights.load_fused([f"{name}.{part}_norm.weight"], [(config.head_dim,)]) for part in "qk")
+    query, key = (
+        load_norm_weight(weights, f"{name}.{part}_norm", config.head_dim, config.norm_offset) for part in "qk"
+    )
     return HeadNorms(query, key, queries, config.rms_norm_eps)

@@ -1,6 +1,7 @@
 """``DecoderLayer``: attention and feed-forward network around one residual stream."""
 
 from collections.abc import Iterator, Sequence
+from functools import partial
 
 import torch
 
@@ -29,10 +30,10 @@ class DecoderLayer:
     def __init__(
         self, config: DecoderConfig, weights: WeightLoader, index: int, attention: Attention, mlp: GatedMLP | MoE
     ) -> None:
-        name, hidden = f"model.layers.{index}", config.hidden_size
-        self._input_norm = RMSNorm(weights, f"{name}.input_layernorm", hidden, config.rms_norm_eps)
+        norm = partial(RMSNorm, weights, size=config.hidden_size, eps=config.rms_norm_eps, offset=config.norm_offset)
+        self._input_norm = norm(f"model.layers.{index}.input_layernorm")
         self._attention = attention
-        self._post_attention_norm = RMSNorm(weights, f"{name}.post_attention_layernorm", hidden, config.rms_norm_eps)
+        self._post_attention_norm = norm(f"model.layers.{index}.post_attention_layernorm")
         self._mlp = mlp
         self._token_communicator = weights.token_communicator
 

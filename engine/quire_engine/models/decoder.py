@@ -113,7 +113,7 @@ class DecoderModel(Model):
         receives = stage is not None and weights.device.type == "cuda"
         self.capturable = not (receives or weights.sends_tokens) and all(layer.is_capturable for layer in self._layers)
         last = "model.norm" if is_last(stage) else f"model.layers.{indices.stop}.input_layernorm"
-        self._norm = RMSNorm(weights, last, config.hidden_size, config.rms_norm_eps)
+        self._norm = RMSNorm(weights, last, config.hidden_size, config.rms_norm_eps, offset=config.norm_offset)
         self._split_above = _split_above(weights)
 
     @classmethod

@@ -16,13 +16,15 @@ class Architecture:
     """A decoder in ``quire_engine.models``: the file ``module`` has a class with the architecture's name.
 
     ``model_type`` is its name in ``config.json``, and ``gguf`` its name in GGUF files; None if those are not read. A
-    model with another ``activation`` runs through transformers.
+    model with another ``activation``, a key and a value, runs through transformers. Files may leave out
+    ``optional_sizes``, for which transformers has defaults.
     """
 
     module: str
     model_type: str
     gguf: str | None = None
-    activation: str = "silu"
+    activation: tuple[str, str] = ("hidden_act", "silu")
+    optional_sizes: tuple[str, ...] = ()
 
 
 ARCHITECTURES: Mapping[str, Architecture] = {

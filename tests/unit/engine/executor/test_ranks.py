@@ -336,6 +336,7 @@ CONFIG = DecoderConfig(
     intermediate_size=24,
     rms_norm_eps=1e-6,
     tie_word_embeddings=False,
+    attention_scale=2**-0.5,
     sliding_windows=(None, 7),
     rope_frequencies=(0.1, 1 / 3),
     rope_scale=1.0,
