@@ -47,7 +47,7 @@ from tests.support.steps import make_step
 
 POOL = 4 << 20
 THRESHOLD = 4
-NAMES = ["llama2", "llama-linear", "qwen3", "mistral", "mixtral", "qwen3-moe"]
+NAMES = ["llama2", "llama-linear", "qwen3", "mistral", "mixtral", "qwen3-moe", "gemma3"]
 OF_THREE: dict[str, dict[str, Any]] = {
     "llama2": {"hidden_size": 48, "intermediate_size": 96, "num_attention_heads": 6, "num_key_value_heads": 3},
     "mixtral": {"hidden_size": 48, "num_attention_heads": 6, "num_key_value_heads": 3},

@@ -66,7 +66,7 @@ MODELS: dict[str, tuple[type, dict[str, Any], dict[str, Any], dict[str, Any]]] =
     ),
     "mistral3": (DecoderModel, {"model_type": "mistral", "sliding_window": 24}, VISION, {"image_token_index": 250}),
     "gemma3": (
-        TransformersModel,
+        DecoderModel,
         {"sliding_window": 20, "layer_types": ["sliding_attention", "full_attention"]},
         VISION,
         {"image_token_index": 250, "mm_tokens_per_image": 4},

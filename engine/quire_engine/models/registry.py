@@ -28,6 +28,12 @@ class Architecture:
 
 
 ARCHITECTURES: Mapping[str, Architecture] = {
+    "Gemma3ForCausalLM": Architecture(
+        "gemma3",
+        "gemma3_text",
+        activation=("hidden_activation", "gelu_pytorch_tanh"),
+        optional_sizes=("num_attention_heads", "vocab_size"),
+    ),
     "LlamaForCausalLM": Architecture("llama", "llama", gguf="llama"),
     "MistralForCausalLM": Architecture("mistral", "mistral"),
     "MixtralForCausalLM": Architecture("mixtral", "mixtral"),
