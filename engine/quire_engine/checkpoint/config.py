@@ -73,7 +73,7 @@ class MoEConfig:
 
     Each token goes to ``num_experts_per_tok`` of ``num_experts`` experts, of inner size ``moe_intermediate_size``. The
     router's weights add up to 1 with ``norm_topk_prob``, and are rounded to the model's dtype with ``round_weights``,
-    else float32.
+    else float32. With a ``swiglu_limit`` the activation is clamped, and ``swiglu_alpha`` multiplies its gate.
     """
 
     num_experts: int
@@ -82,6 +82,8 @@ class MoEConfig:
     norm_topk_prob: bool
     round_weights: bool
     is_moe_layer: tuple[bool, ...]
+    swiglu_alpha: float = 1.0
+    swiglu_limit: float | None = None
 
 
 @dataclass(frozen=True, slots=True)

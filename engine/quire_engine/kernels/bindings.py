@@ -93,6 +93,7 @@ class ExpertsCall(ctypes.Structure):
         *((name, _POINTER) for name in ("x", "weights", "chosen", "out", "sorted", "between", "gate_up", "down")),
         *((name, _INTEGER) for name in ("gate_up_kind", "down_kind", "rows", "stride", "hidden", "width", "paired")),
         *((name, _INTEGER) for name in ("top", "first", "count", "round", "bf16", "threads")),
+        *((name, ctypes.c_float) for name in ("alpha", "limit")),
     )
 
 

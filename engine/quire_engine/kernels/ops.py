@@ -35,6 +35,22 @@ class HeadNorms:
     eps: float
 
 
+@dataclass(frozen=True, slots=True)
+class ClampedSwiGLU:
+    """The activation of gpt-oss: ``(up + 1) * gate * sigmoid(alpha * gate)``, with ``gate`` at most ``limit`` and
+    ``up`` at most as far from 0.
+    """
+
+    alpha: float
+    limit: float
+
+    def __call__(self, gate_up: torch.Tensor) -> torch.Tensor:
+        """``gate_up`` [T, 2F], gate first -> [T, F]."""
+        gate, up = gate_up.chunk(2, dim=-1)
+        gate = gate.clamp(max=self.limit)
+        return (up.clamp(-self.limit, self.limit) + 1) * (gate * torch.sigmoid(gate * self.alpha))
+
+
 def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
     """``x / rms(x) * weight`` over the last dimension, in fp32 inside.
 

@@ -12,10 +12,13 @@ from quire_engine.layers.weight_loader import WeightLoader
 
 class Attention:
     """The attention ``attn`` of one layer with what is around it: a call takes what ``qkv_proj`` returns, and returns
-    what ``output_proj`` takes. With ``qk_norm`` each query and key head is normed before it is rotated.
+    what ``output_proj`` takes. With ``qk_norm`` each query and key head is normed before it is rotated. ``sinks`` says
+    whether each head has one.
     """
 
-    def __init__(self, config: DecoderConfig, weights: WeightLoader, index: int, *, qk_norm: bool) -> None:
+    def __init__(
+        self, config: DecoderConfig, weights: WeightLoader, index: int, *, qk_norm: bool = False, sinks: bool = False
+    ) -> None:
         name, hidden = f"model.layers.{index}.self_attn", config.hidden_size
         queries, keys = config.num_heads * config.head_dim, config.num_kv_heads * config.head_dim
         inputs = [f"{name}.{part}_proj" for part in "qkv"]
@@ -28,6 +31,11 @@ class Attention:
         self.output_proj = weights.row_parallel_linear(
             f"{name}.o_proj", hidden, queries, bias=config.attention_output_bias
         )
+        self._sinks: torch.Tensor | None = None
+        if sinks:
+            names, shapes, ranks = [f"{name}.sinks"], [(config.num_heads,)], weights.communicator
+            load = weights.checkpoint.load_fused
+            self._sinks = load(names, shapes, torch.float32, weights.device, communicator=ranks)
         self._head_norms = _load_head_norms(config, weights, name, heads) if qk_norm else None
 
     def __call__(
@@ -42,7 +50,7 @@ class Attention:
         else:
             norm_rotate(heads[:, : queries + keys], self._head_norms, *angles)
         query, key, value = heads.split_with_sizes(self._heads, dim=1)
-        return self.attn(query, key, value, kv, attention).reshape(tokens, -1)
+        return self.attn(query, key, value, kv, attention, sinks=self._sinks).reshape(tokens, -1)
 
 
 def _load_head_norms(config: DecoderConfig, weights: WeightLoader, name: str, queries: int) -> HeadNorms:

@@ -3,6 +3,7 @@
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from importlib.util import find_spec
+from itertools import repeat
 from typing import Any, ClassVar, Protocol
 
 import torch
@@ -11,7 +12,7 @@ from quire_engine.checkpoint.config import DecoderConfig, MoEConfig
 from quire_engine.distributed.communicator import SINGLE_RANK, Communicator, PendingSum, largest_shard_size, shard
 from quire_engine.kernels.experts_kernel import ExpertsKernel, Packed, route
 from quire_engine.kernels.fused_moe import FusedExperts
-from quire_engine.kernels.ops import silu_mul
+from quire_engine.kernels.ops import ClampedSwiGLU, silu_mul
 from quire_engine.kernels.packed_linear import in_arena
 from quire_engine.layers.linear import start_sum
 from quire_engine.layers.weight_loader import WeightLoader
@@ -143,10 +144,14 @@ class MoE:
                     some = names[each][:2] if part == 0 else names[each][2:]
                     yield method.read(weights.checkpoint, LayerSpec(some, outputs, inputs))
 
-        made = make_experts(experts, method, read, own, weights.dtype)
+        return cls.shared(experts, router, make_experts(experts, method, read, own, weights.dtype), weights)
+
+    @classmethod
+    def shared(cls, config: MoEConfig, router: Linear, experts: Experts, weights: WeightLoader) -> "MoE":
+        """The mixture of which ``experts`` are this rank's."""
         if weights.sends_tokens:
-            return cls(experts, router, AllToAllExperts(made, experts.num_experts, weights.expert_communicator))
-        return cls(experts, router, made, weights.communicator)
+            return cls(config, router, AllToAllExperts(experts, config.num_experts, weights.expert_communicator))
+        return cls(config, router, experts, weights.communicator)
 
     @property
     def is_capturable(self) -> bool:
@@ -248,12 +253,16 @@ def make_experts(
     read: Callable[[int], Iterable[Any]],
     own: slice,
     dtype: torch.dtype,
+    *,
+    biases: Callable[[int], Iterable[torch.Tensor]] | None = None,
 ) -> Experts:
     """The experts ``own`` of a mixture, in the fastest way that there is for them. ``read`` gives what ``method`` read
-    of each, of gate and up (0) or of down (1).
+    of each, of gate and up (0) or of down (1), and ``biases`` gives theirs.
     """
     if (
-        isinstance(method, UnquantizedMethod)
+        biases is None
+        and config.swiglu_limit is None
+        and isinstance(method, UnquantizedMethod)
         and method.options.device.type == "cuda"
         and find_spec("triton") is not None
     ):
@@ -263,11 +272,16 @@ def make_experts(
         return FusedExperts(
             gate_up, down, own.start, count, round_weights=config.round_weights, deterministic=deterministic
         )
-    parts = [[method.pack(weight, None) for weight in read(part)] for part in (0, 1)]
+    parts = []
+    for part in (0, 1):
+        added = repeat(None) if biases is None else biases(part)
+        parts.append([method.pack(weight, bias) for weight, bias in zip(read(part), added, strict=False)])
     gate_up, down = ([_packed(layer) for layer in layers] for layers in parts)
-    if (kernel := ExpertsKernel.of(gate_up, down, own.start, dtype, round_weights=config.round_weights)) is not None:
+    clamped = None if config.swiglu_limit is None else ClampedSwiGLU(config.swiglu_alpha, config.swiglu_limit)
+    kernel = ExpertsKernel.of(gate_up, down, own.start, dtype, round_weights=config.round_weights, clamped=clamped)
+    if kernel is not None:
         return kernel
-    experts = [GatedMLP(*layers) for layers in zip(*parts, strict=True)]
+    experts = [GatedMLP(up, down, clamped or silu_mul) for up, down in zip(*parts, strict=True)]
     return ExpertLoop(experts, own, config.num_experts, round_weights=config.round_weights)
 
 

@@ -94,6 +94,8 @@ def load_model(
     read, and may raise ``ModelError`` to refuse it. Raises ``ModelError``.
     """
     quantized = quantization_of(folder, read_config_json(folder))
+    if quantized is not None and is_dequantized(config.architecture, quantized):
+        quantized = None
     _check_quantization(config, options, quantized)
     _check_deterministic(config, options)
     _check_lora(config, options)
@@ -198,8 +200,6 @@ def _check_cpu_offload(config: ModelConfig, options: LoadOptions) -> None:
 
 def _check_quantization(config: ModelConfig, options: LoadOptions, quantized: dict[str, Any] | None) -> None:
     """Raises ``ModelError`` when the weights, stored as ``quantized`` says, cannot be held as ``options`` do."""
-    if quantized is not None and is_dequantized(config.architecture, quantized):
-        quantized = None
     check_quantization(options, quantized)
     name = options.config.quantization or (quantized and quantized["quant_method"])
     if name is not None:
