@@ -34,6 +34,7 @@ ARCHITECTURES: Mapping[str, Architecture] = {
         activation=("hidden_activation", "gelu_pytorch_tanh"),
         optional_sizes=("num_attention_heads", "vocab_size"),
     ),
+    "GptOssForCausalLM": Architecture("gpt_oss", "gpt_oss"),
     "LlamaForCausalLM": Architecture("llama", "llama", gguf="llama"),
     "MistralForCausalLM": Architecture("mistral", "mistral"),
     "MixtralForCausalLM": Architecture("mixtral", "mixtral"),
