@@ -52,14 +52,13 @@ def load_executor(
         gc.disable()  # what is imported stays: looking for garbage among 1,500 modules takes a tenth of the time
     from quire_engine.executor.encoder_executor import EncoderExecutor
     from quire_engine.executor.torch_executor import TorchExecutor
-    from quire_engine.models.encoder import EncoderConfig
     from quire_engine.models.loader import read_model_config
 
     if owns_process:
         gc.freeze()
         gc.enable()
     model_config = read_model_config(config.model, config)
-    if isinstance(model_config, EncoderConfig):
+    if not model_config.is_causal:
         return EncoderExecutor.load(config, model_config, owns_process=owns_process, startup=startup)
     return TorchExecutor.load(config, on_lost, owns_process=owns_process, nodes=nodes, startup=startup)
 

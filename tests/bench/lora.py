@@ -86,13 +86,13 @@ def measure(config, executor, prompts: list[list[int]], loras: list) -> float:
 
 def write_adapter(folder: Path, model: Path, options: argparse.Namespace, seed: int) -> Path:
     """An adapter of the ``--targets`` of every layer of the model, as PEFT writes it, with random numbers."""
-    from quire_engine.lora.adapter import target_shapes
-    from quire_engine.models.loader import read_model_config
+    from quire_engine.models.loader import model_class, read_model_config
     from safetensors.torch import save_file
 
     generator = torch.Generator().manual_seed(seed)
     tensors, rank = {}, options.rank
-    for name, (outputs, inputs) in target_shapes(read_model_config(model)).items():
+    described = read_model_config(model)
+    for name, (outputs, inputs) in model_class(described).lora_targets(described).items():
         if name.rpartition(".")[2].removesuffix("_proj") not in options.targets:
             continue
         for matrix, shape in (("A", (rank, inputs)), ("B", (outputs, rank))):

@@ -27,7 +27,7 @@ from quire_engine.bench.workload import Workload, random_prompt
 from quire_engine.checkpoint.config import DecoderConfig
 from quire_engine.checkpoint.weights import LoadOptions
 from quire_engine.device.accelerator import configure_threads, resolve_device
-from quire_engine.models.loader import read_model_config
+from quire_engine.models.loader import read_decoder_config
 from quire_proto.cli import read_settings
 
 from tests.bench.gpu_run import Figure
@@ -78,8 +78,7 @@ class Bench:
 
 def main() -> None:
     options = parse_options()
-    model, device, threads = read_model_config(options.model), resolve_device(options.device), configure_threads()
-    assert isinstance(model, DecoderConfig)
+    model, device, threads = read_decoder_config(options.model), resolve_device(options.device), configure_threads()
     costs = Costs.of(model, Widths(BYTES_A_WEIGHT[options.form], DTYPE.itemsize, DTYPE.itemsize))
     config = settings(options, costs)
     # Before the system starts: a peer takes most of the memory.

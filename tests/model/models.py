@@ -208,7 +208,7 @@ ROWS = {
 # over the last 3 of 64 numbers.
 STATES = {"qwen3.5": 16 + 2 * 4 * (4 * 128 + 4 * 16 * 16), "lfm2": 16 + 2 * 4 * 3 * 64}
 # Those that run as transformers' own classes.
-FALLBACK = ("gemma2", "gemma3", "gemma4", "gpt-oss", "deepseek-v3", "qwen3.5", "lfm2", "gpt-neox", "gpt2", "granite")
+FALLBACK = ("gemma2", "gemma4", "deepseek-v3", "qwen3.5", "lfm2", "gpt-neox", "gpt2", "granite")
 OWN = tuple(name for name in NAMES if name not in FALLBACK)
 SHARDED = ("llama3", "qwen3")
 # Those with layers that give up the KV blocks which their window has left.

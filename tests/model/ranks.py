@@ -12,7 +12,8 @@ from quire_engine.executor import multiproc
 from quire_engine.executor.rank_processes import RankError
 from quire_engine.executor.rpc import batch_to_arrays
 from quire_engine.executor.torch_executor import TorchExecutor
-from quire_engine.models.llama import LayerInputs, Llama
+from quire_engine.models.base import LayerInputs
+from quire_engine.models.decoder import DecoderModel
 from quire_proto.sampling import SamplingParams
 
 from tests.model.driver import GREEDY
@@ -133,13 +134,13 @@ def assert_gone(process: psutil.Process) -> None:
 def record_split(patch: pytest.MonkeyPatch) -> list[int]:
     """The tokens of each step that a rank of this process computes in two halves, as long as ``patch`` holds."""
     seen: list[int] = []
-    overlapped_layers = Llama._overlapped_layers
+    overlapped_layers = DecoderModel._overlapped_layers
 
-    def record(model: Llama, inputs: LayerInputs, *others: Any) -> torch.Tensor:
+    def record(model: DecoderModel, inputs: LayerInputs, *others: Any) -> torch.Tensor:
         seen.append(len(inputs.hidden_states))
         return overlapped_layers(model, inputs, *others)
 
-    patch.setattr(Llama, "_overlapped_layers", record)
+    patch.setattr(DecoderModel, "_overlapped_layers", record)
     return seen
 
 

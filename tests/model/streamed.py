@@ -7,13 +7,11 @@ from quire_engine.core.lora import LoRARequest
 from quire_engine.executor.torch_executor import TorchExecutor
 from quire_engine.kernels.bindings import library
 from quire_engine.layers.streamed import StreamedLayer, WeightFile
-from quire_engine.lora.adapter import LoRAAdapter
-from quire_engine.models.loader import read_model_config
 from quire_engine.worker.model_runner import ModelRunner
 
 from tests.model.driver import Sequence
 from tests.model.models import greedy_oracle
-from tests.support.adapters import write_adapter, write_merged_model
+from tests.support.adapters import read_adapter, write_adapter, write_merged_model
 
 needs_kernels = pytest.mark.skipif(library() is None, reason="the kernels cannot be compiled here")
 GIB = 1 << 30
@@ -39,7 +37,7 @@ def sequences_with_adapters(
     requests: list[LoRARequest | None] = [None]
     for number in (1, 2):
         adapter = write_adapter(tmp / str(number), folder, seed=number, rank=4 * number)
-        digest = LoRAAdapter.read(adapter, read_model_config(folder), 8).digest
+        digest = read_adapter(adapter, folder).digest
         requests.append(LoRARequest(str(number), number, adapter, digest))
     merged = [folder, *(write_merged_model(tmp / f"merged-{n}", folder, tmp / str(n)) for n in (1, 2))]
     sequences, wanted = [], []

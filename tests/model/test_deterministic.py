@@ -14,8 +14,8 @@ from tests.model.engine import Choice, load, run
 from tests.model.models import VOCAB_SIZE, SmallModels, tight
 from tests.support.variants import one_in
 
-# Both kinds of norm, per-head norms, biases and experts.
-MODELS = ("llama3", "qwen2", "qwen3", "mixtral")
+# Both kinds of norm, per-head norms, biases, experts, and both activations.
+MODELS = ("llama3", "qwen2", "qwen3", "mixtral", "gemma3")
 NEEDLE = [7 * place % (VOCAB_SIZE - 3) + 3 for place in range(75)]
 PARAMS = SamplingParams(temperature=0, max_tokens=40, logprobs=5, ignore_eos=True)
 # Blocks of both pools, tokens of a step, and whether blocks are found again.

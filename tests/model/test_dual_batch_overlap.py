@@ -27,7 +27,7 @@ from quire_engine.kernels.bindings import library
 from quire_engine.kernels.packed_linear import is_fast
 from quire_engine.layers.linear import RowParallelLinear
 from quire_engine.layers.mlp import GatedMLP, MoE
-from quire_engine.models.llama import Llama
+from quire_engine.models.decoder import DecoderModel
 from quire_engine.models.loader import load_model, read_model_config
 from quire_engine.worker.input_batch import ModelInput
 from quire_engine.worker.model_runner import ModelRunner
@@ -47,7 +47,7 @@ from tests.support.steps import make_step
 
 POOL = 4 << 20
 THRESHOLD = 4
-NAMES = ["llama2", "llama-linear", "qwen3", "mistral", "mixtral", "qwen3-moe"]
+NAMES = ["llama2", "llama-linear", "qwen3", "mistral", "mixtral", "qwen3-moe", "gemma3"]
 OF_THREE: dict[str, dict[str, Any]] = {
     "llama2": {"hidden_size": 48, "intermediate_size": 96, "num_attention_heads": 6, "num_key_value_heads": 3},
     "mixtral": {"hidden_size": 48, "num_attention_heads": 6, "num_key_value_heads": 3},
@@ -290,7 +290,7 @@ def recorded_step(folder: Path, tokens: int, *, waits_at_once: bool = False) -> 
         communicator=RecordedRanks(events, waits_at_once=waits_at_once),  # type: ignore[arg-type]
     )
     model = load_model(config, folder, options)
-    assert isinstance(model, Llama)
+    assert isinstance(model, DecoderModel)
     for layer in model._layers:
         attention, mlp = layer._attention, layer._mlp  # type: ignore[attr-defined]
         attention.qkv_proj = Recorded("qkv", events, attention.qkv_proj)

@@ -12,14 +12,13 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from quire_engine.checkpoint.config import DecoderConfig
-from quire_engine.checkpoint.gguf import BLOCKS, GgufFile
+from quire_engine.checkpoint.gguf import BLOCKS, GGUF_ARCHITECTURES, GgufFile
 from quire_engine.checkpoint.gguf_blocks import DEQUANTIZE, WHOLE_NUMBERS
 from quire_engine.checkpoint.gguf_checkpoint import GgufCheckpoint
 from quire_engine.checkpoint.weights import LoadOptions
 from quire_engine.config import ExecutorConfig, Quantization
 from quire_engine.errors import ModelError
-from quire_engine.models.loader import read_model_config
+from quire_engine.models.loader import decoder_class, read_decoder_config, read_model_config
 from quire_engine.quantization.base import LayerSpec, Linear
 from quire_engine.quantization.int8 import Int8Linear
 from quire_engine.quantization.quantized_linear import GroupedLinear
@@ -39,6 +38,11 @@ CPU = torch.device("cpu")
 
 def gguf(name: str) -> Path:
     return HERE / f"{name}.gguf"
+
+
+def opened(path: Path) -> GgufCheckpoint:
+    """The tensors of a file, by the names that its architecture gives them."""
+    return GgufCheckpoint(path, decoder_class(GGUF_ARCHITECTURES[GgufFile.read(path).architecture]).gguf)
 
 
 @pytest.mark.parametrize("kind", QUANTISED)
@@ -70,7 +74,7 @@ def test_whole_numbers_are_the_same_numbers_before_they_are_multiplied(kind: str
     ],
 )
 def test_tensors_of_whole_numbers_stay_so_and_are_rounded_where_asked(name: str, layer: str, bits: int) -> None:
-    checkpoint, layer = GgufCheckpoint(gguf(name)), f"model.layers.0.{layer}"
+    checkpoint, layer = opened(gguf(name)), f"model.layers.0.{layer}"
     shape = checkpoint.shape(f"{layer}.weight")
     spec, x = LayerSpec([layer], [shape[0]], shape[1]), torch.randn(5, shape[1])
     expected = x @ checkpoint.load_fused([f"{layer}.weight"], [shape], torch.float32, CPU).T
@@ -139,7 +143,7 @@ def test_files_of_other_contents_have_other_revisions(tmp_path: Path) -> None:
 
 
 def test_the_configuration_is_that_of_the_metadata() -> None:
-    llama, qwen3 = DecoderConfig.read(gguf("llama")), DecoderConfig.read(gguf("qwen3"))
+    llama, qwen3 = read_decoder_config(gguf("llama")), read_decoder_config(gguf("qwen3"))
     assert (llama.head_dim, llama.num_kv_heads, llama.max_length, llama.eos_token_ids) == (16, 2, 128, (1,))
     assert (llama.tie_word_embeddings, qwen3.tie_word_embeddings) == (False, True)
     # The lowest frequency is divided by Llama 3's factor, the highest stays.
@@ -149,7 +153,7 @@ def test_the_configuration_is_that_of_the_metadata() -> None:
 
 def test_the_dtype_is_that_of_the_embedding_or_bfloat16() -> None:
     name = "model.embed_tokens.weight"
-    dtypes = [GgufCheckpoint(gguf(each)).dtype(name) for each in MODELS]
+    dtypes = [opened(gguf(each)).dtype(name) for each in MODELS]
     assert dtypes == [torch.bfloat16, torch.bfloat16, torch.float16, torch.bfloat16]
     assert [GgufFile.read(gguf(each)).tensors["token_embd.weight"].kind for each in ("llama", "qwen3")] == [
         "Q8_0",
@@ -240,7 +244,7 @@ def test_a_file_with_wrong_bytes_is_read_or_refused(
     with suppress(ModelError):
         read_model_config(path)
     with suppress(ModelError):
-        GgufCheckpoint(path)
+        opened(path)
 
 
 def replaced(old: bytes, new: bytes) -> Callable[[bytes], bytes]:
@@ -270,7 +274,7 @@ def test_a_file_without_what_the_model_needs_is_refused(
 
 def test_a_file_that_became_shorter_is_refused(tmp_path: Path) -> None:
     path = Path(shutil.copy(gguf("llama"), tmp_path))
-    checkpoint = GgufCheckpoint(path)
+    checkpoint = opened(path)
     last = max(GgufFile.read(path).tensors.values(), key=lambda tensor: tensor.start)
     path.write_bytes(path.read_bytes()[: last.start - 8])
     name = "rope_freqs.weight"

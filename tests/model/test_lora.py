@@ -16,12 +16,11 @@ from quire_engine.executor.torch_executor import TorchExecutor
 from quire_engine.kernels.packed_linear import is_fast
 from quire_engine.lora.adapter import LoRAAdapter
 from quire_engine.lora.manager import LoRAManager
-from quire_engine.models.loader import read_model_config
 from quire_proto.errors import ErrorCode, QuireError
 
 from tests.model.driver import GREEDY, Driver, Sequence
 from tests.model.models import OWN, SmallModels, greedy_oracle
-from tests.support.adapters import ATTENTION, write_adapter, write_merged_model
+from tests.support.adapters import ATTENTION, read_adapter, write_adapter, write_merged_model
 from tests.support.executors import load_executor
 from tests.support.model_folders import write_model_folder
 from tests.support.rank_threads import ranks_are_threads
@@ -57,8 +56,7 @@ class Adapters:
         folder = self._tmp / name / str(number)
         if not folder.exists():
             write_adapter(folder, self._models.folder(name), seed=number, **ADAPTERS[number - 1])
-        config = read_model_config(self._models.folder(name))
-        return LoRARequest(str(number), number, folder, LoRAAdapter.read(folder, config, 8).digest)
+        return LoRARequest(str(number), number, folder, read_adapter(folder, self._models.folder(name)).digest)
 
     def sequences(self, name: str, numbers: list[int]) -> list[Sequence]:
         """A sequence for each prompt, whose adapters are ``numbers`` in turn; 0 is the model alone."""
@@ -191,7 +189,7 @@ def test_an_adapter_whose_folder_has_changed_ends_its_own_requests_alone(
 ) -> None:
     model = small_models.folder("llama3")
     folder = write_adapter(tmp_path / "a", model)
-    digest = LoRAAdapter.read(folder, read_model_config(model), 8).digest
+    digest = read_adapter(folder, model).digest
     write_adapter(folder, model, seed=1)
     known, changed = adapters.request("llama3", 1), LoRARequest("changed", 7, folder, digest)
     with closing(load(model)) as executor:
@@ -308,5 +306,5 @@ def test_llm_without_adapters_says_how_to_have_some(small_models: SmallModels, t
 def test_attention_alone_may_be_the_target(small_models: SmallModels, tmp_path: Path) -> None:
     model = small_models.folder("qwen2")
     folder = write_adapter(tmp_path / "a", model, targets=ATTENTION)
-    adapter = LoRAAdapter.read(folder, read_model_config(model), 8)
+    adapter = read_adapter(folder, model)
     assert {name.rpartition(".")[2] for name in adapter.weights} == set(ATTENTION)

@@ -64,6 +64,8 @@ def test_scales_that_do_not_fit_their_blocks_are_named(folder: Path, tmp_path: P
 
 def test_experts_in_mxfp4_are_read_for_gpt_oss_alone(folder: Path, tmp_path: Path) -> None:
     raw = json.loads((folder / "config.json").read_text())
-    (tmp_path / "config.json").write_text(json.dumps({**raw, "architectures": ["GraniteForCausalLM"]}))
+    (tmp_path / "config.json").write_text(
+        json.dumps({**raw, "architectures": ["GraniteForCausalLM"], "model_type": "granite"})
+    )
     with pytest.raises(ModelError, match="quantised by 'mxfp4'"):
         load_executor(tmp_path, kv_cache_memory=1 << 20, swap_bytes=0)

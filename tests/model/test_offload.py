@@ -13,10 +13,9 @@ from quire_engine.config import EngineArgs
 from quire_engine.errors import ModelError
 from quire_engine.executor.rank_worker import RankSettings
 from quire_engine.executor.torch_executor import TorchExecutor
-from quire_engine.kernels.ops import silu_mul
 from quire_engine.kernels.packed_linear import in_arena, is_fast
 from quire_engine.layers.streamed import StreamedLayer
-from quire_engine.models import loader
+from quire_engine.models.llama import LlamaForCausalLM
 from quire_engine.models.loader import read_model_config
 from quire_engine.quantization.unquantized import UnquantizedMethod
 from quire_engine.worker.model_runner import LoadedModel, load_model_and_attention
@@ -59,9 +58,6 @@ class PlainLinear:
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
         return F.linear(x, self._weight, self._bias)
-
-    def forward_silu_mul(self, x: torch.Tensor) -> torch.Tensor:
-        return silu_mul(self(x))
 
 
 def load_plain(folder: Path, **settings: Any) -> LoadedModel:
@@ -232,7 +228,7 @@ def test_a_gpu_that_is_too_small_is_refused_with_the_flag_for_it(
     def run_out(*_: Any) -> None:
         raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 MiB.\nSee documentation")
 
-    monkeypatch.setattr(loader, "Llama", run_out)
+    monkeypatch.setattr(LlamaForCausalLM, "__init__", run_out)
     with pytest.raises(ModelError, match=r"^The weights do not fit .* 2\.00 MiB; --cpu-offload-gb .* the host's\.$"):
         load(small_models.folder("llama3"))
 

@@ -21,7 +21,7 @@ from quire_engine.distributed.pipeline import PipelineStage
 from quire_engine.errors import ModelError
 from quire_engine.executor.rank_processes import RankError
 from quire_engine.executor.torch_executor import TorchExecutor
-from quire_engine.models.llama import Llama
+from quire_engine.models.decoder import DecoderModel
 from quire_proto.sampling import SamplingParams
 
 from tests.model.engine import Run, run
@@ -212,8 +212,10 @@ def test_decode_steps_of_each_stage_are_captured(
     threads: None, small_models: SmallModels, deep: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     ran: list[int] = []
-    layers = Llama.layers
-    monkeypatch.setattr(Llama, "layers", lambda model, *rest: ran.append(model._stage.index) or layers(model, *rest))
+    layers = DecoderModel.layers
+    monkeypatch.setattr(
+        DecoderModel, "layers", lambda model, *rest: ran.append(model._stage.index) or layers(model, *rest)
+    )
     with closing(load(deep, 2, deterministic=True)) as shared:
         generate(shared, small_models, num_stages=2)
         ran.clear()

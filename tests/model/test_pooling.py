@@ -138,7 +138,7 @@ def test_embeddings_are_transformers_hidden_states_in_chunks_and_from_the_cache(
         assert (cached > 0) == (pooling == "last"), "others compute all of a prompt"
 
 
-@pytest.mark.parametrize("name", ["qwen3", "gemma3"])
+@pytest.mark.parametrize("name", ["qwen3", "gemma3", "gemma2"])
 def test_families_embed_with_their_own_code_and_through_transformers(small_models: SmallModels, name: str) -> None:
     folder = small_models.folder(name)
     with closing(PoolingEngine(folder)) as engine:

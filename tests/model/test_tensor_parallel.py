@@ -61,7 +61,7 @@ def load(folder: Path, size: int, blocks: int = 100, host_blocks: int = 0, **set
     pools = {"kv_cache_memory": blocks * block_bytes, "swap_bytes": host_blocks * block_bytes}
     settings = {"dtype": "float32", **pools, **settings}
     executor = load_executor(folder, tensor_parallel_size=size, **settings)
-    if settings["dtype"] == "float32":
+    if settings["dtype"] == "float32" and len(executor.kv_cache_config.groups) == 1:
         assert (executor.kv_cache_config.device_blocks, executor.kv_cache_config.host_blocks) == (blocks, host_blocks)
         assert executor.kv_cache_config.block_bytes == block_bytes // size, "each rank holds its heads alone"
     return executor

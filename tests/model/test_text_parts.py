@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from quire_engine.models.llama import Llama
+from quire_engine.models.decoder import DecoderModel
 from quire_engine.models.transformers_backend import TransformersModel
 from safetensors import safe_open
 from transformers import AutoConfig, AutoModelForImageTextToText
@@ -44,13 +44,13 @@ EXPERTS: dict[str, Any] = {"num_experts": 6, "num_experts_per_tok": 3, "moe_inte
 PLACES: dict[str, Any] = {"image_token_id": 250, "video_token_id": 251, "vision_start_token_id": 252}
 MODELS: dict[str, tuple[type, dict[str, Any], dict[str, Any], dict[str, Any]]] = {
     "qwen2_5_vl": (
-        Llama,
+        DecoderModel,
         {"rope_parameters": {**SECTIONS, "mrope_section": [2, 3, 3]}, "head_dim": 16},
         QWEN_VISION,
         PLACES,
     ),
-    "qwen3_vl": (Llama, {"rope_parameters": SECTIONS}, QWEN_VISION, PLACES),
-    "qwen3_vl_moe": (Llama, {"rope_parameters": SECTIONS, **EXPERTS}, QWEN_VISION, PLACES),
+    "qwen3_vl": (DecoderModel, {"rope_parameters": SECTIONS}, QWEN_VISION, PLACES),
+    "qwen3_vl_moe": (DecoderModel, {"rope_parameters": SECTIONS, **EXPERTS}, QWEN_VISION, PLACES),
     "qwen3_5": (
         TransformersModel,
         {
@@ -64,9 +64,9 @@ MODELS: dict[str, tuple[type, dict[str, Any], dict[str, Any], dict[str, Any]]] =
         {**QWEN_VISION, "deepstack_visual_indexes": []},
         PLACES,
     ),
-    "mistral3": (Llama, {"model_type": "mistral", "sliding_window": 24}, VISION, {"image_token_index": 250}),
+    "mistral3": (DecoderModel, {"model_type": "mistral", "sliding_window": 24}, VISION, {"image_token_index": 250}),
     "gemma3": (
-        TransformersModel,
+        DecoderModel,
         {"sliding_window": 20, "layer_types": ["sliding_attention", "full_attention"]},
         VISION,
         {"image_token_index": 250, "mm_tokens_per_image": 4},

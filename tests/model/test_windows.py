@@ -176,17 +176,18 @@ def test_windows_that_no_sequence_outgrows_make_no_groups(windows: Windows) -> N
     executor.close()
 
 
-def test_ranks_give_up_the_same_blocks(windows: Windows, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("name", ["qwen2-yarn", "gemma3"])
+def test_ranks_give_up_the_same_blocks(windows: Windows, monkeypatch: pytest.MonkeyPatch, name: str) -> None:
     ranks_are_threads(monkeypatch)
-    folder = windows.folder("qwen2-yarn")
+    folder = windows.folder(name)
     settings = {"block_size": BLOCK_SIZE, "max_num_batched_tokens": CHUNK, "dtype": "float32"}
-    executor = load_executor(folder, kv_cache_memory=1 << 18, swap_bytes=0, tensor_parallel_size=2, **settings)
+    executor = load_executor(folder, kv_cache_memory=1 << 19, swap_bytes=0, tensor_parallel_size=2, **settings)
     try:
-        assert tuple(group.window for group in executor.kv_cache_config.groups) == GROUPS["qwen2-yarn"]
+        assert tuple(group.window for group in executor.kv_cache_config.groups) == GROUPS[name]
         made = run(executor, windows.prompts[:3], [FULL] * 3, chunk=CHUNK)
     finally:
         executor.close()
-    assert made.outputs == windows.outputs("qwen2-yarn")[:3]
+    assert made.outputs == windows.outputs(name)[:3]
 
 
 def test_ranks_run_a_model_of_more_than_four_groups(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -8,12 +8,20 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from quire_engine.lora.adapter import LoRAAdapter
+from quire_engine.models.loader import model_class, read_model_config
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
 ATTENTION = ("q_proj", "k_proj", "v_proj", "o_proj")
 ALL_LINEAR = (*ATTENTION, "gate_proj", "up_proj", "down_proj")
 PREFIX = "base_model.model."
+
+
+def read_adapter(folder: Path, model: Path) -> LoRAAdapter:
+    """An adapter of ``model``, of a rank of at most 8."""
+    config = read_model_config(model)
+    return LoRAAdapter.read(folder, model_class(config).lora_targets(config), 8)
 
 
 def write_adapter(

@@ -126,7 +126,9 @@ class StaticDecode:
         window: int | None,
         *,
         group: int = 0,
+        sinks: torch.Tensor | None = None,
     ) -> torch.Tensor:
+        assert sinks is None
         pages, context_lens = self._groups[group]
         size, last = self._shape.block_size, context_lens - 1
         page, offset = pages.gather(1, (last // size)[:, None]).squeeze(1), last % size

@@ -1,7 +1,7 @@
 """The tables of docs that say what the code says too: read, and written again by ``python -m tests.support.pages``."""
 
 import re
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, get_args
 
@@ -10,6 +10,7 @@ from pydantic_core import PydanticUndefined
 from pydantic_settings import BaseSettings
 from quire_cli import commands
 from quire_engine.config import EngineConfig
+from quire_engine.models.registry import ARCHITECTURES
 from quire_router.config import Settings
 
 ROOT = Path(__file__).parents[2]
@@ -19,6 +20,8 @@ COMMANDS: dict[str, type[BaseSettings]] = {"quire-router": Settings, "quire-engi
 HEAD = ["| flag | default | |", "|---|---|---|"]
 CLI = ROOT / "docs" / "cli.md"
 CLI_HEAD = ["| command | |", "|---|---|"]
+MODELS = ROOT / "docs" / "models.md"
+MODELS_HEAD = ["| architecture | `model_type` | file in `quire_engine/models/` | GGUF |", "|---|---|---|---|"]
 
 
 def section(page: Path, heading: str) -> list[str]:
@@ -71,12 +74,29 @@ def command_rows() -> Iterator[list[str]]:
         yield [f"[`quire {command.usage}`]({command.more.removeprefix('cli.md')})", command.summary]
 
 
+def model_rows() -> Iterator[list[str]]:
+    """Each architecture with code of its own as a row."""
+    for name, own in ARCHITECTURES.items():
+        yield [f"`{name}`", f"`{own.model_type}`", f"`{own.module}.py`", f"`{own.gguf}`" if own.gguf else "–"]
+
+
+def table_below(page: Path, head: Sequence[str]) -> list[str]:
+    """The lines of the table of a page that begins with ``head``."""
+    lines = page.read_text().splitlines()
+    begin = lines.index(head[0])
+    return lines[begin : lines.index("", begin)]
+
+
+def _write_table(page: Path, head: Sequence[str], cells: Iterable[Iterable[str]]) -> None:
+    lines = page.read_text().splitlines()
+    begin = lines.index(head[0])
+    page.write_text("\n".join([*lines[:begin], *head, *map(_line, cells), *lines[lines.index("", begin) :], ""]))
+
+
 def write() -> None:
-    """Writes the table of commands, and that under each service's heading, again."""
-    lines = CLI.read_text().splitlines()
-    begin = lines.index(CLI_HEAD[0])
-    table = [*CLI_HEAD, *map(_line, command_rows())]
-    CLI.write_text("\n".join([*lines[:begin], *table, *lines[lines.index("", begin) :], ""]))
+    """Writes the tables of commands and of models, and that under each service's heading, again."""
+    _write_table(CLI, CLI_HEAD, command_rows())
+    _write_table(MODELS, MODELS_HEAD, model_rows())
     for command in COMMANDS:
         lines = CONFIGURATION.read_text().splitlines()
         begin = lines.index(f"## `{command}`") + 2

@@ -5,7 +5,7 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Protocol
 
-from quire_engine.checkpoint.gguf import ARCHITECTURES, GGUF_SUFFIX
+from quire_engine.checkpoint.gguf import GGUF_ARCHITECTURES, GGUF_SUFFIX
 from quire_engine.checkpoint.weight_files import INDEX_FILE, SINGLE_FILE
 from quire_proto.text.file_names import is_text_file
 
@@ -48,10 +48,10 @@ def fetch_gguf(repository: GgufRepository, wanted: str | None, need: MemoryNeed 
     snapshot = repository.snapshot()
     if not all((snapshot / each).is_file() for each in chosen):
         architecture = repository.gguf_architecture
-        if architecture is not None and architecture not in ARCHITECTURES:
+        if architecture is not None and architecture not in GGUF_ARCHITECTURES:
             raise ModelNotFoundError(
-                f"{name} has the architecture {architecture}, and of GGUF files read are {', '.join(ARCHITECTURES)}: "
-                "take the original model, or another one."
+                f"{name} has the architecture {architecture}, and of GGUF files read are "
+                f"{', '.join(GGUF_ARCHITECTURES)}: take the original model, or another one."
             )
         check_fits_memory(name, {"U8": files[file]}, {}, need)
         snapshot = repository.download(chosen)

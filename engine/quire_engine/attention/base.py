@@ -21,9 +21,10 @@ long enough to hide their launches.
 
 @dataclass(frozen=True, slots=True)
 class LayerAttention:
-    """The attention of one layer of a model. ``scale`` multiplies the scores, and those that it makes larger than
-    ``soft_cap`` approach that from below: ``soft_cap * tanh(score / soft_cap)`` (Gemma 2); None for no cap. ``window``
-    is as in ``AttentionBackend.forward``. ``kv_layer`` is the layer whose keys and values it reads: itself, or one
+    """The attention of one layer of a model, which the layer calls.
+
+    ``scale`` multiplies the scores. With a ``soft_cap`` a score becomes ``soft_cap * tanh(score / soft_cap)`` (Gemma
+    2). ``window`` is as in ``AttentionBackend.forward``. ``kv_layer`` is the layer whose keys and values it reads: one
     before it that has made them for both (Gemma 4); None for itself.
     """
 
@@ -34,6 +35,19 @@ class LayerAttention:
     window: int | None = None
     soft_cap: float | None = None
     kv_layer: int | None = None
+
+    def __call__(
+        self,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        kv: "LayerKV",
+        backend: "AttentionBackend",
+        *,
+        sinks: torch.Tensor | None = None,
+    ) -> torch.Tensor:
+        """Stores keys and values in ``kv`` and attends on ``backend``. See ``AttentionBackend.forward``."""
+        return backend.forward(query, key, value, kv.pages, self.window, group=kv.group, sinks=sinks)
 
     def shape(self, block_size: int) -> "AttentionShape":
         """What a backend for this layer is made of."""

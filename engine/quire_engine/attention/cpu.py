@@ -96,7 +96,8 @@ class CpuAttention:
         _require(window is None or window > 0, f"a window of {window}")
         if sinks is not None:
             _require(sinks.shape == (self._shape.num_heads,), "sinks have another shape", sinks)
-            sinks = sinks.float().contiguous()
+            if sinks.dtype is not torch.float32 or not sinks.is_contiguous():  # in no graph
+                sinks = sinks.float().contiguous()
         plan, layer = self._plans[group], _LayerTensors(query, key, value, kv, window, sinks)
         form = layer.form()
         if form != plan.checked:

@@ -241,20 +241,19 @@ class Limits:
         import torch
 
         from quire_engine.bench.roofline import Costs, Machine, Widths
-        from quire_engine.checkpoint.config import DecoderConfig, quantization_of, read_config_json
+        from quire_engine.checkpoint.architecture import architecture_of
+        from quire_engine.checkpoint.config import config_path, is_supported, quantization_of, read_config_json
         from quire_engine.checkpoint.weights import LoadOptions
-        from quire_engine.models.loader import read_model_config
+        from quire_engine.models.loader import read_decoder_config
         from quire_engine.worker.attention_selector import resolve_kv_cache_dtype
 
-        model = read_model_config(self._config.model)
         config = self._config
-        stored = quantization_of(config.model, read_config_json(config.model))
-        if (
-            not isinstance(model, DecoderConfig)
-            or stored is not None
-            or max(config.tensor_parallel_size, config.pipeline_parallel_size) > 1
-        ):
+        raw = read_config_json(config.model)
+        is_plain = quantization_of(config.model, raw) is None
+        num_ranks = max(config.tensor_parallel_size, config.pipeline_parallel_size)
+        if not (is_supported(architecture_of(config_path(config.model), raw), raw) and is_plain and num_ranks == 1):
             return None
+        model = read_decoder_config(config.model)
         dtype: torch.dtype = getattr(torch, self._engine[0].executor.dtype_name)
         options = LoadOptions(config, self._device)
         widths = Widths.of(options, dtype, resolve_kv_cache_dtype(config.kv_cache_dtype, dtype, self._device))

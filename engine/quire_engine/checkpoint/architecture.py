@@ -9,21 +9,11 @@ from pathlib import Path
 from typing import Any
 
 from quire_engine.errors import ModelError
+from quire_engine.models.registry import ARCHITECTURES, Architecture, registered_name
 
 log = logging.getLogger(__name__)
 
-# The architectures that have own code, with their model types in config.json.
-SUPPORTED_ARCHITECTURES = {
-    "LlamaForCausalLM": "llama",
-    "MistralForCausalLM": "mistral",
-    "Qwen2ForCausalLM": "qwen2",
-    "Qwen3ForCausalLM": "qwen3",
-    "MixtralForCausalLM": "mixtral",
-    "Qwen3MoeForCausalLM": "qwen3_moe",
-}
-_OWN_CLASSES = {model_type: name for name, model_type in SUPPORTED_ARCHITECTURES.items()}
-POOLED_FORMS = ("Model", "ForSequenceClassification")
-"""How the names of a supported architecture end where its model pools prompts, in place of ForCausalLM."""
+_OWN_CLASSES = {own.model_type: name for name, own in ARCHITECTURES.items()}
 GENERATING_FORMS = ("ForCausalLM", "LMHeadModel", "ForConditionalGeneration", "ModelWithLMHead", "Decoder")
 """How the names of classes end that continue a text."""
 
@@ -50,8 +40,8 @@ def with_served_class(path: Path, raw: dict[str, Any]) -> dict[str, Any]:
         refuse_code(path, raw)
         return raw
     made = {**raw, "architectures": [name]}
-    own = own_model_type(name)
-    if own is not None and made.get("model_type", own) == own and made.pop("auto_map", None):
+    own = own_architecture(name)
+    if own is not None and made.get("model_type", own.model_type) == own.model_type and made.pop("auto_map", None):
         log.info("%s names code (auto_map), which is not run: the model runs as %s", path, name)
     return made
 
@@ -66,14 +56,12 @@ def refuse_code(path: Path, raw: dict[str, Any]) -> None:
         )
 
 
-def own_model_type(architecture: str) -> str | None:
-    """Returns the model type of an architecture that has own code, also in the forms that pool prompts; None for
-    others.
+def own_architecture(architecture: str) -> Architecture | None:
+    """Returns what the registry says of an architecture, also in the forms that pool prompts; None if it has no code
+    of its own.
     """
-    for form in POOLED_FORMS:
-        if architecture.endswith(form):
-            architecture = f"{architecture.removesuffix(form)}ForCausalLM"
-    return SUPPORTED_ARCHITECTURES.get(architecture)
+    name = registered_name(architecture)
+    return None if name is None else ARCHITECTURES[name]
 
 
 def _listed(raw: dict[str, Any]) -> list[str]:
@@ -87,7 +75,7 @@ def _own_class(names: list[str], model_type: object) -> str | None:
     continues a text if all names are of such classes. None if there is no own code, or if a name says otherwise.
     """
     own = _OWN_CLASSES.get(model_type) if isinstance(model_type, str) else None
-    named = next((name for name in names if own_model_type(name) == model_type), None)
+    named = next((name for name in names if (each := own_architecture(name)) and each.model_type == model_type), None)
     if own is None or named is not None:
         return named
     return own if all(name.endswith(GENERATING_FORMS) for name in names) else None

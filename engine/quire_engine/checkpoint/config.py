@@ -1,5 +1,5 @@
-"""A model folder's configuration: ``DecoderConfig`` for the models with own code (the Llama family, and mixture of
-experts on top of it), and what the folder says about any model: end tokens, revision, rope length.
+"""A model folder's configuration: ``DecoderConfig`` for the decoders with code of their own, and what the folder says
+about any model: end tokens, revision, rope length.
 
 ``config.json`` is read through transformers' own configuration classes, so that defaults and both spellings of the rope
 parameters mean what they mean there. They take long to import, so a file that leaves nothing to them is read without
@@ -9,33 +9,26 @@ parameters mean what they mean there. They take long to import, so a file that l
 import json
 import math
 import os
-from collections.abc import Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from hashlib import blake2b
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from quire_proto.folders import no_such_path
 
-from quire_engine.checkpoint.architecture import (
-    SUPPORTED_ARCHITECTURES,
-    architecture_of,
-    own_model_type,
-    with_served_class,
-)
+from quire_engine.checkpoint.architecture import architecture_of, own_architecture, with_served_class
 from quire_engine.checkpoint.end_tokens import end_token_ids
 from quire_engine.checkpoint.gguf import GGUF_SUFFIX, GgufFile, find_gguf, gguf_config
 from quire_engine.checkpoint.plain_config import plain_config
 from quire_engine.checkpoint.text_part import text_config
 from quire_engine.core.pooling import PoolerConfig
 from quire_engine.errors import DamagedFileError, ModelError
+from quire_engine.models.registry import ARCHITECTURES
 
 if TYPE_CHECKING:
     import torch
 
-UNIFORM_SLIDING_WINDOW = ("mistral", "mixtral", "qwen3_moe")
-OPTIONAL_ATTENTION_BIAS = ("llama", "qwen3", "qwen3_moe")
-QK_NORM_MODEL_TYPES = ("qwen3", "qwen3_moe")
 SUPPORTED_ROPE_TYPES = ("default", "linear", "dynamic", "llama3", "yarn", "longrope")
 REQUIRED_SIZES = ("hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads", "vocab_size")
 OPTIONAL_SIZES = (
@@ -80,7 +73,7 @@ class MoEConfig:
 
     Each token goes to ``num_experts_per_tok`` of ``num_experts`` experts, of inner size ``moe_intermediate_size``. The
     router's weights add up to 1 with ``norm_topk_prob``, and are rounded to the model's dtype with ``round_weights``,
-    else float32.
+    else float32. With a ``swiglu_limit`` the activation is clamped, and ``swiglu_alpha`` multiplies its gate.
     """
 
     num_experts: int
@@ -89,16 +82,20 @@ class MoEConfig:
     norm_topk_prob: bool
     round_weights: bool
     is_moe_layer: tuple[bool, ...]
+    swiglu_alpha: float = 1.0
+    swiglu_limit: float | None = None
 
 
 @dataclass(frozen=True, slots=True)
 class DecoderConfig(ModelConfig):
-    """The configuration of a decoder of the Llama family, as plain numbers.
+    """The configuration of a decoder with code of its own, as plain numbers.
 
     ``sliding_windows`` has one entry a layer: the number of latest tokens that a token sees, itself included, or None
     for all. ``rope_frequencies`` [head_dim / 2] are radians a position with every scaling applied, and cosines and
-    sines are multiplied by ``rope_scale`` (YaRN's attention factor). A model that pools prompts makes no logits, and
-    may have no head.
+    sines are multiplied by ``rope_scale`` (YaRN's attention factor); layers with a window may have frequencies of their
+    own, the ``local`` ones. ``attention_scale`` multiplies scores, and ``norm_offset`` is added to stored weights of
+    norms. With a ``logit_soft_cap`` a logit becomes ``logit_soft_cap * tanh(logit / logit_soft_cap)``. A model that
+    pools prompts makes no logits, and may have no head.
     """
 
     hidden_size: int
@@ -109,30 +106,38 @@ class DecoderConfig(ModelConfig):
     intermediate_size: int
     rms_norm_eps: float
     tie_word_embeddings: bool
-    qkv_bias: bool
-    attention_output_bias: bool
-    mlp_bias: bool
-    qk_norm: bool
+    attention_scale: float
     sliding_windows: tuple[int | None, ...]
     rope_frequencies: tuple[float, ...] = field(repr=False)
     rope_scale: float
-    moe: MoEConfig | None
+    local_rope_frequencies: tuple[float, ...] = field(default=(), repr=False, kw_only=True)
+    local_rope_scale: float = field(default=1.0, kw_only=True)
+    norm_offset: float = field(default=0.0, kw_only=True)
+    logit_soft_cap: float | None = field(default=None, kw_only=True)
+    qkv_bias: bool = field(default=False, kw_only=True)
+    attention_output_bias: bool = field(default=False, kw_only=True)
+    mlp_bias: bool = field(default=False, kw_only=True)
+    moe: MoEConfig | None = field(default=None, kw_only=True)
     makes_logits: bool = field(default=True, kw_only=True)
 
     @classmethod
-    def read(cls, folder: Path) -> "DecoderConfig":
-        """Reads ``config.json``, and ``generation_config.json`` where there is one, or a GGUF file. Raises
+    def read(cls, folder: Path, fields_of: Callable[[str, Path, Any], Mapping[str, Any]]) -> "DecoderConfig":
+        """Reads ``config.json``, and ``generation_config.json`` if there is one, or a GGUF file. ``fields_of`` returns
+        what an architecture sets itself, for its name, the file's path and transformers' configuration. Raises
         ``ModelError``.
         """
         path = config_path(folder)
         raw = read_config_json(folder)
         architecture = architecture_of(path, raw)
         if not is_supported(architecture, raw):
-            raise ModelError(f"{path} names {architecture}, and supported are {', '.join(SUPPORTED_ARCHITECTURES)}.")
+            raise ModelError(f"{path} names {architecture}, and supported are {', '.join(ARCHITECTURES)}.")
         check_sizes(path, raw)
         hf = _parse_config(path, architecture, raw)
-        frequencies, scale = _rope_frequencies(path, hf, raw.get("rope_factors"))
-        qkv_bias, output_bias = _attention_biases(hf)
+        is_nested = "full_attention" in hf.rope_parameters
+        frequencies, scale = _rope_frequencies(
+            path, hf, raw.get("rope_factors"), "full_attention" if is_nested else None
+        )
+        local = _rope_frequencies(path, hf, None, "sliding_attention") if is_nested else ((), 1.0)
         config = cls(
             architecture=architecture,
             hidden_size=hf.hidden_size,
@@ -144,18 +149,17 @@ class DecoderConfig(ModelConfig):
             vocab_size=hf.vocab_size,
             rms_norm_eps=float(hf.rms_norm_eps),
             tie_word_embeddings=bool(hf.tie_word_embeddings),
-            qkv_bias=qkv_bias,
-            attention_output_bias=output_bias,
-            mlp_bias=hf.model_type == "llama" and bool(hf.mlp_bias),
-            qk_norm=hf.model_type in QK_NORM_MODEL_TYPES,
-            sliding_windows=_sliding_windows(path, hf),
+            attention_scale=_head_dim(hf) ** -0.5,
+            sliding_windows=(None,) * hf.num_hidden_layers,
             rope_frequencies=frequencies,
             rope_scale=scale,
-            max_length=rope_max_length(int(hf.max_position_embeddings), hf.rope_parameters),
+            local_rope_frequencies=local[0],
+            local_rope_scale=local[1],
+            max_length=_max_length(hf),
             eos_token_ids=eos_token_ids(folder, raw, hf.vocab_size),
             model_revision=compute_revision(folder),
-            moe=_moe_config(path, hf),
         )
+        config = replace(config, **fields_of(architecture, path, hf))
         _check_shape(path, config)
         return config
 
@@ -174,100 +178,91 @@ def is_supported(architecture: str, raw: dict[str, Any]) -> bool:
     """Whether there is own code for the model of a ``config.json``. Some models have another's architecture, and a
     model type or an activation of their own: those are not supported.
     """
-    model_type = own_model_type(architecture)
-    bidirectional = raw.get("is_causal") is False or bool(raw.get("use_bidirectional_attention"))
-    usual = not bidirectional and raw.get("hidden_act", "silu") == "silu"
-    return model_type is not None and raw.get("model_type", model_type) == model_type and usual
+    own = own_architecture(architecture)
+    if own is None or raw.get("is_causal") is False or raw.get("use_bidirectional_attention"):
+        return False
+    key, activation = own.activation
+    return (raw.get("model_type", own.model_type), raw.get(key, activation)) == (own.model_type, activation)
 
 
 def check_sizes(path: Path, raw: dict[str, Any]) -> None:
     """Raises ``ModelError`` where the sizes of a model with own code are missing or wrong."""
-    for name in REQUIRED_SIZES:
+    own = own_architecture(architecture_of(path, raw))
+    required = [name for name in REQUIRED_SIZES if own is None or name not in own.optional_sizes]
+    for name in required:
         if name not in raw:
             raise ModelError(f"{path} has no {name}.")
     for name in (*REQUIRED_SIZES, *OPTIONAL_SIZES):
         value = raw.get(name)
-        if (value is not None or name in REQUIRED_SIZES) and not is_positive_int(value):
+        if (value is not None or name in required) and not is_positive_int(value):
             raise ModelError(f"{path} says that {name} is {value!r}, and it must be a whole number above 0.")
     if raw["num_hidden_layers"] > MAX_LAYERS:
         raise ModelError(f"{path} says that num_hidden_layers is {raw['num_hidden_layers']}; {MAX_LAYERS} can be read.")
 
 
 def _parse_config(path: Path, architecture: str, raw: dict[str, Any]) -> Any:
-    model_type = own_model_type(architecture)
-    assert model_type is not None, "it is supported"
-    if plain := plain_config(model_type, raw):
+    own = own_architecture(architecture)
+    assert own is not None, "it is supported"
+    if plain := plain_config(own.model_type, raw):
         return plain
     from transformers import CONFIG_MAPPING
 
-    return to_hf_config(path, raw, CONFIG_MAPPING[model_type])
+    return to_hf_config(path, raw, CONFIG_MAPPING[own.model_type])
 
 
 def _head_dim(hf: Any) -> int:
     return int(getattr(hf, "head_dim", None) or hf.hidden_size // hf.num_attention_heads)
 
 
-def _attention_biases(hf: Any) -> tuple[bool, bool]:
-    """Whether queries, keys and values have a bias, and whether the output projection has one."""
-    if hf.model_type == "qwen2":
-        return True, False
-    both = hf.model_type in OPTIONAL_ATTENTION_BIAS and bool(hf.attention_bias)
-    return both, both
-
-
-def _sliding_windows(path: Path, hf: Any) -> tuple[int | None, ...]:
-    """The window of each layer: of all, or of those whose type is ``sliding_attention``; Llama has none."""
+def same_window(path: Path, hf: Any) -> tuple[int | None, ...]:
+    """Returns the window of each layer of a model whose layers all have ``sliding_window``, or none. Raises
+    ``ModelError``.
+    """
     layers: int = hf.num_hidden_layers
-    window: int | None = getattr(hf, "sliding_window", None)
-    if hf.model_type == "llama" or window is None:
+    return (_window(path, hf),) * layers
+
+
+def windows_by_layer_type(path: Path, hf: Any) -> tuple[int | None, ...]:
+    """Returns the window of each layer of a model in which those of type ``sliding_attention`` have one. Raises
+    ``ModelError``.
+    """
+    layers: int = hf.num_hidden_layers
+    window = _window(path, hf)
+    if window is None:
         return (None,) * layers
-    if not is_positive_int(window):
-        raise ModelError(f"{path} says that sliding_window is {window!r}, and it must be a whole number above 0.")
-    if hf.model_type in UNIFORM_SLIDING_WINDOW:
-        return (window,) * layers
     if len(hf.layer_types) != layers:
         raise ModelError(f"{path} has {len(hf.layer_types)} layer_types for {layers} layers.")
     return tuple(window if kind == "sliding_attention" else None for kind in hf.layer_types)
 
 
-def _moe_config(path: Path, hf: Any) -> MoEConfig | None:
-    if hf.model_type not in ("mixtral", "qwen3_moe"):
-        return None
-    if hf.num_experts_per_tok > hf.num_experts:
-        raise ModelError(f"{path} sends each token to {hf.num_experts_per_tok} of {hf.num_experts} experts.")
-    layers = hf.num_hidden_layers
-    if hf.model_type == "mixtral":
-        return MoEConfig(hf.num_experts, hf.num_experts_per_tok, hf.intermediate_size, True, False, (True,) * layers)
-    return MoEConfig(
-        num_experts=hf.num_experts,
-        num_experts_per_tok=hf.num_experts_per_tok,
-        moe_intermediate_size=hf.moe_intermediate_size,
-        norm_topk_prob=bool(hf.norm_topk_prob),
-        round_weights=True,
-        is_moe_layer=_moe_layers(path, hf),
-    )
+def _window(path: Path, hf: Any) -> int | None:
+    window: int | None = getattr(hf, "sliding_window", None)
+    if window is not None and not is_positive_int(window):
+        raise ModelError(f"{path} says that sliding_window is {window!r}, and it must be a whole number above 0.")
+    return window
 
 
-def _moe_layers(path: Path, hf: Any) -> tuple[bool, ...]:
-    """Every ``decoder_sparse_step``-th layer, without those of ``mlp_only_layers``."""
-    step, dense = hf.decoder_sparse_step, hf.mlp_only_layers
-    if not is_positive_int(step):
-        raise ModelError(f"{path} says that decoder_sparse_step is {step!r}, and it must be a whole number above 0.")
-    return tuple(index not in dense and (index + 1) % step == 0 for index in range(hf.num_hidden_layers))
+def _max_length(hf: Any) -> int:
+    rope, length = hf.rope_parameters, int(hf.max_position_embeddings)
+    nested = [each for each in rope.values() if isinstance(each, dict)]
+    return min(rope_max_length(length, each) for each in nested or [rope])
 
 
-def _rope_frequencies(path: Path, hf: Any, factors: Sequence[float] | None) -> tuple[tuple[float, ...], float]:
-    """Frequencies [head_dim / 2] and scale by transformers' own functions, for the length that the weights were trained
-    for. ``factors`` divide the frequencies where a GGUF file has them.
+def _rope_frequencies(
+    path: Path, hf: Any, factors: Sequence[float] | None, layer_type: str | None
+) -> tuple[tuple[float, ...], float]:
+    """Returns frequencies [head_dim / 2] and scale by transformers' own functions, for the length that the weights were
+    trained for. ``factors`` divide the frequencies where a GGUF file has them. Rope parameters may be those of one
+    ``layer_type``.
     """
-    parameters = hf.rope_parameters
+    parameters = hf.rope_parameters if layer_type is None else hf.rope_parameters[layer_type]
     kind = parameters.get("rope_type", "default")
     if kind not in SUPPORTED_ROPE_TYPES:
         raise ModelError(f"{path} asks for rope of type {kind!r}, and supported are {', '.join(SUPPORTED_ROPE_TYPES)}.")
     if parameters.get("partial_rotary_factor", 1.0) != 1.0:
         raise ModelError(f"{path} rotates only a part of each head, which is not supported.")
     try:
-        frequencies, scale = _compute_rope_frequencies(kind, hf)
+        frequencies, scale = _compute_rope_frequencies(kind, hf, parameters, layer_type)
         if factors is not None:
             frequencies = tuple(each / factor for each, factor in zip(frequencies, factors, strict=True))
     except Exception as error:  # noqa: BLE001 - a wrong parameter fails wherever the formula uses it
@@ -277,17 +272,19 @@ def _rope_frequencies(path: Path, hf: Any, factors: Sequence[float] | None) -> t
     return frequencies, scale
 
 
-def _compute_rope_frequencies(kind: str, hf: Any) -> tuple[tuple[float, ...], float]:
+def _compute_rope_frequencies(
+    kind: str, hf: Any, parameters: dict[str, Any], layer_type: str | None
+) -> tuple[tuple[float, ...], float]:
     import torch
 
     if kind in ("default", "llama3"):
         size = _head_dim(hf)
         exponents = torch.arange(0, size, 2, dtype=torch.float) / size
-        plain = 1.0 / (hf.rope_parameters["rope_theta"] ** exponents)
-        return tuple((plain if kind == "default" else _llama3_frequencies(plain, hf.rope_parameters)).tolist()), 1.0
+        plain = 1.0 / (parameters["rope_theta"] ** exponents)
+        return tuple((plain if kind == "default" else _llama3_frequencies(plain, parameters)).tolist()), 1.0
     from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
-    frequencies, scale = ROPE_INIT_FUNCTIONS[kind](hf, torch.device("cpu"))
+    frequencies, scale = ROPE_INIT_FUNCTIONS[kind](hf, torch.device("cpu"), layer_type=layer_type)
     return tuple(frequencies.tolist()), float(scale)
 
 
@@ -305,6 +302,10 @@ def _llama3_frequencies(plain: "torch.Tensor", rope: dict[str, Any]) -> "torch.T
 
 
 def _check_shape(path: Path, config: DecoderConfig) -> None:
+    if config.moe is not None and config.moe.num_experts_per_tok > config.moe.num_experts:
+        raise ModelError(
+            f"{path} sends each token to {config.moe.num_experts_per_tok} of {config.moe.num_experts} experts."
+        )
     if config.num_heads % config.num_kv_heads:
         raise ModelError(
             f"{path} has {config.num_heads} attention heads, which {config.num_kv_heads} KV heads do not divide."

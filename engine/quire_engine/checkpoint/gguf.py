@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any, BinaryIO
 
 from quire_engine.errors import ModelError
+from quire_engine.models.registry import ARCHITECTURES
 
 GGUF_SUFFIX = ".gguf"
 VERSIONS = (2, 3)
@@ -30,12 +31,8 @@ DEFAULT_ALIGNMENT, MAX_ALIGNMENT = 32, 1 << 16
 # Of the types of values, the format of struct.
 _NUMBERS = {0: "<B", 1: "<b", 2: "<H", 3: "<h", 4: "<I", 5: "<i", 6: "<f", 7: "<?", 10: "<Q", 11: "<q", 12: "<d"}
 _STRING, _ARRAY = 8, 9
-# The architectures whose models have own code here: their class and model type in transformers.
-ARCHITECTURES = {
-    "llama": ("LlamaForCausalLM", "llama"),
-    "qwen2": ("Qwen2ForCausalLM", "qwen2"),
-    "qwen3": ("Qwen3ForCausalLM", "qwen3"),
-}
+GGUF_ARCHITECTURES = {own.gguf: name for name, own in ARCHITECTURES.items() if own.gguf is not None}
+"""The architectures that are read from GGUF files, by their names there."""
 ROPE_FACTORS = "rope_freqs.weight"
 MAX_ROPE_FACTORS = 1 << 16
 
@@ -120,11 +117,12 @@ class GgufFile:
 
     @property
     def architecture(self) -> str:
-        """``llama``, ``qwen2`` or ``qwen3``. Raises ``ModelError`` for others."""
+        """One of ``GGUF_ARCHITECTURES``. Raises ``ModelError`` for others."""
         name = self.metadata.get("general.architecture")
-        if name not in ARCHITECTURES:
+        if name not in GGUF_ARCHITECTURES:
             raise ModelError(
-                f"{self.path} has the architecture {name!r}, and of GGUF files read are {', '.join(ARCHITECTURES)}."
+                f"{self.path} has the architecture {name!r}, and of GGUF files read are "
+                f"{', '.join(GGUF_ARCHITECTURES)}."
             )
         return str(name)
 
@@ -152,10 +150,10 @@ def gguf_config(file: GgufFile) -> dict[str, Any]:
         raise ModelError(f"{file.path} has a mixture of experts, which is not read from GGUF files.")
     sizes = {name: file.metadata.get(f"{prefix}.{key}") for name, key in _SIZES.items()}
     embedding = file.tensors.get("token_embd.weight")
-    architecture, model_type = ARCHITECTURES[prefix]
+    architecture = GGUF_ARCHITECTURES[prefix]
     return {
         "architectures": [architecture],
-        "model_type": model_type,
+        "model_type": ARCHITECTURES[architecture].model_type,
         **{name: value for name, value in sizes.items() if value is not None},
         "vocab_size": embedding.shape[0] if embedding else None,
         "tie_word_embeddings": "output.weight" not in file.tensors,

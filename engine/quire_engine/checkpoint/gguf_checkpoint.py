@@ -1,6 +1,8 @@
 """``GgufCheckpoint``: the tensors of a GGUF file under the names that they have in Hugging Face's layout."""
 
 import re
+from collections.abc import Mapping
+from dataclasses import dataclass
 from pathlib import Path
 
 import torch
@@ -10,33 +12,36 @@ from quire_engine.checkpoint.gguf_blocks import DEQUANTIZE, WHOLE_NUMBERS, Whole
 from quire_engine.checkpoint.weights import SAFETENSORS_DTYPES, Checkpoint, TensorInfo
 from quire_engine.errors import ModelError
 
-_NAMES = {
-    "token_embd": "model.embed_tokens",
-    "output": "lm_head",
-    "output_norm": "model.norm",
-    "attn_norm": "input_layernorm",
-    "attn_q": "self_attn.q_proj",
-    "attn_k": "self_attn.k_proj",
-    "attn_v": "self_attn.v_proj",
-    "attn_output": "self_attn.o_proj",
-    "attn_q_norm": "self_attn.q_norm",
-    "attn_k_norm": "self_attn.k_norm",
-    "ffn_norm": "post_attention_layernorm",
-    "ffn_gate": "mlp.gate_proj",
-    "ffn_up": "mlp.up_proj",
-    "ffn_down": "mlp.down_proj",
-}
 _NAME = re.compile(r"(?:blk\.(\d{1,6})\.)?(\w+)\.(weight|bias)")
 _NUMBERS_AT_ONCE = 1 << 24
+
+
+@dataclass(frozen=True, slots=True)
+class GgufTensors:
+    """What GGUF files call an architecture's tensors: ``names`` has Hugging Face's names of layers, those of a decoder
+    layer without its number. If it ``permutes_heads``, the rows of queries and keys are stored in the order in which
+    llama.cpp rotates them, pairs of neighbours instead of halves.
+    """
+
+    names: Mapping[str, str]
+    permutes_heads: bool = False
+
+    def hugging_face_name(self, name: str) -> str:
+        """Returns the name of a tensor in Hugging Face's layout, or ``name`` itself if it has none."""
+        match = _NAME.fullmatch(name)
+        if match is None or match[2] not in self.names:
+            return name
+        layer = "" if match[1] is None else f"model.layers.{int(match[1])}."
+        return f"{layer}{self.names[match[2]]}.{match[3]}"
 
 
 class GgufCheckpoint(Checkpoint):
     """The tensors of one file. Quantised ones are dequantised as they are read, in float32."""
 
-    def __init__(self, path: Path) -> None:
+    def __init__(self, path: Path, tensors: GgufTensors) -> None:
         self._file = GgufFile.read(path)
-        self._stored = {_hugging_face_name(name): tensor for name, tensor in self._file.tensors.items()}
-        self._orders = self._row_orders()
+        self._stored = {tensors.hugging_face_name(name): tensor for name, tensor in self._file.tensors.items()}
+        self._orders = self._row_orders() if tensors.permutes_heads else {}
         self._list(path, {name: TensorInfo(path, name, each.shape, each.kind) for name, each in self._stored.items()})
         self.mark_used([ROPE_FACTORS])
 
@@ -89,12 +94,8 @@ class GgufCheckpoint(Checkpoint):
         return raw.view(-1, BLOCKS[tensor.kind].nbytes)
 
     def _row_orders(self) -> dict[str, torch.Tensor]:
-        """Where the rows of queries and keys are stored, for models whose heads llama.cpp rotates in pairs of
-        neighbours instead of halves: the architecture ``llama``.
-        """
-        if self._file.architecture != "llama":
-            return {}
-        prefix, heads = "llama.attention.head_count", {}
+        """Returns where the rows of queries and keys are stored."""
+        prefix, heads = f"{self._file.architecture}.attention.head_count", {}
         heads["q_proj"] = self._file.metadata.get(prefix)
         heads["k_proj"] = self._file.metadata.get(f"{prefix}_kv", heads["q_proj"])
         orders = {}
@@ -110,12 +111,3 @@ class GgufCheckpoint(Checkpoint):
         if not isinstance(heads, int) or heads < 1 or rows % (2 * heads):
             raise ModelError(f"{self._file.path} has {rows} rows in {name} for {heads!r} heads.")
         return torch.arange(rows).view(heads, -1, 2).transpose(1, 2).flatten()
-
-
-def _hugging_face_name(name: str) -> str:
-    """The name of a tensor in Hugging Face's layout, or ``name`` itself where it has none."""
-    match = _NAME.fullmatch(name)
-    if match is None or match[2] not in _NAMES:
-        return name
-    layer = "" if match[1] is None else f"model.layers.{int(match[1])}."
-    return f"{layer}{_NAMES[match[2]]}.{match[3]}"

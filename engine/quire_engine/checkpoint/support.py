@@ -9,15 +9,15 @@ from typing import Any
 
 from quire_engine.checkpoint.architecture import (
     GENERATING_FORMS,
-    POOLED_FORMS,
     architecture_of,
-    own_model_type,
+    own_architecture,
     refuse_code,
 )
 from quire_engine.checkpoint.config import check_sizes, is_supported, quantization_of, rope_max_length
 from quire_engine.checkpoint.plain_config import plain_config
 from quire_engine.checkpoint.stored_schemes import check_stored_scheme, is_dequantized
 from quire_engine.errors import ModelError
+from quire_engine.models.registry import POOLED_FORMS
 
 STATE_LAYER_TYPES = ("linear_attention", "conv")
 SUPPORTED_LAYER_TYPES = ("full_attention", "sliding_attention", "chunked_attention", *STATE_LAYER_TYPES)
@@ -64,10 +64,10 @@ def checked_by_transformers(path: Path, raw: dict[str, Any]) -> bool:
 def plain_max_length(path: Path, raw: dict[str, Any]) -> int | None:
     """The longest sequence in tokens, which ``raw`` of ``config.json`` says; None where only transformers can tell."""
     architecture = architecture_of(path, raw)
-    model_type = own_model_type(architecture)
-    if model_type is None or not is_supported(architecture, raw):
+    own = own_architecture(architecture)
+    if own is None or not is_supported(architecture, raw):
         return None
-    plain = plain_config(model_type, raw)
+    plain = plain_config(own.model_type, raw)
     return rope_max_length(plain.max_position_embeddings, plain.rope_parameters) if plain else None
 
 

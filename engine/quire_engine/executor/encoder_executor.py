@@ -5,6 +5,7 @@ from time import perf_counter
 
 import torch
 
+from quire_engine.checkpoint.config import ModelConfig
 from quire_engine.config import EngineArgs
 from quire_engine.core.block_pool import KVCacheConfig
 from quire_engine.core.data_parallel import DataParallel
@@ -15,7 +16,7 @@ from quire_engine.core.startup import StartupPhase, StartupTimer
 from quire_engine.core.step import ModelOutput, SchedulerOutput
 from quire_engine.device.accelerator import configure_threads, inference_on, resolve_device
 from quire_engine.errors import LoRAError, ModelError
-from quire_engine.models.encoder import EncoderConfig, EncoderModel, PackedPrompts, load_encoder
+from quire_engine.models.encoder import EncoderModel, PackedPrompts, load_encoder
 from quire_engine.worker.input_batch import prepare_inputs
 from quire_engine.worker.pooler import Pooler
 from quire_engine.worker.request_states import RequestStates
@@ -37,7 +38,7 @@ class EncoderExecutor:
     data_parallel: DataParallel | None = None
     weight_stats: WeightStats | None = None
 
-    def __init__(self, model: EncoderModel, config: EncoderConfig, args: EngineArgs) -> None:
+    def __init__(self, model: EncoderModel, config: ModelConfig, args: EngineArgs) -> None:
         assert config.pooler_config is not None, "an encoder pools"
         self.config = config
         self.max_model_len = min(args.max_model_len or config.max_length, args.max_num_batched_tokens)
@@ -53,7 +54,7 @@ class EncoderExecutor:
     def load(
         cls,
         args: EngineArgs,
-        config: EncoderConfig,
+        config: ModelConfig,
         *,
         owns_process: bool = False,
         startup: StartupTimer | None = None,
@@ -135,7 +136,7 @@ class EncoderExecutor:
         return count / max(perf_counter() - begun, 1e-6)
 
 
-def _check_settings(args: EngineArgs, config: EncoderConfig) -> None:
+def _check_settings(args: EngineArgs, config: ModelConfig) -> None:
     length = args.max_model_len
     if length is not None and length > config.max_length:
         raise ModelError(f"--max-model-len is {length}, and this model's prompts have 1 to {config.max_length} tokens.")

@@ -41,8 +41,9 @@ from quire_engine.executor.rpc import (
     stored_from_arrays,
     stored_to_arrays,
 )
-from quire_engine.lora.manager import adapter_bytes
-from quire_engine.models.llama import stage_layers
+from quire_engine.lora.adapter import adapter_bytes
+from quire_engine.models.base import ShardTable
+from quire_engine.models.loader import model_class
 from quire_engine.worker.memory import GIB, CpuMemory, MemoryProfiler, check_host_memory
 from quire_engine.worker.model_runner import LoadedModel, ModelRunner, load_model_and_attention
 
@@ -124,16 +125,17 @@ class RankSettings:
     @property
     def lora_bytes(self) -> int:
         """The most memory that the adapters take that a rank holds; what is not divided counts as divided evenly."""
-        engine = self.engine
-        if not (engine.enable_lora and isinstance(self.config, DecoderConfig)):
+        engine, targets = self.engine, model_class(self.config).lora_targets(self.config)
+        if not engine.enable_lora:
             return 0
-        return engine.num_loras_held * adapter_bytes(self.config, engine.max_lora_rank) // self.size
+        return engine.num_loras_held * adapter_bytes(targets, engine.max_lora_rank) // self.size
 
     def num_layers(self) -> list[int]:
         """The layers of each rank."""
-        if not isinstance(self.config, DecoderConfig):  # it runs through transformers, in one process
+        table = model_class(self.config).shard_table(self.config)
+        if table is None:  # it runs in one process
             return [1]
-        stages = stage_layers(self.config, self.engine.pipeline_parallel_size)
+        stages = table.stages(self.engine.pipeline_parallel_size)
         return [len(layers) for layers in stages for _ in range(self.engine.tensor_parallel_size)]
 
     def to_plain(self) -> dict[str, Any]:
@@ -379,21 +381,22 @@ def check_parallel_sizes(engine: EngineArgs, config: ModelConfig, device: torch.
     of them each.
     """
     tensor_size, num_stages, size = engine.tensor_parallel_size, engine.pipeline_parallel_size, engine.num_ranks
+    table = model_class(config).shard_table(config)
     if engine.data_parallel_size > 1:
-        _check_experts(engine.data_parallel_size * tensor_size, config)
+        _check_experts(engine.data_parallel_size * tensor_size, config.architecture, table)
     if size == 1:
         return
-    if not isinstance(config, DecoderConfig):
+    if table is None:
         name, asked = ("tensor", tensor_size) if tensor_size > 1 else ("pipeline", num_stages)
         raise ModelError(
             f"The {name} parallel size is {asked}, and {config.architecture} runs through transformers, where models "
             "are not divided."
         )
-    if engine.all2all_backend == "alltoall" and config.moe is None:
+    if engine.all2all_backend == "alltoall" and not table.has_experts:
         raise ModelError(
             f"--all2all-backend alltoall is for models with experts, and {config.architecture} has none: leave it out."
         )
-    for count, name in _sharded_dimensions(config):
+    for count, name in table.dimensions:
         if count % tensor_size:
             raise ModelError(
                 f"The tensor parallel size is {tensor_size}, which does not divide the model's {count} {name}."
@@ -402,27 +405,22 @@ def check_parallel_sizes(engine: EngineArgs, config: ModelConfig, device: torch.
         raise ModelError(
             f"The pipeline parallel size is {num_stages}, and models that pool prompts are not divided into stages."
         )
-    if num_stages > config.num_layers:
-        raise ModelError(f"The pipeline parallel size is {num_stages}, and the model has {config.num_layers} layers.")
+    num_layers = len(table.layer_costs)
+    if num_stages > num_layers:
+        raise ModelError(f"The pipeline parallel size is {num_stages}, and the model has {num_layers} layers.")
     if size > MAX_RANKS:
         raise ModelError(f"{tensor_size} × {num_stages} ranks are more than {MAX_RANKS}.")
     _check_device(size // nnodes, device)
 
 
-def _check_experts(size: int, config: ModelConfig) -> None:
-    if not isinstance(config, DecoderConfig) or config.moe is None or not any(config.moe.is_moe_layer):
+def _check_experts(size: int, architecture: str, table: ShardTable | None) -> None:
+    if table is None or not table.has_experts:
         raise ModelError(
             "--data-parallel-size is for engines that share the experts of a model, and "
-            f"{config.architecture} has none that can be shared: start several engines without it."
+            f"{architecture} has none that can be shared: start several engines without it."
         )
     if size > MAX_RANKS:
         raise ModelError(f"{size} ranks of all engines are more than {MAX_RANKS}.")
-
-
-def _sharded_dimensions(config: DecoderConfig) -> list[tuple[int, str]]:
-    dense = config.moe is None or not all(config.moe.is_moe_layer)
-    inner = [(config.intermediate_size, "inner numbers of the feed-forward part")] if dense else []
-    return [(config.num_heads, "attention heads"), (config.num_kv_heads, "KV heads"), *inner]
 
 
 def _check_device(size: int, device: torch.device) -> None:

@@ -27,7 +27,6 @@ from quire_engine.executor.engine_group import EngineGroup, join_engines
 from quire_engine.executor.multiproc import MultiprocLeader, compute_rank_cache_sizes
 from quire_engine.executor.rank_worker import RankSettings, check_parallel_sizes
 from quire_engine.kernels.bindings import library
-from quire_engine.models.llama import Llama
 from quire_engine.models.loader import read_model_config
 from quire_engine.worker.block_file import FolderLock
 from quire_engine.worker.input_batch import ModelInput
@@ -70,7 +69,7 @@ class TorchExecutor:
     ) -> None:
         self.config = model.config
         self.max_model_len = model.max_model_len
-        self.weight_stats = model.model.weight_stats if isinstance(model.model, Llama) else None
+        self.weight_stats = model.model.weight_stats
         self.rates = UNMEASURED
         self.depth = depth
         self._device = model.device
@@ -355,7 +354,6 @@ def _depth(config: EngineArgs, model: LoadedModel) -> int:
         # A draft can only be looked up behind a token that is known. And where launching a step takes as long as the
         # step, what the one before has made would be published as much later. A state is never computed ahead: it could
         # not be taken back.
-        waits = isinstance(model.model, Llama) and model.model.waits_for_device
-        waits = waits or model.model.state_bytes > 0
+        waits = model.model.waits_for_device or model.model.state_bytes > 0
         overlaps = model.device.type == "cuda" and config.speculative_method == "none" and not waits
     return 2 if overlaps else 1

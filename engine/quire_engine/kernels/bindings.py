@@ -93,6 +93,7 @@ class ExpertsCall(ctypes.Structure):
         *((name, _POINTER) for name in ("x", "weights", "chosen", "out", "sorted", "between", "gate_up", "down")),
         *((name, _INTEGER) for name in ("gate_up_kind", "down_kind", "rows", "stride", "hidden", "width", "paired")),
         *((name, _INTEGER) for name in ("top", "first", "count", "round", "bf16", "threads")),
+        *((name, ctypes.c_float) for name in ("alpha", "limit")),
     )
 
 
@@ -141,6 +142,7 @@ _SIGNATURES = {
     "quire_route": (ctypes.POINTER(RouteCall),),
     "quire_experts": (ctypes.POINTER(ExpertsCall),),
     "quire_silu_mul": (_POINTER, _INTEGER, _POINTER, _INTEGER, _INTEGER, _INTEGER, _INTEGER),
+    "quire_gelu_mul": (_POINTER, _INTEGER, _POINTER, _INTEGER, _INTEGER, _INTEGER, _INTEGER),
     "quire_groups_linear": (ctypes.POINTER(GroupsCall),),
     "quire_int4_search": (*(_POINTER,) * 4, *(_INTEGER,) * 3),
     "quire_int8_linear": (ctypes.POINTER(Int8Call),),

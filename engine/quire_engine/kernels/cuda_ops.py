@@ -46,11 +46,20 @@ def flashinfer_add_rms_norm(
 
 def flashinfer_silu_mul(gate_up: torch.Tensor) -> torch.Tensor | None:
     """See ``ops.silu_mul``."""
+    return _gated("silu_and_mul", gate_up)
+
+
+def flashinfer_gelu_mul(gate_up: torch.Tensor) -> torch.Tensor | None:
+    """See ``ops.gelu_mul``."""
+    return _gated("gelu_tanh_and_mul", gate_up)
+
+
+def _gated(name: str, gate_up: torch.Tensor) -> torch.Tensor | None:
     library = _flashinfer_for(gate_up)
     half_row = gate_up.shape[1] // 2 * gate_up.element_size()
     if library is None or not gate_up.is_contiguous() or half_row % _ALIGNMENT or not _is_aligned(gate_up):
         return None
-    result: torch.Tensor = library.silu_and_mul(gate_up)
+    result: torch.Tensor = getattr(library, name)(gate_up)
     return result
 
 

@@ -28,6 +28,7 @@ struct ExpertsCall {  // field by field as in bindings.py
   const void *const *gate_up, *const *down;  // the layers of experts `first` to `first + count`
   int64_t gate_up_kind, down_kind;           // as kKinds of experts_kernel.py
   int64_t rows, stride, hidden, width, paired, top, first, count, round, bf16, threads;
+  float alpha, limit;  // of a clamped SwiGLU, whose gate and up are not paired; a limit of 0 is none
 };
 
 namespace {
@@ -101,12 +102,22 @@ void multiply(const ExpertsCall& call, const void* const* layers, int64_t kind, 
   if (kind == 2) multiply<GroupsCall>(call, layers, begins, rows, gated, quire_groups_grouped);
 }
 
-// silu(gate) * up of a row [gate, up], which takes the place of gate. Rounded where torch would round.
+inline Floats smaller(Floats a, Floats b) { return b < a ? b : a; }
+
+// silu(gate) * up of a row [gate, up], which takes the place of gate. Rounded where torch would round. With a limit, the
+// clamped SwiGLU of gpt-oss, which is rounded once.
 template <typename T>
-void activate(T* row, int64_t inner) {
+void activate(T* row, int64_t inner, float alpha, float limit) {
+  const Floats most = Floats{} + limit;
   for (int64_t d = 0; d < inner; d += kLanes) {
-    const Floats gate = rounded(silu(read_some(row + d, inner - d)), T{});
-    write_some(row + d, gate * read_some(row + inner + d, inner - d), inner - d);
+    const Floats gate = read_some(row + d, inner - d), up = read_some(row + inner + d, inner - d);
+    if (limit == 0) {
+      write_some(row + d, rounded(silu(gate), T{}) * up, inner - d);
+      continue;
+    }
+    const Floats clamped = smaller(gate, most);
+    const Floats glu = over_one_plus_exp2(clamped, clamped * (-1.44269504f * alpha));
+    write_some(row + d, (larger(smaller(up, most), -most) + 1.f) * glu, inner - d);
   }
 }
 
@@ -158,8 +169,10 @@ void mix(const ExpertsCall& call) {
         std::memcpy(sorted + place * hidden, (const T*)call.x + row * call.stride, hidden * sizeof(T));
   const Rows up{call.sorted, hidden, call.between, call.width}, down{call.between, call.width, call.sorted, hidden};
   multiply(call, call.gate_up, call.gate_up_kind, begins, up, call.paired);
-  for (int64_t i = 0; !call.paired && i < begins[call.count]; ++i)
-    activate((T*)call.between + i * call.width, call.width / 2);
+  const int64_t unpaired = call.paired ? 0 : begins[call.count];  // other threads have a `begins` of their own
+#pragma omp parallel for num_threads(int(call.threads)) if (shared && call.threads > 1)
+  for (int64_t i = 0; i < unpaired; ++i)
+    activate((T*)call.between + i * call.width, call.width / 2, call.alpha, call.limit);
   multiply(call, call.down, call.down_kind, begins, down, false);
 #pragma omp parallel for num_threads(int(call.threads)) if (shared && call.threads > 1)
   for (int64_t row = 0; row < call.rows; ++row)
@@ -188,6 +201,6 @@ void quire_route(const RouteCall* call) {
   call->bf16 ? run(Bf16{}) : run(float{});
 }
 
-// The sum over a token's experts, of those that are here, of weight * down(silu(gate) * up).
+// The sum over a token's experts, of those that are here, of weight * down(activation(gate, up)).
 void quire_experts(const ExpertsCall* call) { call->bf16 ? mix<Bf16>(*call) : mix<float>(*call); }
 }

@@ -8,6 +8,7 @@ from collections.abc import Sequence
 import torch
 
 from quire_engine.kernels.bindings import DTYPES, ExpertsCall, GroupsCall, Int8Call, LinearLayer, RouteCall, library
+from quire_engine.kernels.ops import ClampedSwiGLU
 from quire_engine.kernels.packed_linear import PackedProduct, PackedWeight
 
 Packed = PackedWeight | PackedProduct
@@ -41,12 +42,19 @@ class ExpertsKernel:
     """The experts ``first`` and following of a mixture, as ``Experts`` of ``layers/mlp.py``.
 
     Args: of each expert the packed ``gate_up`` [2 * inner, hidden] and ``down`` [hidden, inner], for activations of
-    ``dtype``. ``round_weights``: weights are of ``dtype``, and products with them are rounded. One thread calls at a
-    time.
+    ``dtype``. ``round_weights``: weights are of ``dtype``, and products with them are rounded. The activation is
+    ``silu_mul`` unless it is ``clamped``. One thread calls at a time.
     """
 
     def __init__(
-        self, gate_up: Sequence[Packed], down: Sequence[Packed], first: int, dtype: torch.dtype, *, round_weights: bool
+        self,
+        gate_up: Sequence[Packed],
+        down: Sequence[Packed],
+        first: int,
+        dtype: torch.dtype,
+        *,
+        round_weights: bool,
+        clamped: ClampedSwiGLU | None = None,
     ) -> None:
         kernels = library()
         assert kernels is not None, "there are packed layers"
@@ -55,7 +63,7 @@ class ExpertsKernel:
             (ctypes.c_void_p * len(each))(*(ctypes.addressof(one.call) for one in each)) for each in (gate_up, down)
         ]
         self._kept = gate_up, down, tables
-        paired = all(getattr(one.call, "paired", True) for one in gate_up)
+        paired = clamped is None and all(getattr(one.call, "paired", True) for one in gate_up)
         self._call = ExpertsCall(
             gate_up=ctypes.addressof(tables[0]),
             down=ctypes.addressof(tables[1]),
@@ -68,6 +76,8 @@ class ExpertsKernel:
             count=len(gate_up),
             round=int(round_weights and dtype is torch.bfloat16),
             bf16=int(dtype is torch.bfloat16),
+            alpha=0.0 if clamped is None else clamped.alpha,
+            limit=0.0 if clamped is None else clamped.limit,
         )
         self._reference = ctypes.pointer(self._call)
 
@@ -80,12 +90,13 @@ class ExpertsKernel:
         dtype: torch.dtype,
         *,
         round_weights: bool,
+        clamped: ClampedSwiGLU | None = None,
     ) -> "ExpertsKernel | None":
         """The kernel of these experts; None where they are not packed, or in different ways."""
         known = [[each for each in layers if each is not None] for layers in (gate_up, down)]
         if any(len(layers) < max(1, len(gate_up)) or len(set(map(_kind_of, layers))) > 1 for layers in known):
             return None
-        return cls(known[0], known[1], first, dtype, round_weights=round_weights)
+        return cls(known[0], known[1], first, dtype, round_weights=round_weights, clamped=clamped)
 
     def __call__(self, states: torch.Tensor, topk_weights: torch.Tensor, topk_ids: torch.Tensor) -> torch.Tensor:
         """See ``Experts``. Raises ``ValueError`` for tensors that the kernel may not read."""

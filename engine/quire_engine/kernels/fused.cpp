@@ -24,10 +24,10 @@ void norm_row(const T* x, T* residual, const T* weight, T* out, int64_t dim, flo
   }
 }
 
-template <typename T>
-void silu_row(const T* gate, const T* up, T* out, int64_t dim) {
+template <Floats (*activate)(Floats), typename T>
+void gated_row(const T* gate, const T* up, T* out, int64_t dim) {
   for (int64_t d = 0; d < dim; d += kLanes) {
-    const Floats activated = rounded(silu(read_some(gate + d, dim - d)), T{});
+    const Floats activated = rounded(activate(read_some(gate + d, dim - d)), T{});
     write_some(out + d, activated * read_some(up + d, dim - d), dim - d);
   }
 }
@@ -44,6 +44,19 @@ void rotate_row(T* head, const float* cos, const float* sin, int64_t half) {
 
 // Below so many numbers, waking the other threads costs more than they save.
 constexpr int64_t kWorthSharing = 32768;
+
+template <Floats (*activate)(Floats)>
+void gated_rows(const void* gate_up, int64_t row, void* out, int64_t rows, int64_t dim, int64_t bf16, int64_t threads) {
+  const auto run = [&](auto type) {
+    using T = decltype(type);
+#pragma omp parallel for num_threads(int(threads)) if (rows * dim > kWorthSharing)
+    for (int64_t r = 0; r < rows; ++r) {
+      const T* gate = (const T*)gate_up + r * row;
+      gated_row<activate>(gate, gate + dim, (T*)out + r * dim, dim);
+    }
+  };
+  bf16 ? run(Bf16{}) : run(float{});
+}
 
 }  // namespace
 
@@ -66,15 +79,12 @@ void quire_rms_norm(const void* x, int64_t token, int64_t head, void* residual, 
 
 void quire_silu_mul(const void* gate_up, int64_t row, void* out, int64_t rows, int64_t dim, int64_t bf16,
                     int64_t threads) {
-  const auto run = [&](auto type) {
-    using T = decltype(type);
-#pragma omp parallel for num_threads(int(threads)) if (rows * dim > kWorthSharing)
-    for (int64_t r = 0; r < rows; ++r) {
-      const T* gate = (const T*)gate_up + r * row;
-      silu_row(gate, gate + dim, (T*)out + r * dim, dim);
-    }
-  };
-  bf16 ? run(Bf16{}) : run(float{});
+  gated_rows<silu>(gate_up, row, out, rows, dim, bf16, threads);
+}
+
+void quire_gelu_mul(const void* gate_up, int64_t row, void* out, int64_t rows, int64_t dim, int64_t bf16,
+                    int64_t threads) {
+  gated_rows<gelu_tanh>(gate_up, row, out, rows, dim, bf16, threads);
 }
 
 // With `query_norm`, the first `queries` heads are normed by it before, and the others by `key_norm`.

@@ -6,6 +6,7 @@ where torch's separate operations would round, rotation only once.
 """
 
 import ctypes
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
@@ -14,6 +15,7 @@ from torch.nn import functional as F
 from quire_engine.kernels.bindings import DTYPES, library
 from quire_engine.kernels.cuda_ops import (
     flashinfer_add_rms_norm,
+    flashinfer_gelu_mul,
     flashinfer_rms_norm,
     flashinfer_rotate,
     flashinfer_silu_mul,
@@ -31,6 +33,22 @@ class HeadNorms:
     key: torch.Tensor
     num_queries: int
     eps: float
+
+
+@dataclass(frozen=True, slots=True)
+class ClampedSwiGLU:
+    """The activation of gpt-oss: ``(up + 1) * gate * sigmoid(alpha * gate)``, with ``gate`` at most ``limit`` and
+    ``up`` at most as far from 0.
+    """
+
+    alpha: float
+    limit: float
+
+    def __call__(self, gate_up: torch.Tensor) -> torch.Tensor:
+        """``gate_up`` [T, 2F], gate first -> [T, F]."""
+        gate, up = gate_up.chunk(2, dim=-1)
+        gate = gate.clamp(max=self.limit)
+        return (up.clamp(-self.limit, self.limit) + 1) * (gate * torch.sigmoid(gate * self.alpha))
 
 
 def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
@@ -66,17 +84,20 @@ def silu_mul(gate_up: torch.Tensor) -> torch.Tensor:
     """``silu(gate) * up`` of ``gate_up`` [T, 2F], gate first -> [T, F]."""
     if gate_up.is_cuda and (product := flashinfer_silu_mul(gate_up)) is not None:
         return product
-    kernels = _kernels_for(gate_up)
-    tokens, width = gate_up.shape
-    if kernels is None or gate_up.stride(1) != 1 or width % 2:
-        gate, up = gate_up.chunk(2, dim=-1)
-        return F.silu(gate) * up
-    out = torch.empty(tokens, width // 2, dtype=gate_up.dtype)
-    kernels.quire_silu_mul(
-        *(gate_up.data_ptr(), gate_up.stride(0), out.data_ptr()),
-        *(tokens, width // 2, _is_bf16(out), torch.get_num_threads()),
-    )
-    return out
+    if (kernels := _kernels_for_halves(gate_up)) is not None:
+        return _call_gated_kernel(kernels.quire_silu_mul, gate_up)
+    gate, up = gate_up.chunk(2, dim=-1)
+    return F.silu(gate) * up
+
+
+def gelu_mul(gate_up: torch.Tensor) -> torch.Tensor:
+    """``gelu(gate) * up`` of ``gate_up`` [T, 2F], gate first -> [T, F]; GELU by its approximation with tanh."""
+    if gate_up.is_cuda and (product := flashinfer_gelu_mul(gate_up)) is not None:
+        return product
+    if (kernels := _kernels_for_halves(gate_up)) is not None:
+        return _call_gated_kernel(kernels.quire_gelu_mul, gate_up)
+    gate, up = gate_up.chunk(2, dim=-1)
+    return F.gelu(gate, approximate="tanh") * up
 
 
 def rotate(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> None:
@@ -115,6 +136,21 @@ def norm_rotate(x: torch.Tensor, norms: HeadNorms, cos: torch.Tensor, sin: torch
     for weight in (norms.query, norms.key):
         _check(weight.shape == x.shape[2:] and weight.is_contiguous(), "a norm must be [head_dim]")
     _call_rotate_kernel(kernels, x, norms, cos, sin)
+
+
+def _kernels_for_halves(gate_up: torch.Tensor) -> ctypes.CDLL | None:
+    kernels = _kernels_for(gate_up)
+    return None if kernels is None or gate_up.stride(1) != 1 or gate_up.shape[1] % 2 else kernels
+
+
+def _call_gated_kernel(kernel: Callable[..., object], gate_up: torch.Tensor) -> torch.Tensor:
+    tokens, width = gate_up.shape
+    out = torch.empty(tokens, width // 2, dtype=gate_up.dtype)
+    kernel(
+        *(gate_up.data_ptr(), gate_up.stride(0), out.data_ptr()),
+        *(tokens, width // 2, _is_bf16(out), torch.get_num_threads()),
+    )
+    return out
 
 
 def _call_rotate_kernel(

@@ -98,10 +98,15 @@ inline Floats exp2(Floats x) {
   return x == x ? (Floats)((Words)p + ((Words)shifted << 23)) : x;
 }
 
-inline Floats silu(Floats x) {
-  const Floats power = x * -1.44269504f;
+// x / (1 + 2^power).
+inline Floats over_one_plus_exp2(Floats x, Floats power) {
   return x / (1.f + exp2(power > 126.f ? Floats{} + 126.f : power));
 }
+
+inline Floats silu(Floats x) { return over_one_plus_exp2(x, x * -1.44269504f); }
+
+// GELU by its approximation with tanh (Hendrycks and Gimpel 2016): x / (1 + e^(-2 sqrt(2 / pi) (x + 0.044715 x^3))).
+inline Floats gelu_tanh(Floats x) { return over_one_plus_exp2(x, x * (x * x * -0.10294324f - 2.30220820f)); }
 
 #ifdef __clang__
 #define SHUFFLE(a, b, ...) __builtin_shufflevector(a, b, __VA_ARGS__)

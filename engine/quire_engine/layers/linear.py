@@ -28,10 +28,6 @@ class RowParallelLinear:
         """As a call without ``scatter``, whose sum may be under way."""
         return self._start(self._local(x))
 
-    def forward_silu_mul(self, x: torch.Tensor) -> torch.Tensor:
-        """Not needed: gate and up projections are column parallel."""
-        raise NotImplementedError
-
 
 def start_sum(layer: Linear, x: torch.Tensor) -> PendingSum:
     """``layer(x)`` of a ``RowParallelLinear``, whose sum may be under way."""
@@ -55,7 +51,3 @@ class GatheredColumnParallelLinear:
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
         """``x`` [T, in] -> [T, out] on rank 0."""
         return self._communicator.gather(self._local(x))[..., : self.out_features].contiguous()
-
-    def forward_silu_mul(self, x: torch.Tensor) -> torch.Tensor:
-        """Not needed: gate and up projections are not gathered."""
-        raise NotImplementedError

@@ -1,9 +1,10 @@
 """The feed-forward networks of a decoder layer: ``GatedMLP``, and ``MoE``, a mixture of them."""
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from importlib.util import find_spec
-from typing import Any, Protocol
+from itertools import repeat
+from typing import Any, ClassVar, Protocol
 
 import torch
 
@@ -11,18 +12,13 @@ from quire_engine.checkpoint.config import DecoderConfig, MoEConfig
 from quire_engine.distributed.communicator import SINGLE_RANK, Communicator, PendingSum, largest_shard_size, shard
 from quire_engine.kernels.experts_kernel import ExpertsKernel, Packed, route
 from quire_engine.kernels.fused_moe import FusedExperts
+from quire_engine.kernels.ops import ClampedSwiGLU, silu_mul
 from quire_engine.kernels.packed_linear import in_arena
 from quire_engine.layers.linear import start_sum
 from quire_engine.layers.weight_loader import WeightLoader
-from quire_engine.quantization.base import LayerSpec, Linear, LinearMethod
+from quire_engine.quantization.base import Activation, LayerSpec, Linear, LinearMethod, with_activation
 from quire_engine.quantization.quantized_linear import QuantizedLinear
 from quire_engine.quantization.unquantized import PackedLinear, UnquantizedMethod
-
-# The names that published checkpoints give the block, and an expert's gate, up and down projections.
-MOE_TENSOR_NAMES = {
-    "MixtralForCausalLM": ("block_sparse_moe", ("w1", "w3", "w2")),
-    "Qwen3MoeForCausalLM": ("mlp", ("gate_proj", "up_proj", "down_proj")),
-}
 
 STACKED_NAMES = ("gate_up_proj", "down_proj")
 """What transformers calls the tensors of all experts."""
@@ -30,27 +26,46 @@ STACKED_NAMES = ("gate_up_proj", "down_proj")
 
 @dataclass(frozen=True, slots=True)
 class GatedMLP:
-    """The gated feed-forward network (SwiGLU, Shazeer 2020), with gate and up projections fused."""
+    """The gated feed-forward network (GLU variants, Shazeer 2020), with gate and up projections fused: ``activation``
+    is ``silu_mul`` in SwiGLU.
+    """
+
+    has_experts: ClassVar[bool] = False
+    is_capturable: ClassVar[bool] = True
 
     gate_up_proj: Linear
     down_proj: Linear
+    activation: Activation = silu_mul
+    _activated: Activation = field(init=False, repr=False)
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "_activated", with_activation(self.gate_up_proj, self.activation))
 
     @classmethod
-    def load(cls, weights: WeightLoader, name: str, hidden: int, inner: int, *, bias: bool) -> "GatedMLP":
+    def load(
+        cls,
+        weights: WeightLoader,
+        name: str,
+        hidden: int,
+        inner: int,
+        *,
+        bias: bool = False,
+        activation: Activation = silu_mul,
+    ) -> "GatedMLP":
         """Loads the tensors under ``name``: ``hidden`` inputs and outputs, and an intermediate size of ``inner``, of
         which each rank has a shard.
         """
         inputs = [f"{name}.gate_proj", f"{name}.up_proj"]
         gate_up = weights.column_parallel_linear(inputs, [inner, inner], hidden, bias=bias)
-        return cls(gate_up, weights.row_parallel_linear(f"{name}.down_proj", hidden, inner, bias=bias))
+        return cls(gate_up, weights.row_parallel_linear(f"{name}.down_proj", hidden, inner, bias=bias), activation)
 
     def __call__(self, states: torch.Tensor) -> torch.Tensor:
         """``states`` [T, hidden] -> [T, hidden]."""
-        return self.down_proj(self.gate_up_proj.forward_silu_mul(states))
+        return self.down_proj(self._activated(states))
 
     def start(self, states: torch.Tensor) -> PendingSum:
         """As a call of a network that ranks share, whose sum may be under way."""
-        return start_sum(self.down_proj, self.gate_up_proj.forward_silu_mul(states))
+        return start_sum(self.down_proj, self._activated(states))
 
 
 class Experts(Protocol):
@@ -66,6 +81,16 @@ class Experts(Protocol):
         ...
 
 
+@dataclass(frozen=True, slots=True)
+class ExpertNames:
+    """What published checkpoints call a mixture of experts in a layer, and an expert's projections."""
+
+    block: str
+    gate: str
+    up: str
+    down: str
+
+
 class MoE:
     """A mixture of experts (Shazeer et al. 2017) as Mixtral and Qwen3-MoE have it: a router sends each token to a few
     of the experts, each of which is a ``GatedMLP``.
@@ -76,6 +101,8 @@ class MoE:
     them. Or each rank sees tokens of its own, and ``experts`` are ``AllToAllExperts``: then there is nothing to sum.
     """
 
+    has_experts: ClassVar[bool] = True
+
     def __init__(
         self, config: MoEConfig, router: Linear, experts: Experts, communicator: Communicator = SINGLE_RANK
     ) -> None:
@@ -85,13 +112,15 @@ class MoE:
         self._communicator = communicator
 
     @classmethod
-    def load(cls, config: DecoderConfig, experts: MoEConfig, weights: WeightLoader, index: int) -> "MoE":
-        """Loads layer ``index``, stored as published (each projection of an expert is a tensor of its own) or as
+    def load(cls, config: DecoderConfig, weights: WeightLoader, index: int, stored: ExpertNames) -> "MoE":
+        """Loads layer ``index``, ``stored`` as published (each projection of an expert is a tensor of its own) or as
         transformers writes it (one tensor for all experts).
         """
+        experts = config.moe
+        assert experts is not None, "the layer has experts"
         layer, hidden = f"model.layers.{index}", config.hidden_size
         stacked = f"{layer}.mlp.experts.gate_up_proj" in weights.checkpoint
-        block, projections = ("mlp", ()) if stacked else MOE_TENSOR_NAMES[config.architecture]
+        block, projections = ("mlp", ()) if stacked else (stored.block, (stored.gate, stored.up, stored.down))
         router = weights.router(f"{layer}.{block}.gate", experts.num_experts, hidden)
         names = [
             [f"{layer}.{block}.experts.{each}.{name}" for name in projections] for each in range(experts.num_experts)
@@ -115,10 +144,14 @@ class MoE:
                     some = names[each][:2] if part == 0 else names[each][2:]
                     yield method.read(weights.checkpoint, LayerSpec(some, outputs, inputs))
 
-        made = make_experts(experts, method, read, own, weights.dtype)
+        return cls.shared(experts, router, make_experts(experts, method, read, own, weights.dtype), weights)
+
+    @classmethod
+    def shared(cls, config: MoEConfig, router: Linear, experts: Experts, weights: WeightLoader) -> "MoE":
+        """The mixture of which ``experts`` are this rank's."""
         if weights.sends_tokens:
-            return cls(experts, router, AllToAllExperts(made, experts.num_experts, weights.expert_communicator))
-        return cls(experts, router, made, weights.communicator)
+            return cls(config, router, AllToAllExperts(experts, config.num_experts, weights.expert_communicator))
+        return cls(config, router, experts, weights.communicator)
 
     @property
     def is_capturable(self) -> bool:
@@ -220,12 +253,16 @@ def make_experts(
     read: Callable[[int], Iterable[Any]],
     own: slice,
     dtype: torch.dtype,
+    *,
+    biases: Callable[[int], Iterable[torch.Tensor]] | None = None,
 ) -> Experts:
     """The experts ``own`` of a mixture, in the fastest way that there is for them. ``read`` gives what ``method`` read
-    of each, of gate and up (0) or of down (1).
+    of each, of gate and up (0) or of down (1), and ``biases`` gives theirs.
     """
     if (
-        isinstance(method, UnquantizedMethod)
+        biases is None
+        and config.swiglu_limit is None
+        and isinstance(method, UnquantizedMethod)
         and method.options.device.type == "cuda"
         and find_spec("triton") is not None
     ):
@@ -235,11 +272,16 @@ def make_experts(
         return FusedExperts(
             gate_up, down, own.start, count, round_weights=config.round_weights, deterministic=deterministic
         )
-    parts = [[method.pack(weight, None) for weight in read(part)] for part in (0, 1)]
+    parts = []
+    for part in (0, 1):
+        added = repeat(None) if biases is None else biases(part)
+        parts.append([method.pack(weight, bias) for weight, bias in zip(read(part), added, strict=False)])
     gate_up, down = ([_packed(layer) for layer in layers] for layers in parts)
-    if (kernel := ExpertsKernel.of(gate_up, down, own.start, dtype, round_weights=config.round_weights)) is not None:
+    clamped = None if config.swiglu_limit is None else ClampedSwiGLU(config.swiglu_alpha, config.swiglu_limit)
+    kernel = ExpertsKernel.of(gate_up, down, own.start, dtype, round_weights=config.round_weights, clamped=clamped)
+    if kernel is not None:
         return kernel
-    experts = [GatedMLP(*layers) for layers in zip(*parts, strict=True)]
+    experts = [GatedMLP(up, down, clamped or silu_mul) for up, down in zip(*parts, strict=True)]
     return ExpertLoop(experts, own, config.num_experts, round_weights=config.round_weights)
 
 

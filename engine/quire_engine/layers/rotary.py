@@ -4,6 +4,9 @@ import torch
 
 from quire_engine.checkpoint.config import DecoderConfig
 
+CosSin = tuple[torch.Tensor, torch.Tensor]
+"""Cosines and sines of the angles of T tokens, [T, head_dim / 2] float32."""
+
 
 class RotaryEmbedding:
     """The angles by which queries and keys are turned, by position.
@@ -14,14 +17,19 @@ class RotaryEmbedding:
 
     def __init__(self, config: DecoderConfig, device: torch.device) -> None:
         self._frequencies = torch.tensor(config.rope_frequencies, dtype=torch.float32, device=device)
-        self._scale = config.rope_scale
+        self._scale: float | torch.Tensor = config.rope_scale
+        if config.local_rope_frequencies:
+            local = torch.tensor(config.local_rope_frequencies, dtype=torch.float32, device=device)
+            self._frequencies = torch.stack((self._frequencies, local))[:, None]
+            self._scale = torch.tensor((config.rope_scale, config.local_rope_scale), device=device).view(2, 1, 1)
 
-    def cos_sin(self, positions: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    def cos_sin(self, positions: torch.Tensor) -> CosSin:
         """Cosines and sines [T, head_dim / 2] float32 for positions [T]; on a GPU they are halves of one tensor, as its
-        kernel reads them.
+        kernel reads them. If layers with a window have frequencies of their own, [2, T, head_dim / 2]: those of the
+        other layers, and theirs.
         """
-        angles = torch.outer(positions.float(), self._frequencies)
+        angles = positions.float()[:, None] * self._frequencies
         if angles.is_cuda:
-            cos, sin = torch.cat((angles.cos(), angles.sin()), dim=1).mul_(self._scale).chunk(2, dim=1)
+            cos, sin = torch.cat((angles.cos(), angles.sin()), dim=-1).mul_(self._scale).chunk(2, dim=-1)
             return cos, sin
         return angles.cos().mul_(self._scale), angles.sin().mul_(self._scale)

@@ -29,6 +29,7 @@ from typing import Any, Generic, NamedTuple, NoReturn, Protocol, TypeVar
 import torch
 from quire_proto.folders import user_cache_folder
 
+from quire_engine.attention.base import LayerAttention
 from quire_engine.core.executor import ExecutorError, WeightStats
 from quire_engine.errors import ModelError
 from quire_engine.kernels.host_call import host_call
@@ -44,7 +45,12 @@ _IN_MEMORY = ("tmpfs", "ramfs")
 
 
 class Layer(Protocol):
-    """A decoder layer, as ``Llama`` calls it."""
+    """A decoder layer, as ``DecoderModel`` calls it."""
+
+    @property
+    def attn(self) -> LayerAttention:
+        """Its attention. Constant."""
+        ...
 
     @property
     def is_capturable(self) -> bool:
@@ -293,6 +299,11 @@ class StreamedLayer(Generic[W]):
 
     def __init__(self, layer: Layer, weights: W, place: int) -> None:
         self._layer, self.weights, self._place = layer, weights, place
+
+    @property
+    def attn(self) -> LayerAttention:
+        """See ``Layer``."""
+        return self._layer.attn
 
     @property
     def is_capturable(self) -> bool:

@@ -99,10 +99,10 @@ class WeightLoader:
             return part
         return RowParallelLinear(part, self.communicator, scatter=self.token_communicator.size > 1)
 
-    def router(self, name: str, outputs: int, inputs: int) -> Linear:
-        """An unsharded layer without bias that routes tokens to experts."""
-        method = self.quantization.router
-        return method.pack(method.read(self.checkpoint, LayerSpec([name], [outputs], inputs)), None)
+    def router(self, name: str, outputs: int, inputs: int, *, bias: bool = False) -> Linear:
+        """An unsharded layer that routes tokens to experts."""
+        method, spec = self.quantization.router, LayerSpec([name], [outputs], inputs)
+        return method.pack(method.read(self.checkpoint, spec), self._load_biases(spec) if bias else None)
 
     def embedding_and_head(
         self, embedding: str, head: str | None, vocabulary: int, hidden: int, *, tied: bool

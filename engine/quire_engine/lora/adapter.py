@@ -20,7 +20,6 @@ from quire_proto.hashing import HASH_BYTES
 from safetensors import SafetensorError
 from safetensors.torch import load
 
-from quire_engine.checkpoint.config import DecoderConfig
 from quire_engine.checkpoint.text_part import is_beside_text, text_name
 from quire_engine.errors import LoRAError, LoRANotFoundError, first_line
 
@@ -76,17 +75,16 @@ class LoRAAdapter:
     weights: Mapping[str, LoRAWeights]
 
     @classmethod
-    def read(cls, folder: Path, config: DecoderConfig, max_rank: int) -> "LoRAAdapter":
-        """Reads an adapter of the model that ``config`` describes. Raises ``LoRAError``, with one sentence, a
-        ``LoRANotFoundError`` where there is none.
+    def read(cls, folder: Path, targets: Mapping[str, tuple[int, int]], max_rank: int) -> "LoRAAdapter":
+        """Reads an adapter of a model in which adapters may change ``targets``: layers [out, in] by name. Raises
+        ``LoRAError`` with one sentence, ``LoRANotFoundError`` if there is no adapter.
         """
-        shapes = target_shapes(config)
         try:
             text = _read_file(folder, CONFIG_FILE, _MAX_CONFIG_BYTES)
         except LoRAError as error:
             raise LoRANotFoundError(str(error)) from None
         scaling = _Scaling.read(folder / CONFIG_FILE, text, max_rank)
-        largest = 4 * max_rank * sum(sum(shape) for shape in shapes.values()) + _MAX_HEADER_BYTES
+        largest = adapter_bytes(targets, max_rank) + _MAX_HEADER_BYTES
         data = _read_file(folder, WEIGHTS_FILE, largest)
         path = folder / WEIGHTS_FILE
         try:
@@ -94,24 +92,12 @@ class LoRAAdapter:
         except (SafetensorError, ValueError, KeyError) as error:
             raise LoRAError(f"{path} is not a whole safetensors file: {first_line(error)}.") from None
         digest = blake2b(len(text).to_bytes(8, "little") + text + data, digest_size=HASH_BYTES).digest()
-        return cls(digest, _pair_weights(path, tensors, shapes, scaling))
+        return cls(digest, _pair_weights(path, tensors, targets, scaling))
 
 
-def target_shapes(config: DecoderConfig) -> dict[str, tuple[int, int]]:
-    """The linear layers that adapters may change, [out, in] by name: those of attention and of dense feed-forward
-    networks.
-    """
-    hidden, inner = config.hidden_size, config.intermediate_size
-    queries, keys = config.num_heads * config.head_dim, config.num_kv_heads * config.head_dim
-    attention = {"q": (queries, hidden), "k": (keys, hidden), "v": (keys, hidden), "o": (hidden, queries)}
-    mlp = {"gate": (inner, hidden), "up": (inner, hidden), "down": (hidden, inner)}
-    shapes: dict[str, tuple[int, int]] = {}
-    for index in range(config.num_layers):
-        layer = f"model.layers.{index}"
-        shapes |= {f"{layer}.self_attn.{part}_proj": shape for part, shape in attention.items()}
-        if config.moe is None or not config.moe.is_moe_layer[index]:
-            shapes |= {f"{layer}.mlp.{part}_proj": shape for part, shape in mlp.items()}
-    return shapes
+def adapter_bytes(targets: Mapping[str, tuple[int, int]], max_rank: int) -> int:
+    """Returns the most memory that an adapter of ``targets`` takes, in numbers of four bytes."""
+    return 4 * max_rank * sum(sum(shape) for shape in targets.values())
 
 
 def _read_file(folder: Path, name: str, largest: int) -> bytes:

@@ -15,7 +15,7 @@ from quire_engine.distributed.communicator import Communicator, shard
 from quire_engine.kernels.lora_kernel import LoRAKernel, LoRAPlan
 from quire_engine.kernels.ops import silu_mul
 from quire_engine.lora.adapter import LoRAWeights
-from quire_engine.quantization.base import LayerSpec, Linear
+from quire_engine.quantization.base import LayerSpec, Linear, with_activation
 
 
 class LoRALayers:
@@ -94,7 +94,7 @@ class LoRALinear:
     def __init__(self, base: Linear, spec: LayerSpec, layers: LoRALayers) -> None:
         self.in_features = base.in_features
         self.out_features = base.out_features
-        self._base = base
+        self._base, self._base_silu_mul = base, with_activation(base, silu_mul)
         self._spec = spec
         self._layers = layers
         outputs = [_own(size, spec.communicator if spec.dim == 0 else None) for size in spec.outputs]
@@ -129,8 +129,8 @@ class LoRALinear:
                     out[rows, columns] += low @ self._b[slot, :rank, columns]
 
     def forward_silu_mul(self, x: torch.Tensor) -> torch.Tensor:
-        """See ``Linear.forward_silu_mul``."""
-        return silu_mul(self(x)) if self._layers.is_active else self._base.forward_silu_mul(x)
+        """``silu_mul`` of a call. See ``with_activation``."""
+        return silu_mul(self(x)) if self._layers.is_active else self._base_silu_mul(x)
 
     def shard(self, weights: Mapping[str, LoRAWeights]) -> LayerParts:
         """See ``LoRALayers.shard``."""

@@ -1,27 +1,26 @@
 """``LoRAManager``: the adapters that one rank holds, in host memory and in slots."""
 
 from collections import OrderedDict
-from collections.abc import Collection
+from collections.abc import Collection, Mapping
 from dataclasses import replace
 from pathlib import Path
 
 import torch
 
-from quire_engine.checkpoint.config import DecoderConfig
 from quire_engine.core.lora import DUMMY_LORA, LoRARequest
 from quire_engine.errors import LoRAError
-from quire_engine.lora.adapter import LoRAAdapter, target_shapes
+from quire_engine.lora.adapter import LoRAAdapter
 from quire_engine.lora.layers import LoRALayers, ShardedAdapter
 
 
 class LoRAManager:
     """Adapters by their numbers. All ranks get the same calls, so that they hold the same adapters, in the same slots:
     rank 0 asks its own which are missing or too many, and has all of them add and remove these. Used by one thread, in
-    inference mode.
+    inference mode. Adapters may change ``targets``: layers [out, in] by name.
     """
 
-    def __init__(self, config: DecoderConfig, layers: LoRALayers) -> None:
-        self._config = config
+    def __init__(self, targets: Mapping[str, tuple[int, int]], layers: LoRALayers) -> None:
+        self._targets = targets
         self._layers = layers
         # Both have the adapter that was used last at the end.
         self._held: OrderedDict[int, ShardedAdapter] = OrderedDict()
@@ -77,15 +76,10 @@ class LoRAManager:
         self._layers.set_batch(slots[indices])
 
     def _read(self, lora: LoRARequest) -> LoRAAdapter:
-        return LoRAAdapter.read(Path(lora.lora_path).absolute(), self._config, self._layers.max_rank)
+        return LoRAAdapter.read(Path(lora.lora_path).absolute(), self._targets, self._layers.max_rank)
 
     def _free_slot(self) -> int:
         if len(self._slots) < self._layers.num_slots:
             taken = set(self._slots.values())
             return next(slot for slot in range(self._layers.num_slots) if slot not in taken)
         return self._slots.popitem(last=False)[1]
-
-
-def adapter_bytes(config: DecoderConfig, max_rank: int) -> int:
-    """The most memory that an adapter takes, of numbers of four bytes."""
-    return 4 * max_rank * sum(sum(shape) for shape in target_shapes(config).values())

@@ -1,50 +1,115 @@
-"""The interface of models: the attention of their layers, a dtype, and the functions ``forward`` and ``logits``."""
+"""``Model``: what the engine needs to know of a model, so that nothing outside of ``models`` asks for its class."""
 
-from collections.abc import Sequence
-from typing import Protocol
+from abc import ABC, abstractmethod
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, ClassVar, NamedTuple
 
 import torch
 
 from quire_engine.attention.base import AttentionBackend, LayerAttention, LayerKV
+from quire_engine.core.executor import WeightStats
+from quire_engine.distributed.communicator import SINGLE_RANK, Communicator
+from quire_engine.distributed.pipeline import divide
+from quire_engine.lora.layers import LoRALayers
 
 
-class Model(Protocol):
-    """A decoder with its weights, of one dtype on one device."""
+@dataclass(frozen=True, slots=True)
+class ShardTable:
+    """How ranks may share a model.
 
-    @property
-    def attention_layers(self) -> Sequence[LayerAttention]:
-        """The attention of each layer. Constant."""
-        ...
+    The tensor parallel size must divide each of ``dimensions``, which have names for errors. ``layer_costs`` and
+    ``head_cost`` are the numbers that a step reads of each layer and of the head. ``has_experts`` says whether engines
+    can share experts.
+    """
+
+    dimensions: Sequence[tuple[int, str]]
+    layer_costs: Sequence[int]
+    head_cost: int
+    has_experts: bool = False
+
+    def stages(self, count: int) -> list[range]:
+        """Returns the layers of each of ``count`` pipeline stages, as even in cost as possible. The first has the
+        head.
+        """
+        return divide(self.layer_costs, count, self.head_cost)
+
+
+class LayerInputs(NamedTuple):
+    """The input of a decoder's layers for T tokens: ``hidden_states`` [T, hidden] of the model's dtype, which the
+    layers overwrite, and ``cos`` and ``sin`` [T, head_dim / 2] float32 of the tokens' positions.
+    """
+
+    hidden_states: torch.Tensor
+    cos: torch.Tensor
+    sin: torch.Tensor
+
+
+class Model(ABC):
+    """A decoder with its weights, of one dtype on one device. All attributes are constant.
+
+    ``attention_layers`` has the attention of each layer. If ``capturable``, the host never branches on results of the
+    device, so ``forward`` can be captured in a CUDA graph, and on the CPU ``layers`` in a CPU graph if the ranks of
+    ``communicator`` allow it. If it ``waits_for_device``, the host reads what a layer computes, so a pass is launched
+    no sooner than it is computed. ``loras`` are the layers that adapters may change; None without slots for any.
+    ``weight_stats`` count what is read of layers that lie on disk or in host memory; None if all stay.
+    """
+
+    supports_deterministic: ClassVar[bool] = False
+    supports_lora: ClassVar[bool] = False
+    supports_offload: ClassVar[bool] = False
+    """Whether layers may lie on disk or in host memory."""
+    supports_quantization: ClassVar[bool] = False
+
+    attention_layers: Sequence[LayerAttention]
+    dtype: torch.dtype
+    capturable: bool = False
+    waits_for_device: bool = False
+    communicator: Communicator = SINGLE_RANK
+    loras: LoRALayers | None = None
+    weight_stats: WeightStats | None = None
+
+    @classmethod
+    def shard_table(cls, config: Any) -> ShardTable | None:
+        """Returns how ranks may share the model of ``config``; None if it runs in one process."""
+        del config
+        return None
+
+    @classmethod
+    def lora_targets(cls, config: Any) -> Mapping[str, tuple[int, int]]:
+        """Returns the linear layers that adapters may change, [out, in] by name, of the model of ``config``."""
+        del config
+        return {}
 
     @property
     def state_bytes(self) -> int:
-        """Bytes of every block of KV memory that hold the state of layers without keys and values, behind its last
-        token; 0 without such layers. Its attention is then a ``BatchAttention``. Constant.
+        """Bytes of each block of KV memory that hold the state of layers without keys and values, behind its last
+        token; 0 without such layers. The model's attention is then a ``BatchAttention``.
         """
-        ...
+        return 0
 
-    @property
-    def dtype(self) -> torch.dtype:
-        """The dtype of its weights and activations. Constant."""
-        ...
-
-    @property
-    def capturable(self) -> bool:
-        """Whether ``forward`` can be captured in a CUDA graph: the host never branches on results of the device.
-        Constant.
-        """
-        ...
-
+    @abstractmethod
     def forward(
         self, token_ids: torch.Tensor, positions: torch.Tensor, kv: Sequence[LayerKV], attention: AttentionBackend
     ) -> torch.Tensor:
-        """Hidden states [T, hidden] of tokens [T] at positions [T], both integers.
+        """Returns hidden states [T, hidden] of tokens [T] at positions [T], both integers.
 
         ``kv`` are the views of KV memory as ``BlockLayout.views`` has them. They are read and written by ``attention``,
         which was prepared for this batch. Raises ``IndexError`` for a token id outside of the vocabulary.
         """
-        ...
 
+    @abstractmethod
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
-        """Logits [R, vocabulary] of hidden states [R, hidden]. Pass only the rows that sample."""
-        ...
+        """Returns logits [R, vocabulary] of hidden states [R, hidden]. Pass only the rows that sample."""
+
+    def inputs(self, token_ids: torch.Tensor, positions: torch.Tensor) -> LayerInputs:
+        """Returns what ``layers`` takes for tokens [T] at positions [T], both integers. Of capturable models."""
+        raise NotImplementedError
+
+    def layers(self, inputs: LayerInputs, kv: Sequence[LayerKV], attention: AttentionBackend) -> torch.Tensor:
+        """Returns hidden states [T, hidden], as ``forward`` does. Of capturable models."""
+        raise NotImplementedError
+
+    def execute_dummy_batch(self, device: torch.device) -> None:
+        """Takes part in a forward pass of other engines without tokens. Of models whose engines share experts."""
+        raise NotImplementedError

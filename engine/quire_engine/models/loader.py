@@ -1,8 +1,9 @@
-"""Loads the model of a folder: a ``Llama`` for supported architectures, else transformers' own code."""
+"""Loads the model of a folder: by the class of the registry that has its architecture, else by transformers' code."""
 
 from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
+from importlib import import_module
 from pathlib import Path
 from typing import Any
 
@@ -30,9 +31,10 @@ from quire_engine.errors import ModelError, first_line
 from quire_engine.layers.weight_loader import WeightLoader
 from quire_engine.lora.layers import LoRALayers
 from quire_engine.models.base import Model
+from quire_engine.models.decoder import DecoderModel
 from quire_engine.models.encoder import EncoderConfig
-from quire_engine.models.llama import Llama
-from quire_engine.models.transformers_backend import TransformersConfig, load_transformers_model
+from quire_engine.models.registry import ARCHITECTURES, registered_name
+from quire_engine.models.transformers_backend import TransformersConfig, TransformersModel, load_transformers_model
 from quire_engine.quantization.schemes import check_quantization
 
 EMBEDDING_WEIGHT = "model.embed_tokens.weight"
@@ -51,13 +53,33 @@ def read_model_config(folder: Path, settings: ExecutorConfig | None = None) -> M
     pooler = read_pooler_config(folder, raw, settings or ExecutorConfig())
     supported = is_supported(architecture_of(config_path(folder), raw), raw)
     if pooler is None:
-        return DecoderConfig.read(folder) if supported else TransformersConfig.read(folder)
+        return read_decoder_config(folder) if supported else TransformersConfig.read(folder)
     config: ModelConfig
     if supported:
-        config = replace(DecoderConfig.read(folder), makes_logits=False)
+        config = replace(read_decoder_config(folder), makes_logits=False)
     else:
         config = TransformersConfig.read(folder) if is_causal(raw) else EncoderConfig.read(folder)
     return replace(config, pooler_config=pooler, max_length=max_seq_length(folder, config.max_length))
+
+
+def read_decoder_config(folder: Path) -> DecoderConfig:
+    """Reads the configuration of a model with code of its own. Raises ``ModelError``, also for others."""
+    return DecoderConfig.read(
+        folder, lambda architecture, path, hf: decoder_class(architecture).config_fields(path, hf)
+    )
+
+
+def decoder_class(architecture: str) -> type[DecoderModel]:
+    """Imports the class of an architecture that has code of its own."""
+    name = registered_name(architecture)
+    assert name is not None, f"{architecture} has no code of its own"
+    found: type[DecoderModel] = getattr(import_module(f"quire_engine.models.{ARCHITECTURES[name].module}"), name)
+    return found
+
+
+def model_class(config: ModelConfig) -> type[Model]:
+    """Returns the class of the model that ``config`` describes, which says what it supports."""
+    return decoder_class(config.architecture) if isinstance(config, DecoderConfig) else TransformersModel
 
 
 def load_model(
@@ -72,13 +94,15 @@ def load_model(
     read, and may raise ``ModelError`` to refuse it. Raises ``ModelError``.
     """
     quantized = quantization_of(folder, read_config_json(folder))
+    if quantized is not None and is_dequantized(config.architecture, quantized):
+        quantized = None
     _check_quantization(config, options, quantized)
     _check_deterministic(config, options)
     _check_lora(config, options)
     _check_weights_memory(config, options)
     _check_cpu_offload(config, options)
     gguf = find_gguf(folder)
-    checkpoint = Checkpoint(folder) if gguf is None else GgufCheckpoint(gguf)
+    checkpoint = Checkpoint(folder) if gguf is None else GgufCheckpoint(gguf, decoder_class(config.architecture).gguf)
     dtype = _model_dtype(config, checkpoint, options)
     if check is not None:
         check(dtype)
@@ -89,7 +113,9 @@ def load_model(
     with torch.inference_mode():
         loras = LoRALayers(num_slots, max_rank, dtype, options.device) if num_slots else None
         try:
-            model = Llama(config, WeightLoader(checkpoint, dtype, options, quantized, loras))
+            model = decoder_class(config.architecture)(
+                config, WeightLoader(checkpoint, dtype, options, quantized, loras)
+            )
         except torch.OutOfMemoryError as error:
             reason = f"The weights do not fit into the GPU's memory: {first_line(error)}"
             raise ModelError(f"{reason}; --cpu-offload-gb keeps some in the host's.") from None
@@ -130,21 +156,24 @@ def _table_name(checkpoint: Checkpoint) -> str:
     return _HEAD if EMBEDDING_WEIGHT not in checkpoint and _HEAD in checkpoint else EMBEDDING_WEIGHT
 
 
+def _require(supported: bool, feature: str, config: ModelConfig) -> None:
+    """Raises ``ModelError`` unless the model of ``config`` supports ``feature``."""
+    if not supported:
+        raise ModelError(
+            f"{feature} is for models with code of their own, and {config.architecture} runs through transformers."
+        )
+
+
 def _check_deterministic(config: ModelConfig, options: LoadOptions) -> None:
     """Raises ``ModelError`` when the result of a row would depend on other rows."""
-    if options.config.deterministic and isinstance(config, TransformersConfig):
-        raise ModelError(
-            "--deterministic is for models with code of their own, "
-            f"and {config.architecture} runs through transformers."
-        )
+    if options.config.deterministic:
+        _require(model_class(config).supports_deterministic, "--deterministic", config)
 
 
 def _check_lora(config: ModelConfig, options: LoadOptions) -> None:
     """Raises ``ModelError`` when adapters are asked for and cannot be had."""
-    if options.num_lora_slots and isinstance(config, TransformersConfig):
-        raise ModelError(
-            f"--enable-lora is for models with code of their own, and {config.architecture} runs through transformers."
-        )
+    if options.num_lora_slots:
+        _require(model_class(config).supports_lora, "--enable-lora", config)
     if options.num_lora_slots and options.config.deterministic:
         raise ModelError("--deterministic and --enable-lora exclude each other: adapters' products are grouped.")
 
@@ -157,11 +186,7 @@ def _check_weights_memory(config: ModelConfig, options: LoadOptions) -> None:
         raise ModelError(
             "--weights-memory-gb is for --device cpu: on a GPU, --cpu-offload-gb moves layers to the host."
         )
-    if not isinstance(config, DecoderConfig):
-        raise ModelError(
-            "--weights-memory-gb is for models with code of their own, "
-            f"and {config.architecture} runs through transformers."
-        )
+    _require(model_class(config).supports_offload, "--weights-memory-gb", config)
 
 
 def _check_cpu_offload(config: ModelConfig, options: LoadOptions) -> None:
@@ -170,21 +195,12 @@ def _check_cpu_offload(config: ModelConfig, options: LoadOptions) -> None:
         return
     if options.device.type == "cpu":
         raise ModelError("--cpu-offload-gb is for --device cuda: on the CPU, --weights-memory-gb keeps layers on disk.")
-    if not isinstance(config, DecoderConfig):
-        raise ModelError(
-            "--cpu-offload-gb is for models with code of their own, "
-            f"and {config.architecture} runs through transformers."
-        )
+    _require(model_class(config).supports_offload, "--cpu-offload-gb", config)
 
 
 def _check_quantization(config: ModelConfig, options: LoadOptions, quantized: dict[str, Any] | None) -> None:
     """Raises ``ModelError`` when the weights, stored as ``quantized`` says, cannot be held as ``options`` do."""
-    if quantized is not None and is_dequantized(config.architecture, quantized):
-        quantized = None
     check_quantization(options, quantized)
     name = options.config.quantization or (quantized and quantized["quant_method"])
-    if name is not None and isinstance(config, TransformersConfig):
-        raise ModelError(
-            f"The quantization {name} is for models with code of their own, "
-            f"and {config.architecture} runs through transformers."
-        )
+    if name is not None:
+        _require(model_class(config).supports_quantization, f"The quantization {name}", config)

@@ -18,7 +18,7 @@ from torch.nn.functional import pad
 
 from quire_engine.attention.base import AttentionBackend, LayerAttention, LayerKV
 from quire_engine.attention.mixed import BatchAttention
-from quire_engine.checkpoint.architecture import GENERATING_FORMS, SUPPORTED_ARCHITECTURES, architecture_of, refuse_code
+from quire_engine.checkpoint.architecture import GENERATING_FORMS, architecture_of, refuse_code
 from quire_engine.checkpoint.config import (
     ModelConfig,
     compute_revision,
@@ -32,6 +32,8 @@ from quire_engine.checkpoint.config import (
 from quire_engine.checkpoint.support import STATE_LAYER_TYPES, SUPPORTED_LAYER_TYPES
 from quire_engine.checkpoint.weights import Checkpoint
 from quire_engine.errors import ModelError
+from quire_engine.models.base import Model
+from quire_engine.models.registry import ARCHITECTURES
 from quire_engine.models.transformers_check import check_paged_logits, reference_logits, sample_sequences
 from quire_engine.models.transformers_state import STATE_MODEL_TYPES, StateLayers, state_modules
 from quire_engine.models.transformers_weights import lazy_state_dict
@@ -101,7 +103,7 @@ def _classes(path: Path, architecture: str, raw: dict[str, Any]) -> tuple[str, A
         refuse_code(path, raw)
     raise ModelError(
         f"{path} names {architecture} of type {model_type!r}, which is not a causal language model of transformers "
-        f"{__version__}; own code is there for {', '.join(SUPPORTED_ARCHITECTURES)}."
+        f"{__version__}; own code is there for {', '.join(ARCHITECTURES)}."
     )
 
 
@@ -195,15 +197,13 @@ class AttentionProbe:
         self.keys.append(key)
 
 
-class TransformersModel:
-    """An unmodified causal language model. A ``Model``.
+class TransformersModel(Model):
+    """An unmodified causal language model.
 
     ``causal`` is the model with its weights, and is owned and modified by this object. Its decoder and its head are
     called separately: the decoder for all tokens, the head for those whose logits are needed. Raises ``ModelError`` for
     an attention that no backend supports.
     """
-
-    capturable = False
 
     def __init__(self, causal: Any) -> None:
         self._causal = causal
@@ -382,7 +382,7 @@ def paged_attention(
     index, size = module.layer_idx, value.shape[-1]
     layer, kv = quire_step.layers[index]
     query, key, value = (_rows(tensor, layer.head_dim) for tensor in (query, key, value))
-    mixed = quire_step.attention.forward(query, key, value, kv.pages, layer.window, group=kv.group, sinks=s_aux)
+    mixed = layer(query, key, value, kv, quire_step.attention, sinks=s_aux)
     return mixed[None, :, :, :size], None
 
 

@@ -10,10 +10,7 @@ from typing import Protocol
 import torch
 
 from quire_engine.checkpoint.weights import Checkpoint
-from quire_engine.errors import ModelError
-from quire_engine.quantization.mxfp4 import GROUP, dequantize_mxfp4
-
-_BLOCKS, _SCALES = "_blocks", "_scales"
+from quire_engine.quantization.mxfp4 import BLOCKS, SCALES, is_mxfp4, load_mxfp4, mxfp4_shape
 
 
 class LazyTensor(Protocol):
@@ -41,15 +38,10 @@ class _Mxfp4Experts:
         self._checkpoint, self._name, self._dtype = checkpoint, name, dtype
 
     def __getitem__(self, index: EllipsisType) -> torch.Tensor:
-        blocks, scales = self._name + _BLOCKS, self._name + _SCALES
-        packed, shape = self._checkpoint.shape(blocks), self._checkpoint.shape(scales)
-        if len(shape) != 3 or packed != (*shape, GROUP // 2):
-            raise ModelError(f"{self._name} has blocks {list(packed)} for scales {list(shape)}, which is not MXFP4.")
-        experts, outputs, groups = shape
-        matrices = torch.empty(experts, groups * GROUP, outputs, dtype=self._dtype)
-        load = self._checkpoint.load_part
+        experts, outputs, inputs = mxfp4_shape(self._checkpoint, self._name)
+        matrices = torch.empty(experts, inputs, outputs, dtype=self._dtype)
         for expert in range(experts):  # one by one, as what is unpacked takes many times as much as what is packed
-            matrices[expert] = dequantize_mxfp4(load(blocks, expert), load(scales, expert), self._dtype).T
+            matrices[expert] = load_mxfp4(self._checkpoint, self._name, expert, self._dtype).T
         return matrices
 
 
@@ -57,8 +49,8 @@ def lazy_state_dict(checkpoint: Checkpoint, dtype: torch.dtype) -> dict[str, Laz
     """All tensors by name, those in MXFP4 as the numbers of ``dtype`` that they are."""
     tensors: dict[str, LazyTensor] = {}
     for name in checkpoint.names:
-        base = name.removesuffix(_BLOCKS).removesuffix(_SCALES)
-        if base != name and base + _BLOCKS in checkpoint and base + _SCALES in checkpoint:
+        base = name.removesuffix(BLOCKS).removesuffix(SCALES)
+        if base != name and is_mxfp4(checkpoint, base):
             tensors[base] = _Mxfp4Experts(checkpoint, base, dtype)
         else:
             tensors[name] = _Stored(checkpoint, name)

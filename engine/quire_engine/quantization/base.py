@@ -21,6 +21,7 @@ from torch.nn import functional as F
 
 from quire_engine.checkpoint.weights import Checkpoint, LoadOptions
 from quire_engine.distributed.communicator import SINGLE_RANK, Communicator
+from quire_engine.kernels.ops import silu_mul
 
 WeightT = TypeVar("WeightT")
 Embedding = Callable[[torch.Tensor], torch.Tensor]
@@ -46,9 +47,22 @@ class Linear(Protocol):
         """``x`` [T, in] -> [T, out], both of the model's dtype and device."""
         ...
 
-    def forward_silu_mul(self, x: torch.Tensor) -> torch.Tensor:
-        """``silu(gate) * up`` [T, out / 2], where the first half of the outputs is the gate and the second ``up``."""
-        ...
+
+Activation = Callable[[torch.Tensor], torch.Tensor]
+"""What a gated network makes of the outputs [T, 2F] of its gate and up projections, [T, F]: ``silu_mul`` or another
+function of ``kernels.ops``.
+"""
+
+
+def with_activation(layer: Linear, activation: Activation) -> Activation:
+    """Returns ``activation(layer(x))`` as one function of ``x``.
+
+    A layer that takes ``silu_mul`` over, in one pass over its outputs, has it as the method ``forward_silu_mul``.
+    """
+    fused: Activation | None = getattr(layer, "forward_silu_mul", None)
+    if fused is not None and activation is silu_mul:
+        return fused
+    return lambda x: activation(layer(x))
 
 
 @dataclass(frozen=True, slots=True)

@@ -4,6 +4,11 @@ two (OCP Microscaling Formats, version 1.0). They are held in the model's dtype,
 
 import torch
 
+from quire_engine.checkpoint.weights import Checkpoint
+from quire_engine.errors import ModelError
+
+BLOCKS, SCALES = "_blocks", "_scales"
+"""What ends the names of the two tensors that a weight is stored as."""
 GROUP = 32
 # The values of the four bits: a sign, two bits of an exponent and one of a fraction.
 VALUES = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0, -0.0, -0.5, -1.0, -1.5, -2.0, -3.0, -4.0, -6.0)
@@ -18,3 +23,23 @@ def dequantize_mxfp4(blocks: torch.Tensor, scales: torch.Tensor, dtype: torch.dt
     numbers = torch.stack((values[(blocks & 15).int()], values[(blocks >> 4).int()]), -1).flatten(-2)
     exponents = scales.int().unsqueeze(-1) - SCALE_BIAS
     return torch.ldexp(numbers, exponents).flatten(-2).to(dtype)
+
+
+def is_mxfp4(checkpoint: Checkpoint, name: str) -> bool:
+    """Whether a weight of experts is stored in MXFP4."""
+    return name + BLOCKS in checkpoint and name + SCALES in checkpoint
+
+
+def mxfp4_shape(checkpoint: Checkpoint, name: str) -> tuple[int, int, int]:
+    """Returns the shape [experts, out, in] of a weight of experts. Raises ``ModelError``."""
+    packed, shape = checkpoint.shape(name + BLOCKS), checkpoint.shape(name + SCALES)
+    if len(shape) != 3 or packed != (*shape, GROUP // 2):
+        raise ModelError(f"{name} has blocks {list(packed)} for scales {list(shape)}, which is not MXFP4.")
+    experts, outputs, groups = shape
+    return experts, outputs, groups * GROUP
+
+
+def load_mxfp4(checkpoint: Checkpoint, name: str, expert: int, dtype: torch.dtype) -> torch.Tensor:
+    """Returns the weight [out, in] of one expert, on the CPU."""
+    blocks, scales = (checkpoint.load_part(name + part, expert) for part in (BLOCKS, SCALES))
+    return dequantize_mxfp4(blocks, scales, dtype)

@@ -49,7 +49,7 @@ class QuantizedLinear:
         return self._product.matmul(self._checked(x), gated=False)
 
     def forward_silu_mul(self, x: torch.Tensor) -> torch.Tensor:
-        """See ``Linear.forward_silu_mul``; gate and up are not rounded before they are multiplied."""
+        """``silu_mul`` of a call; gate and up are not rounded before they are multiplied. See ``with_activation``."""
         if self.out_features % 2:
             raise ValueError(f"{self.out_features} outputs are not a gate and as many to multiply with it")
         return self._product.matmul(self._checked(x), gated=True)

@@ -17,8 +17,9 @@ from quire_engine.checkpoint.stored_schemes import SUPPORTED_BITS
 from quire_engine.checkpoint.weights import Checkpoint, LoadOptions
 from quire_engine.distributed.communicator import shard
 from quire_engine.errors import ModelError
+from quire_engine.kernels.ops import silu_mul
 from quire_engine.kernels.packed_groups import GROUP_SIZES, GroupedWeight
-from quire_engine.quantization.base import DenseMethod, Embedding, LayerSpec, Linear, LinearMethod
+from quire_engine.quantization.base import DenseMethod, Embedding, LayerSpec, Linear, LinearMethod, with_activation
 from quire_engine.quantization.int8 import Int8Linear
 from quire_engine.quantization.quantized_linear import GroupedLinear
 from quire_engine.quantization.unquantized import UnquantizedMethod
@@ -176,6 +177,7 @@ class PermutedLinear:
 
     def __init__(self, layer: Linear, order: torch.Tensor) -> None:
         self._layer, self._order = layer, order
+        self._silu_mul = with_activation(layer, silu_mul)
         self.in_features, self.out_features = layer.in_features, layer.out_features
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
@@ -183,8 +185,8 @@ class PermutedLinear:
         return self._layer(x.index_select(1, self._order))
 
     def forward_silu_mul(self, x: torch.Tensor) -> torch.Tensor:
-        """See ``Linear.forward_silu_mul``."""
-        return self._layer.forward_silu_mul(x.index_select(1, self._order))
+        """``silu_mul`` of a call. See ``with_activation``."""
+        return self._silu_mul(x.index_select(1, self._order))
 
 
 class StoredDenseMethod(DenseMethod):

@@ -97,7 +97,7 @@ class PackedLinear:
         return self._matmul(x)
 
     def forward_silu_mul(self, x: torch.Tensor) -> torch.Tensor:
-        """See ``Linear.forward_silu_mul``."""
+        """``silu_mul`` of a call. See ``with_activation``."""
         return self._matmul_silu_mul(x)
 
 
@@ -157,7 +157,3 @@ class BatchInvariantLinear:
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
         """See ``Linear.__call__``."""
         return batch_invariant_linear(x, self._weight, self._bias)
-
-    def forward_silu_mul(self, x: torch.Tensor) -> torch.Tensor:
-        """See ``Linear.forward_silu_mul``."""
-        return silu_mul(self(x))

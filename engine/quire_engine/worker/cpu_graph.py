@@ -14,7 +14,7 @@ import weakref
 from collections import OrderedDict
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -23,14 +23,13 @@ from quire_engine.attention.base import AttentionBackend, LayerKV
 from quire_engine.attention.cpu import CpuAttention
 from quire_engine.kernels.bindings import library
 from quire_engine.kernels.host_call import HostCall, recorded_host_calls
-from quire_engine.models.base import Model
-from quire_engine.models.llama import LayerInputs, Llama
+from quire_engine.models.base import LayerInputs, Model
 
 log = logging.getLogger(__name__)
 
 KERNELS = (
     *("quire_attention", "quire_linear", "quire_int8_linear", "quire_groups_linear"),
-    *("quire_rms_norm", "quire_silu_mul", "quire_rotate", "quire_lora"),
+    *("quire_rms_norm", "quire_silu_mul", "quire_gelu_mul", "quire_rotate", "quire_lora"),
     *("quire_route", "quire_experts", "quire_sum"),
 )
 """Those that can be captured, as in ``cpu_graph.cpp``."""
@@ -234,17 +233,17 @@ class _CapturedStep(NamedTuple):
 
 def make_cpu_graphs(model: Model, kv: Sequence[LayerKV], attention: AttentionBackend) -> "CpuGraphRunner | None":
     """The graphs of ``model`` over ``kv``; None where it computes with more than the compiled kernels."""
-    if not (isinstance(model, Llama) and model.capturable and model.communicator.is_capturable):
+    if not (model.capturable and model.communicator.is_capturable):
         return None
-    if not (isinstance(attention, CpuAttention) and attention.is_compiled):
+    if not getattr(attention, "is_compiled", False):
         return None
-    return CpuGraphRunner(model, kv, attention)
+    return CpuGraphRunner(model, kv, cast(CpuAttention, attention))
 
 
 class CpuGraphRunner:
     """The graphs of one model over one KV memory. Used by one thread, in inference mode."""
 
-    def __init__(self, model: Llama, kv: Sequence[LayerKV], attention: CpuAttention) -> None:
+    def __init__(self, model: Model, kv: Sequence[LayerKV], attention: CpuAttention) -> None:
         self._model = model
         self._ranks = model.communicator if model.communicator.size > 1 else None
         self._kv = kv

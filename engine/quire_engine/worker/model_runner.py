@@ -16,7 +16,7 @@ import torch
 from quire_engine.attention.base import AttentionBackend, AttentionShape
 from quire_engine.attention.kv_cache_spec import BlockLayout
 from quire_engine.attention.mixed import attention_of
-from quire_engine.checkpoint.config import DecoderConfig, ModelConfig
+from quire_engine.checkpoint.config import ModelConfig
 from quire_engine.checkpoint.support import check_max_model_len
 from quire_engine.checkpoint.weights import LoadOptions
 from quire_engine.config import EngineArgs
@@ -30,7 +30,6 @@ from quire_engine.distributed.pipeline import PipelineStage
 from quire_engine.errors import ModelError
 from quire_engine.lora.manager import LoRAManager
 from quire_engine.models.base import Model
-from quire_engine.models.llama import Llama
 from quire_engine.models.loader import Classifier, load_classifier, load_model
 from quire_engine.worker.attention_selector import (
     check_attention,
@@ -150,8 +149,8 @@ def load_model_and_attention(
     backend = attention_of(model.attention_layers, config.block_size, make, keeps_batch=model.state_bytes > 0)
     graph_sizes = () if config.enforce_eager else capture_sizes(config.max_num_seqs)
     loras = None
-    if isinstance(model, Llama) and isinstance(model_config, DecoderConfig) and model.loras is not None:
-        loras = LoRAManager(model_config, model.loras)
+    if model.loras is not None:
+        loras = LoRAManager(model.lora_targets(model_config), model.loras)
     loaded = LoadedModel(
         config=model_config,
         model=model,
@@ -348,7 +347,6 @@ class ModelRunner:
 
     def execute_dummy_batch(self) -> None:
         """See ``Runner.execute_dummy_batch``."""
-        assert isinstance(self._model, Llama), "experts are shared by engines"
         self._model.execute_dummy_batch(self._kv_cache.blocks.device)
 
     def add_lora(self, lora: LoRARequest) -> None:

@@ -72,10 +72,13 @@ def test_the_page_of_settings_has_every_flag_with_its_default(command: str) -> N
 
 
 def test_the_page_of_the_command_line_has_every_command() -> None:
-    lines = pages.CLI.read_text().splitlines()
-    begin = lines.index(pages.CLI_HEAD[0])
-    table = lines[begin : lines.index("", begin)]
-    assert list(pages.rows(table)) == list(pages.command_rows()), (
+    assert list(pages.rows(pages.table_below(pages.CLI, pages.CLI_HEAD))) == list(pages.command_rows()), (
+        "write the tables again: .venv/bin/python -m tests.support.pages"
+    )
+
+
+def test_the_page_of_models_has_every_architecture_with_code_of_its_own() -> None:
+    assert list(pages.rows(pages.table_below(pages.MODELS, pages.MODELS_HEAD))) == list(pages.model_rows()), (
         "write the tables again: .venv/bin/python -m tests.support.pages"
     )
 

@@ -511,6 +511,7 @@ def test_the_fused_operations_equal_their_torch_forms(dtype, tokens, heads, dim,
             fused.add_rms_norm(first, added, weight, 1e-5),
             added,
             fused.silu_mul(first),
+            fused.gelu_mul(first),
             turned,
             normed,
         ]

@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from quire_engine.checkpoint.config import DecoderConfig
 from quire_engine.checkpoint.end_tokens import end_token_ids
+from quire_engine.models.loader import read_decoder_config
 
 from tests.unit.engine.checkpoint.test_weights import write
 
@@ -37,7 +37,7 @@ def test_end_tokens_of_both_configurations_count(
     folder = write(tmp_path / "model")
     if generation is not None:
         (folder / "generation_config.json").write_text(json.dumps(generation))
-    assert DecoderConfig.read(folder).eos_token_ids == ids
+    assert read_decoder_config(folder).eos_token_ids == ids
 
 
 @pytest.mark.parametrize(
@@ -74,14 +74,14 @@ def test_an_end_token_that_the_tokenizer_lacks_is_logged(
 def test_an_end_token_of_the_tokenizer_adds_to_those_of_the_configurations(tmp_path: Path) -> None:
     folder = write(tmp_path / "model")
     named_in(folder, {"tokenizer_config.json": {"eos_token": "<|im_end|>"}, "tokenizer.json": BPE})
-    assert DecoderConfig.read(folder).eos_token_ids == (2, 6)
+    assert read_decoder_config(folder).eos_token_ids == (2, 6)
 
 
 def test_a_configuration_with_ids_of_no_token_is_read_without_them(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     folder = write(tmp_path / "model", eos_token_id=["</s>", -1, 10**9, True, 1.5, 4])
-    assert DecoderConfig.read(folder).eos_token_ids == (4,)
+    assert read_decoder_config(folder).eos_token_ids == (4,)
     assert caplog.text.count("config.json") == 5
 
 

@@ -13,10 +13,11 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from quire_engine.checkpoint import config as config_module
-from quire_engine.checkpoint.architecture import SUPPORTED_ARCHITECTURES
 from quire_engine.checkpoint.config import DecoderConfig
 from quire_engine.checkpoint.plain_config import plain_config
 from quire_engine.errors import ModelError
+from quire_engine.models.loader import read_decoder_config
+from quire_engine.models.registry import ARCHITECTURES
 
 ROOT = Path(__file__).parents[4]
 QWEN3 = {
@@ -56,7 +57,7 @@ def read(raw: Mapping[str, Any], *, plain: bool) -> DecoderConfig | None:
             patch.setattr(config_module, "plain_config", lambda *_: None)
         (Path(folder) / "config.json").write_text(json.dumps(raw))
         try:
-            return DecoderConfig.read(Path(folder))
+            return read_decoder_config(Path(folder))
         except ModelError:
             return None
 
@@ -83,7 +84,7 @@ SCALINGS = st.one_of(
 )  # fmt: skip
 CONFIGS = st.fixed_dictionaries(
     {
-        "architectures": st.sampled_from([[name] for name in SUPPORTED_ARCHITECTURES]),
+        "architectures": st.sampled_from([[name] for name in ARCHITECTURES]),
         "hidden_size": st.sampled_from([64, 96]),
         "intermediate_size": st.just(128),
         "num_hidden_layers": st.integers(1, 3),

@@ -9,11 +9,11 @@ from typing import Any
 
 import pytest
 import torch
-from quire_engine.checkpoint.config import DecoderConfig
 from quire_engine.checkpoint.weights import Checkpoint, resolve_dtype
 from quire_engine.core.startup import StartupPhase
 from quire_engine.errors import ModelError
 from quire_engine.executor.torch_executor import TorchExecutor
+from quire_engine.models.loader import read_decoder_config
 from safetensors.torch import load_file, save_file
 
 from tests.support.executors import load_executor
@@ -169,7 +169,7 @@ def test_both_spellings_of_rope_parameters_mean_the_same(tmp_path: Path) -> None
     older = write(tmp_path / "older", rope_theta=5e5, rope_scaling={"type": "llama3", **scaling})
     new = write(tmp_path / "new", rope_parameters={"rope_type": "llama3", "rope_theta": 5e5, **scaling})
     plain = write(tmp_path / "plain", rope_theta=5e5)
-    frequencies = [DecoderConfig.read(one).rope_frequencies for one in (old, older, new, plain)]
+    frequencies = [read_decoder_config(one).rope_frequencies for one in (old, older, new, plain)]
     assert frequencies[0] == frequencies[1] == frequencies[2] != frequencies[3]
 
 
@@ -184,12 +184,12 @@ def test_both_spellings_of_rope_parameters_mean_the_same(tmp_path: Path) -> None
     ],
 )
 def test_the_length_is_what_the_rope_reaches(tmp_path: Path, rope: dict[str, Any], length: int) -> None:
-    assert DecoderConfig.read(write(tmp_path / "model", rope_scaling=rope)).max_length == length
+    assert read_decoder_config(write(tmp_path / "model", rope_scaling=rope)).max_length == length
 
 
 def test_dynamic_rope_is_unscaled_up_to_the_limit(tmp_path: Path) -> None:
-    dynamic = DecoderConfig.read(write(tmp_path / "a", rope_scaling={"rope_type": "dynamic", "factor": 3.0}))
-    assert dynamic.rope_frequencies == DecoderConfig.read(write(tmp_path / "b")).rope_frequencies
+    dynamic = read_decoder_config(write(tmp_path / "a", rope_scaling={"rope_type": "dynamic", "factor": 3.0}))
+    assert dynamic.rope_frequencies == read_decoder_config(write(tmp_path / "b")).rope_frequencies
 
 
 def test_yarn_takes_its_optional_parameters(tmp_path: Path) -> None:
@@ -200,7 +200,8 @@ def test_yarn_takes_its_optional_parameters(tmp_path: Path) -> None:
         base | {"mscale": 2.0, "mscale_all_dim": 0.5},
         base | {"truncate": False},
     ]
-    configs = [DecoderConfig.read(write(tmp_path / f"{place}", rope_scaling=one)) for place, one in enumerate(variants)]
+    folders = [write(tmp_path / f"{place}", rope_scaling=one) for place, one in enumerate(variants)]
+    configs = list(map(read_decoder_config, folders))
     assert len({(config.rope_frequencies, config.rope_scale) for config in configs}) == 4
     assert configs[1].rope_scale == 0.5
 
@@ -225,15 +226,15 @@ def test_each_layer_has_the_window_of_its_kind(
 ) -> None:
     model_type = architecture.removesuffix("ForCausalLM").lower()
     folder = write(tmp_path / "model", **{"architectures": [architecture], "model_type": model_type, **changes})
-    assert DecoderConfig.read(folder).sliding_windows == windows
+    assert read_decoder_config(folder).sliding_windows == windows
 
 
 def test_equal_folders_have_one_revision_and_other_folders_another(folder: Path, tmp_path: Path) -> None:
-    revision = DecoderConfig.read(folder).model_revision
+    revision = read_decoder_config(folder).model_revision
     copy = Path(shutil.copytree(folder, tmp_path / "copy", copy_function=shutil.copyfile))
-    assert DecoderConfig.read(copy).model_revision == revision
-    assert DecoderConfig.read(shard(copy)).model_revision != revision
-    assert DecoderConfig.read(write(tmp_path / "other", rms_norm_eps=1e-3)).model_revision != revision
+    assert read_decoder_config(copy).model_revision == revision
+    assert read_decoder_config(shard(copy)).model_revision != revision
+    assert read_decoder_config(write(tmp_path / "other", rms_norm_eps=1e-3)).model_revision != revision
 
 
 # Refusals

@@ -86,7 +86,9 @@ def test_computing_is_inference_on_that_device(monkeypatch: pytest.MonkeyPatch) 
 
 
 def test_an_attention_that_cannot_be_is_refused_before_weights_are_read(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("quire_engine.models.loader.Llama", lambda *_: pytest.fail("weights were read"))
+    monkeypatch.setattr(
+        "quire_engine.models.decoder.DecoderModel.__init__", lambda *_: pytest.fail("weights were read")
+    )
     config = EngineArgs(model=DEMO)
     for attention, complaint in (("flashinfer", "flashinfer does not run on the CPU"), ("flush", "'flush' does not")):
         with pytest.raises(ModelError, match=complaint):

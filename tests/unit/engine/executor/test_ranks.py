@@ -336,10 +336,7 @@ CONFIG = DecoderConfig(
     intermediate_size=24,
     rms_norm_eps=1e-6,
     tie_word_embeddings=False,
-    qkv_bias=False,
-    attention_output_bias=False,
-    mlp_bias=False,
-    qk_norm=False,
+    attention_scale=2**-0.5,
     sliding_windows=(None, 7),
     rope_frequencies=(0.1, 1 / 3),
     rope_scale=1.0,
@@ -396,7 +393,7 @@ def test_a_pipeline_has_a_layer_for_each_stage() -> None:
     check_parallel_sizes(args(2, CONFIG.num_layers), CONFIG, CPU)
     with pytest.raises(ModelError, match=rf"pipeline parallel size is 9, and the model has {CONFIG.num_layers} layers"):
         check_parallel_sizes(args(1, 9), CONFIG, CPU)
-    many = replace(CONFIG, num_layers=64)
+    many = replace(CONFIG, num_layers=64, moe=None)
     with pytest.raises(ModelError, match=r"2 × 33 ranks are more than 64"):
         check_parallel_sizes(args(2, 33), many, CPU)
 

@@ -13,6 +13,7 @@ from quire_engine.checkpoint.weights import LoadOptions
 from quire_engine.config import ExecutorConfig
 from quire_engine.kernels.bindings import library
 from quire_engine.kernels.experts_kernel import ExpertsKernel, route
+from quire_engine.kernels.ops import ClampedSwiGLU, silu_mul
 from quire_engine.layers.mlp import ExpertLoop, Experts, GatedMLP, make_experts
 from quire_engine.quantization.schemes import make_quantization
 from quire_engine.worker.cpu_graph import capture
@@ -33,17 +34,24 @@ def two_threads() -> Iterator[None]:
 
 
 def both_ways(
-    held: tuple[str, str | None], count: int, inner: int, own: slice, rounds: bool = True
+    held: tuple[str, str | None], count: int, inner: int, own: slice, rounds: bool = True, clamped: bool = False
 ) -> tuple[Experts, Experts]:
-    """The same experts in the kernel and in a loop."""
+    """The same experts in the kernel and in a loop; with ``clamped`` as gpt-oss has them."""
     dtype, options = getattr(torch, held[0]), LoadOptions(ExecutorConfig(quantization=held[1], deterministic=True))  # type: ignore[arg-type]
     method, noise = make_quantization(options, dtype).linear, torch.Generator().manual_seed(count)
     shapes = (2 * inner, HIDDEN), (HIDDEN, inner)
     weights = [[torch.randn(shape, generator=noise).to(dtype) / 4 for _ in range(count)][own] for shape in shapes]
-    config = MoEConfig(count, 1, inner, True, rounds, (True,))
-    kernel = make_experts(config, method, weights.__getitem__, own, dtype)
+    config = MoEConfig(count, 1, inner, True, rounds, (True,), *((1.7, 0.5) if clamped else ()))
+    biases = [[torch.randn(shape[0], generator=noise).to(dtype) for _ in range(count)][own] for shape in shapes]
+    some = biases.__getitem__ if clamped else None
+    kernel = make_experts(config, method, weights.__getitem__, own, dtype, biases=some)
     assert isinstance(kernel, ExpertsKernel)
-    parts = [GatedMLP(method.pack(up, None), method.pack(down, None)) for up, down in zip(*weights, strict=True)]
+    activation = ClampedSwiGLU(1.7, 0.5) if clamped else silu_mul
+    layers = [
+        [method.pack(each, bias if clamped else None) for each, bias in zip(*part, strict=True)]
+        for part in zip(weights, biases, strict=True)
+    ]
+    parts = [GatedMLP(up, down, activation) for up, down in zip(*layers, strict=True)]
     return kernel, ExpertLoop(parts, own, count, round_weights=rounds)
 
 
@@ -55,7 +63,7 @@ def test_the_kernel_makes_what_a_loop_makes(data: st.DataObject) -> None:
     top, tokens = data.draw(st.integers(1, count)), data.draw(st.sampled_from([1, 2, 7, 50, 300]))
     first = data.draw(st.integers(0, count - 1))
     own = slice(first, data.draw(st.integers(first + 1, count)))
-    kernel, loop = both_ways(held, count, inner, own, rounds)
+    kernel, loop = both_ways(held, count, inner, own, rounds, data.draw(st.booleans()))
     noise = torch.Generator().manual_seed(tokens)
     dtype = getattr(torch, held[0])
     states = torch.randn(tokens, HIDDEN + 3, generator=noise).to(dtype)[:, :HIDDEN]

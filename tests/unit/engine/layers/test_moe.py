@@ -9,12 +9,12 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from quire_engine.checkpoint.config import DecoderConfig, MoEConfig
+from quire_engine.checkpoint.config import MoEConfig
 from quire_engine.checkpoint.weights import LoadOptions
 from quire_engine.config import EngineArgs, ExecutorConfig
 from quire_engine.errors import ModelError
 from quire_engine.layers.mlp import MoE, make_experts
-from quire_engine.models.loader import load_model, read_model_config
+from quire_engine.models.loader import load_model, read_decoder_config, read_model_config
 from quire_engine.quantization.unquantized import PackedLinear, UnquantizedMethod
 from quire_engine.worker.model_runner import load_model_and_attention
 from safetensors.torch import load_file, save_file
@@ -165,7 +165,7 @@ def test_experts_are_in_the_layers_that_have_them(tmp_path: Path, changes: dict[
     model = AutoModelForCausalLM.from_config(config)
     assert [hasattr(layer.mlp, "experts") for layer in model.model.layers] == sparse
     model.save_pretrained(tmp_path)
-    experts = DecoderConfig.read(tmp_path).moe
+    experts = read_decoder_config(tmp_path).moe
     assert experts is not None
     assert list(experts.is_moe_layer) == sparse
     load_model(read_model_config(tmp_path), tmp_path, LoadOptions(ExecutorConfig(dtype="float32")))

@@ -3,16 +3,16 @@
 import json
 import os
 import shutil
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import torch
-from quire_engine.checkpoint.config import DecoderConfig
 from quire_engine.core.lora import LoRARequest
 from quire_engine.errors import LoRAError
-from quire_engine.lora.adapter import LoRAAdapter, target_shapes
+from quire_engine.lora.adapter import LoRAAdapter
+from quire_engine.models.loader import model_class, read_model_config
 from quire_engine.server.loras import LoRARegistry
 from quire_proto.errors import QuireError
 from safetensors.torch import load_file, save_file
@@ -22,6 +22,7 @@ from tests.support.adapters import write_adapter
 
 MAX_RANK = 8
 PREFIX = "base_model.model.model.layers"
+Targets = Mapping[str, tuple[int, int]]
 
 
 @pytest.fixture(scope="module")
@@ -33,8 +34,9 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="module")
-def config(model: Path) -> DecoderConfig:
-    return DecoderConfig.read(model)
+def targets(model: Path) -> Targets:
+    config = read_model_config(model)
+    return model_class(config).lora_targets(config)
 
 
 @pytest.fixture
@@ -58,21 +60,19 @@ def change_tensors(folder: Path, change: Callable[[dict[str, torch.Tensor]], obj
     ("config_values", "scale"),
     [({}, 2.0), ({"lora_alpha": 3}, 0.75), ({"use_rslora": True}, 4.0), ({"lora_alpha": 0.5}, 0.125)],
 )
-def test_the_scale_is_pefts(
-    folder: Path, config: DecoderConfig, config_values: dict[str, object], scale: float
-) -> None:
+def test_the_scale_is_pefts(folder: Path, targets: Targets, config_values: dict[str, object], scale: float) -> None:
     change_config(folder, **config_values)
-    adapter = LoRAAdapter.read(folder, config, MAX_RANK)
+    adapter = LoRAAdapter.read(folder, targets, MAX_RANK)
     stored = load_file(folder / "adapter_model.safetensors")
-    assert set(adapter.weights) == set(target_shapes(config))
+    assert set(adapter.weights) == set(targets)
     for name, weights in adapter.weights.items():
         assert torch.equal(weights.a, stored[f"base_model.model.{name}.lora_A.weight"])
         torch.testing.assert_close(weights.b.T, scale * stored[f"base_model.model.{name}.lora_B.weight"])
 
 
 @pytest.mark.parametrize("body", ["model.language_model.", "language_model.model.", "", "model.model."])
-def test_names_of_a_text_part_are_those_of_its_layers(folder: Path, config: DecoderConfig, body: str) -> None:
-    plain = LoRAAdapter.read(folder, config, MAX_RANK)
+def test_names_of_a_text_part_are_those_of_its_layers(folder: Path, targets: Targets, body: str) -> None:
+    plain = LoRAAdapter.read(folder, targets, MAX_RANK)
 
     def rename(tensors: dict[str, torch.Tensor]) -> None:
         for name in list(tensors):
@@ -81,27 +81,27 @@ def test_names_of_a_text_part_are_those_of_its_layers(folder: Path, config: Deco
         tensors[seeing] = torch.zeros(4, 4)
 
     change_tensors(folder, rename)
-    adapter = LoRAAdapter.read(folder, config, MAX_RANK)
+    adapter = LoRAAdapter.read(folder, targets, MAX_RANK)
     assert set(adapter.weights) == set(plain.weights)
     assert all(torch.equal(each.b, plain.weights[name].b) for name, each in adapter.weights.items())
 
 
-def test_a_layer_may_not_have_two_names(folder: Path, config: DecoderConfig) -> None:
+def test_a_layer_may_not_have_two_names(folder: Path, targets: Targets) -> None:
     def add(tensors: dict[str, torch.Tensor]) -> None:
         name = f"{PREFIX}.0.self_attn.q_proj.lora_A.weight"
         tensors[name.replace("model.layers", "model.language_model.layers")] = tensors[name].clone()
 
     change_tensors(folder, add)
     with pytest.raises(LoRAError, match="has two names for the layer"):
-        LoRAAdapter.read(folder, config, MAX_RANK)
+        LoRAAdapter.read(folder, targets, MAX_RANK)
 
 
-def test_ranks_and_scales_of_some_layers_are_pefts(model: Path, tmp_path: Path, config: DecoderConfig) -> None:
+def test_ranks_and_scales_of_some_layers_are_pefts(model: Path, tmp_path: Path, targets: Targets) -> None:
     """The first pattern counts that matches the whole name of a layer, or its end behind a dot."""
     ranks = {"v_proj": 2, "layers.0.self_attn.q_proj": 8, "model.layers.[01].mlp.up_proj": 1}
     alphas = {"proj": 99, "q_proj": 32, r".*\.1\.self_attn.k_proj": 3, "^model.layers.0.mlp.down_proj": 1}
     folder = write_adapter(tmp_path / "a", model, rank_pattern=ranks, alpha_pattern=alphas)
-    adapter = LoRAAdapter.read(folder, config, MAX_RANK)
+    adapter = LoRAAdapter.read(folder, targets, MAX_RANK)
     stored = load_file(folder / "adapter_model.safetensors")
     scales = {}
     for name, weights in adapter.weights.items():
@@ -115,9 +115,9 @@ def test_ranks_and_scales_of_some_layers_are_pefts(model: Path, tmp_path: Path, 
     assert scales == pytest.approx(expected)
 
 
-def test_the_digest_is_of_both_files_and_of_nothing_else(folder: Path, model: Path, config: DecoderConfig) -> None:
+def test_the_digest_is_of_both_files_and_of_nothing_else(folder: Path, model: Path, targets: Targets) -> None:
     def digest(path: Path) -> bytes:
-        return LoRAAdapter.read(path, config, MAX_RANK).digest
+        return LoRAAdapter.read(path, targets, MAX_RANK).digest
 
     known = digest(folder)
     (folder / "README.md").write_text("A card.")
@@ -165,11 +165,11 @@ def test_the_digest_is_of_both_files_and_of_nothing_else(folder: Path, model: Pa
     ],
 )
 def test_what_the_settings_ask_for_and_is_not_done_is_refused(
-    folder: Path, config: DecoderConfig, values: dict[str, object], told: str
+    folder: Path, targets: Targets, values: dict[str, object], told: str
 ) -> None:
     change_config(folder, **values)
     with pytest.raises(LoRAError) as caught:
-        LoRAAdapter.read(folder, config, MAX_RANK)
+        LoRAAdapter.read(folder, targets, MAX_RANK)
     assert told in str(caught.value)
     assert str(folder) in str(caught.value)
 
@@ -206,25 +206,25 @@ Q = "0.self_attn.q_proj"
     ],
 )
 def test_tensors_that_fit_no_layer_of_the_model_are_refused(
-    folder: Path, config: DecoderConfig, change: Callable[[dict[str, torch.Tensor]], object], told: str
+    folder: Path, targets: Targets, change: Callable[[dict[str, torch.Tensor]], object], told: str
 ) -> None:
     change_tensors(folder, change)
     with pytest.raises(LoRAError) as caught:
-        LoRAAdapter.read(folder, config, MAX_RANK)
+        LoRAAdapter.read(folder, targets, MAX_RANK)
     assert told in str(caught.value)
 
 
-def test_a_pickle_is_not_opened_and_what_to_do_is_said(folder: Path, config: DecoderConfig) -> None:
+def test_a_pickle_is_not_opened_and_what_to_do_is_said(folder: Path, targets: Targets) -> None:
     weights = folder / "adapter_model.safetensors"
     weights.rename(folder / "adapter_model.bin")
     with pytest.raises(LoRAError, match=r"is a pickle, .* safe_serialization=True"):
-        LoRAAdapter.read(folder, config, MAX_RANK)
+        LoRAAdapter.read(folder, targets, MAX_RANK)
 
 
-def test_broken_folders_are_refused(folder: Path, config: DecoderConfig) -> None:
+def test_broken_folders_are_refused(folder: Path, targets: Targets) -> None:
     def error() -> str:
         with pytest.raises(LoRAError) as caught:
-            LoRAAdapter.read(folder, config, MAX_RANK)
+            LoRAAdapter.read(folder, targets, MAX_RANK)
         return str(caught.value)
 
     weights = folder / "adapter_model.safetensors"
@@ -257,13 +257,13 @@ def test_broken_folders_are_refused(folder: Path, config: DecoderConfig) -> None
 
 
 @pytest.mark.parametrize(("path", "told"), [("x" * 300, "File name too long"), ("a\0b", "not the name of a folder")])
-def test_what_can_be_no_folder_is_refused(config: DecoderConfig, path: str, told: str) -> None:
+def test_what_can_be_no_folder_is_refused(targets: Targets, path: str, told: str) -> None:
     with pytest.raises(LoRAError, match=told):
-        LoRAAdapter.read(Path("/", path), config, MAX_RANK)
+        LoRAAdapter.read(Path("/", path), targets, MAX_RANK)
 
 
 async def test_loading_an_adapter_does_not_reveal_which_folders_exist(
-    folder: Path, config: DecoderConfig, tmp_path: Path, caplog: pytest.LogCaptureFixture
+    folder: Path, targets: Targets, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     """What is no adapter is answered with one sentence, whatever it is; the log says what it is."""
     root = tmp_path / "adapters"
@@ -276,7 +276,7 @@ async def test_loading_an_adapter_does_not_reveal_which_folders_exist(
     outside = shutil.copytree(inside, folder)
 
     def check(lora: LoRARequest) -> LoRARequest:
-        adapter = LoRAAdapter.read(Path(lora.lora_path), config, MAX_RANK)
+        adapter = LoRAAdapter.read(Path(lora.lora_path), targets, MAX_RANK)
         return replace(lora, lora_path=Path(lora.lora_path), digest=adapter.digest)
 
     async def refusal(registry: LoRARegistry, path: str) -> str:

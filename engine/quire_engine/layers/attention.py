@@ -1,0 +1,60 @@
+"""Grouped-query attention of a decoder layer (Ainslie et al. 2023), with fused projections."""
+
+import torch
+
+from quire_engine.attention.base import AttentionBackend, LayerAttention, LayerKV
+from quire_engine.checkpoint.config import DecoderConfig
+from quire_engine.kernels.ops import HeadNorms, norm_rotate, rotate
+from quire_engine.layers.norm import load_norm_weight
+from quire_engine.layers.rotary import CosSin
+from quire_engine.layers.weight_loader import WeightLoader
+
+
+class Attention:
+    """The attention ``attn`` of one layer with what is around it: a call takes what ``qkv_proj`` returns, and returns
+    what ``output_proj`` takes. With ``qk_norm`` each query and key head is normed before it is rotated. ``sinks`` says
+    whether each head has one.
+    """
+
+    def __init__(
+        self, config: DecoderConfig, weights: WeightLoader, index: int, *, qk_norm: bool = False, sinks: bool = False
+    ) -> None:
+        name, hidden = f"model.layers.{index}.self_attn", config.hidden_size
+        queries, keys = config.num_heads * config.head_dim, config.num_kv_heads * config.head_dim
+        inputs = [f"{name}.{part}_proj" for part in "qkv"]
+        heads, kv_heads = (count // weights.communicator.size for count in (config.num_heads, config.num_kv_heads))
+        self._heads = heads, kv_heads, kv_heads
+        self.attn = LayerAttention(
+            heads, kv_heads, config.head_dim, config.attention_scale, config.sliding_windows[index]
+        )
+        self.qkv_proj = weights.column_parallel_linear(inputs, [queries, keys, keys], hidden, bias=config.qkv_bias)
+        self.output_proj = weights.row_parallel_linear(
+            f"{name}.o_proj", hidden, queries, bias=config.attention_output_bias
+        )
+        self._sinks: torch.Tensor | None = None
+        if sinks:
+            names, shapes, ranks = [f"{name}.sinks"], [(config.num_heads,)], weights.communicator
+            load = weights.checkpoint.load_fused
+            self._sinks = load(names, shapes, torch.float32, weights.device, communicator=ranks)
+        self._head_norms = _load_head_norms(config, weights, name, heads) if qk_norm else None
+
+    def __call__(
+        self, projected: torch.Tensor, angles: CosSin, kv: LayerKV, attention: AttentionBackend
+    ) -> torch.Tensor:
+        """``projected`` [T, this rank's outputs of ``qkv_proj``] -> [T, this rank's inputs of ``output_proj``]."""
+        tokens = projected.shape[0]
+        heads = projected.view(tokens, -1, self.attn.head_dim)
+        queries, keys, _ = self._heads
+        if self._head_norms is None:
+            rotate(heads[:, : queries + keys], *angles)
+        else:
+            norm_rotate(heads[:, : queries + keys], self._head_norms, *angles)
+        query, key, value = heads.split_with_sizes(self._heads, dim=1)
+        return self.attn(query, key, value, kv, attention, sinks=self._sinks).reshape(tokens, -1)
+
+
+def _load_head_norms(config: DecoderConfig, weights: WeightLoader, name: str, queries: int) -> HeadNorms:
+    query, key = (
+        load_norm_weight(weights, f"{name}.{part}_norm", config.head_dim, config.norm_offset) for part in "qk"
+    )
+    return HeadNorms(query, key, queries, config.rms_norm_eps)

@@ -1,0 +1,203 @@
+"""``DecoderModel``: what all decoders with code of their own share, from token ids to logits."""
+
+import sys
+from abc import abstractmethod
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any, ClassVar
+
+import torch
+
+from quire_engine.attention.base import MAX_GRAPH_BATCH_SIZE, AttentionBackend, LayerKV
+from quire_engine.checkpoint.config import DecoderConfig
+from quire_engine.checkpoint.gguf_checkpoint import GgufTensors
+from quire_engine.core.executor import WeightStats
+from quire_engine.distributed.communicator import PendingSum, shard
+from quire_engine.distributed.pipeline import is_first, is_last
+from quire_engine.errors import ModelError
+from quire_engine.layers.decoder_layer import updated
+from quire_engine.layers.norm import RMSNorm
+from quire_engine.layers.offloaded import load_offloaded_layers
+from quire_engine.layers.rotary import RotaryEmbedding
+from quire_engine.layers.streamed import Layer, load_layers
+from quire_engine.layers.weight_loader import WeightLoader
+from quire_engine.models.base import LayerInputs, Model, ShardTable
+from quire_engine.quantization.base import Embedding
+
+
+class DecoderModel(Model):
+    """A decoder with its weights, or a rank's shard of it; ``forward`` is ``layers`` of ``inputs``.
+
+    A subclass says what a layer is, how ``config.json`` describes it, and what GGUF files call its tensors. If it is
+    ``capturable`` and on the CPU, its layers use torch for memory and views only: compiled kernels, where there are
+    any, compute everything but what adapters add.
+    """
+
+    supports_deterministic = True
+    supports_lora = True
+    supports_offload = True
+    supports_quantization = True
+
+    gguf: ClassVar[GgufTensors]
+    """The tensors of its GGUF files, if those are read."""
+
+    @classmethod
+    @abstractmethod
+    def config_fields(cls, path: Path, hf: Any) -> dict[str, Any]:
+        """Returns the fields of ``DecoderConfig`` whose default is not this architecture's, for transformers'
+        configuration ``hf`` of the file ``path``. Raises ``ModelError``.
+        """
+
+    @classmethod
+    @abstractmethod
+    def load_layer(cls, config: DecoderConfig, weights: WeightLoader, index: int) -> Layer:
+        """Loads layer ``index``."""
+
+    @classmethod
+    def shard_table(cls, config: DecoderConfig) -> ShardTable:
+        """See ``Model``. Experts are divided whole; dense networks by their inner numbers."""
+        attention = 2 * config.hidden_size * config.head_dim * (config.num_heads + config.num_kv_heads)
+        inner = [config.intermediate_size] * config.num_layers
+        if config.moe is not None:
+            experts = config.moe.num_experts * config.moe.moe_intermediate_size
+            inner = [experts if is_moe else config.intermediate_size for is_moe in config.moe.is_moe_layer]
+        has_dense = config.moe is None or not all(config.moe.is_moe_layer)
+        dimensions = [(config.num_heads, "attention heads"), (config.num_kv_heads, "KV heads")]
+        if has_dense:
+            dimensions.append((config.intermediate_size, "inner numbers of the feed-forward part"))
+        return ShardTable(
+            dimensions,
+            layer_costs=[attention + 3 * config.hidden_size * size for size in inner],
+            head_cost=config.hidden_size * config.vocab_size,
+            has_experts=config.moe is not None and any(config.moe.is_moe_layer),
+        )
+
+    @classmethod
+    def lora_targets(cls, config: DecoderConfig) -> Mapping[str, tuple[int, int]]:
+        """See ``Model``: the layers of attention and of dense feed-forward networks."""
+        hidden, inner = config.hidden_size, config.intermediate_size
+        queries, keys = config.num_heads * config.head_dim, config.num_kv_heads * config.head_dim
+        attention = {"q": (queries, hidden), "k": (keys, hidden), "v": (keys, hidden), "o": (hidden, queries)}
+        mlp = {"gate": (inner, hidden), "up": (inner, hidden), "down": (hidden, inner)}
+        shapes: dict[str, tuple[int, int]] = {}
+        for index in range(config.num_layers):
+            layer = f"model.layers.{index}"
+            shapes |= {f"{layer}.self_attn.{part}_proj": shape for part, shape in attention.items()}
+            if config.moe is None or not config.moe.is_moe_layer[index]:
+                shapes |= {f"{layer}.mlp.{part}_proj": shape for part, shape in mlp.items()}
+        return shapes
+
+    def __init__(self, config: DecoderConfig, weights: WeightLoader) -> None:
+        self.dtype = weights.dtype
+        self.loras = weights.loras
+        self._stage = stage = weights.stage
+        self.communicator = weights.communicator
+        self._token_communicator = weights.token_communicator
+        indices = range(config.num_layers)
+        if stage is not None:
+            indices = self.shard_table(config).stages(stage.count)[stage.index]
+        self._embedding: Embedding | None = None
+        self._hidden_size = config.hidden_size
+        if is_first(stage):
+            # First, as a table that is packed for both is then freed before the layers are read.
+            head, tied = "lm_head" if config.makes_logits else None, config.tie_word_embeddings
+            self._embedding, self._lm_head = weights.embedding_and_head(
+                "model.embed_tokens", head, config.vocab_size, config.hidden_size, tied=tied
+            )
+        self._rope = RotaryEmbedding(config, weights.device)
+        self._layers, self.weight_stats = self._load_layers(config, weights, indices)
+        self.attention_layers = tuple(layer.attn for layer in self._layers)
+        self.waits_for_device = any(layer.waits_for_device for layer in self._layers)
+        # On CUDA the whole forward pass is captured, with what is received in it. Whose tokens go where is known to the
+        # host alone.
+        receives = stage is not None and weights.device.type == "cuda"
+        self.capturable = not (receives or weights.sends_tokens) and all(layer.is_capturable for layer in self._layers)
+        last = "model.norm" if is_last(stage) else f"model.layers.{indices.stop}.input_layernorm"
+        self._norm = RMSNorm(weights, last, config.hidden_size, config.rms_norm_eps, offset=config.norm_offset)
+        self._split_above = _split_above(weights)
+
+    @classmethod
+    def _load_layers(
+        cls, config: DecoderConfig, weights: WeightLoader, indices: range
+    ) -> tuple[Sequence[Layer], WeightStats | None]:
+        def load(index: int) -> Layer:
+            return cls.load_layer(config, weights, index)
+
+        settings = weights.options.config
+        if settings.cpu_offload_gb:
+            return load_offloaded_layers(indices, load, settings.cpu_offload_gb, weights.device)
+        return load_layers(indices, load, settings.weights_memory_gb)
+
+    def forward(
+        self, token_ids: torch.Tensor, positions: torch.Tensor, kv: Sequence[LayerKV], attention: AttentionBackend
+    ) -> torch.Tensor:
+        """See ``Model.forward``."""
+        return self.layers(self.inputs(token_ids, positions), kv, attention)
+
+    def inputs(self, token_ids: torch.Tensor, positions: torch.Tensor) -> LayerInputs:
+        """See ``Model.inputs``: the embedding on the first stage, on another what the stage before has sent. Raises
+        ``IndexError`` as ``forward``.
+        """
+        if self._embedding is not None:
+            states = self._embedding(token_ids)
+        else:
+            assert self._stage is not None, "another stage than the first"
+            empty = torch.empty(len(token_ids), self._hidden_size, dtype=self.dtype, device=token_ids.device)
+            states = self._stage.receive(empty)
+        return LayerInputs(states, *self._rope.cos_sin(positions))
+
+    def layers(self, inputs: LayerInputs, kv: Sequence[LayerKV], attention: AttentionBackend) -> torch.Tensor:
+        """See ``Model.layers``. A stage that is not the last one returns what the next one takes."""
+        ranks, tokens = self._token_communicator, len(inputs.hidden_states)
+        if tokens > self._split_above and self._can_overlap():
+            return self._overlapped_layers(inputs, kv, attention)
+        residual, update, angles = inputs.hidden_states[shard(tokens, ranks)], None, (inputs.cos, inputs.sin)
+        for layer, layer_kv in zip(self._layers, kv, strict=True):
+            update = layer(residual, update, angles, layer_kv, attention)
+        # The norm adds the update to the stream. What it returns is made again by the next stage, from that sum.
+        normed = self._norm(residual, update)
+        return ranks.all_gather(normed if is_last(self._stage) else residual, tokens)
+
+    def _can_overlap(self) -> bool:
+        """Whether sums of a step may run beside its products. With adapters no step is split: which rows have which
+        adapter is planned for a whole step.
+        """
+        has_loras = self.loras is not None and self.loras.is_active
+        return self.communicator.overlaps_sums and not has_loras
+
+    def _overlapped_layers(
+        self, inputs: LayerInputs, kv: Sequence[LayerKV], attention: AttentionBackend
+    ) -> torch.Tensor:
+        """``layers`` of a step whose rows are computed in two halves (dual batch overlap)."""
+        residuals, angles = inputs.hidden_states.chunk(2), (inputs.cos, inputs.sin)
+        updates: Sequence[PendingSum | None] = (None, None)
+        for layer, layer_kv in zip(self._layers, kv, strict=True):
+            updates = layer.overlapped(residuals, updates, angles, layer_kv, attention)
+        normed = [self._norm(*half) for half in updated(residuals, updates)]
+        return torch.cat(normed) if is_last(self._stage) else inputs.hidden_states
+
+    def execute_dummy_batch(self, device: torch.device) -> None:
+        """See ``Model.execute_dummy_batch``: its experts compute the tokens of others."""
+        no_tokens = torch.empty(0, self._hidden_size, dtype=self.dtype, device=device)
+        for layer in self._layers:
+            layer.experts_only(no_tokens)
+
+    def logits(self, hidden: torch.Tensor) -> torch.Tensor:
+        """See ``Model.logits``. Of a pipeline, for the first stage."""
+        return self._lm_head(hidden)
+
+
+def _split_above(weights: WeightLoader) -> int:
+    """Returns the most tokens of a step that is not computed in two halves. On a GPU, steps that may be captured as
+    CUDA graphs are whole. Raises ``ModelError`` for a threshold that would divide them.
+    """
+    config = weights.options.config
+    if not config.enable_dbo or weights.communicator.size == 1:
+        return sys.maxsize
+    threshold = config.dbo_prefill_token_threshold
+    if weights.device.type == "cuda" and threshold < MAX_GRAPH_BATCH_SIZE:
+        raise ModelError(
+            f"--dbo-prefill-token-threshold {threshold} would divide steps that are CUDA graphs: give at least "
+            f"{MAX_GRAPH_BATCH_SIZE}."
+        )
+    return threshold
