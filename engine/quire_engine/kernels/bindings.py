@@ -137,7 +137,7 @@ _SIGNATURES = {
     "quire_attention": (ctypes.POINTER(AttentionCall),),
     "quire_rms_norm": (
         *(_POINTER, _INTEGER, _INTEGER, _POINTER, _POINTER, _POINTER),
-        *(_INTEGER, _INTEGER, _INTEGER, ctypes.c_float, _INTEGER, _INTEGER),
+        *(_INTEGER, _INTEGER, _INTEGER, ctypes.c_float, ctypes.c_float, _INTEGER, _INTEGER),
     ),
     "quire_route": (ctypes.POINTER(RouteCall),),
     "quire_experts": (ctypes.POINTER(ExpertsCall),),
@@ -152,7 +152,7 @@ _SIGNATURES = {
     "quire_lora": (ctypes.POINTER(LoraCall),),
     "quire_rotate": (
         *(_POINTER, _INTEGER, _INTEGER, _POINTER, _POINTER, _POINTER, _POINTER),
-        *(*(_INTEGER,) * 5, ctypes.c_float, _INTEGER, _INTEGER),
+        *(*(_INTEGER,) * 5, ctypes.c_float, ctypes.c_float, _INTEGER, _INTEGER),
     ),
     "quire_sum": (ctypes.POINTER(SumCall),),
     "quire_end_sums": (ctypes.POINTER(SumRanks),),

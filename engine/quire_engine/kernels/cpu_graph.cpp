@@ -25,12 +25,12 @@ void quire_lora(const LoraCall*);
 void quire_route(const RouteCall*);
 void quire_experts(const ExpertsCall*);
 void quire_sum(const SumCall*);
-void quire_rms_norm(const void*, int64_t, int64_t, void*, const void*, void*, int64_t, int64_t, int64_t, float, int64_t,
-                    int64_t);
+void quire_rms_norm(const void*, int64_t, int64_t, void*, const void*, void*, int64_t, int64_t, int64_t, float, float,
+                    int64_t, int64_t);
 void quire_silu_mul(const void*, int64_t, void*, int64_t, int64_t, int64_t, int64_t);
 void quire_gelu_mul(const void*, int64_t, void*, int64_t, int64_t, int64_t, int64_t);
 void quire_rotate(void*, int64_t, int64_t, const float*, const float*, const void*, const void*, int64_t, int64_t,
-                  int64_t, int64_t, int64_t, float, int64_t, int64_t);
+                  int64_t, int64_t, int64_t, float, float, int64_t, int64_t);
 }
 
 namespace {

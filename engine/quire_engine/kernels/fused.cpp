@@ -4,9 +4,10 @@
 
 namespace {
 
-// Where torch would run one operation after the other, results are rounded between them as torch would.
+// Where torch would run one operation after the other, results are rounded between them as torch would. A weight with an
+// offset multiplies what is not rounded yet, as Gemma's norm does.
 template <typename T>
-void norm_row(const T* x, T* residual, const T* weight, T* out, int64_t dim, float eps) {
+void norm_row(const T* x, T* residual, const T* weight, T* out, int64_t dim, float eps, float offset) {
   Floats squares{};
   for (int64_t d = 0; d < dim; d += kLanes) {
     Floats v = read_some(x + d, dim - d);
@@ -19,8 +20,8 @@ void norm_row(const T* x, T* residual, const T* weight, T* out, int64_t dim, flo
   const float scale = 1.f / std::sqrt(total(squares) / float(dim) + eps);
   const T* from = residual ? residual : x;
   for (int64_t d = 0; d < dim; d += kLanes) {
-    const Floats v = rounded(read_some(from + d, dim - d) * scale, T{});
-    write_some(out + d, v * read_some(weight + d, dim - d), dim - d);
+    const Floats v = read_some(from + d, dim - d) * scale, w = read_some(weight + d, dim - d);
+    write_some(out + d, offset ? v * (w + offset) : rounded(v, T{}) * w, dim - d);
   }
 }
 
@@ -63,7 +64,7 @@ void gated_rows(const void* gate_up, int64_t row, void* out, int64_t rows, int64
 extern "C" {
 
 void quire_rms_norm(const void* x, int64_t token, int64_t head, void* residual, const void* weight, void* out,
-                    int64_t tokens, int64_t heads, int64_t dim, float eps, int64_t bf16, int64_t threads) {
+                    int64_t tokens, int64_t heads, int64_t dim, float eps, float offset, int64_t bf16, int64_t threads) {
   const auto run = [&](auto type) {
     using T = decltype(type);
 #pragma omp parallel for num_threads(int(threads)) if (tokens * heads * dim > kWorthSharing)
@@ -71,7 +72,7 @@ void quire_rms_norm(const void* x, int64_t token, int64_t head, void* residual, 
       for (int64_t h = 0; h < heads; ++h) {
         const int64_t row = (t * heads + h) * dim;  // of the tensors without gaps
         T* sum = residual ? (T*)residual + row : nullptr;
-        norm_row((const T*)x + t * token + h * head, sum, (const T*)weight, (T*)out + row, dim, eps);
+        norm_row((const T*)x + t * token + h * head, sum, (const T*)weight, (T*)out + row, dim, eps, offset);
       }
   };
   bf16 ? run(Bf16{}) : run(float{});
@@ -90,7 +91,7 @@ void quire_gelu_mul(const void* gate_up, int64_t row, void* out, int64_t rows, i
 // With `query_norm`, the first `queries` heads are normed by it before, and the others by `key_norm`.
 void quire_rotate(void* x, int64_t token, int64_t head, const float* cos, const float* sin, const void* query_norm,
                   const void* key_norm, int64_t tokens, int64_t heads, int64_t queries, int64_t dim, int64_t half,
-                  float eps, int64_t bf16, int64_t threads) {
+                  float eps, float offset, int64_t bf16, int64_t threads) {
   const auto run = [&](auto type) {
     using T = decltype(type);
 #pragma omp parallel for num_threads(int(threads)) if (tokens * heads * half > kWorthSharing)
@@ -98,7 +99,7 @@ void quire_rotate(void* x, int64_t token, int64_t head, const float* cos, const 
       for (int64_t h = 0; h < heads; ++h) {
         T* row = (T*)x + t * token + h * head;
         const T* norm = (const T*)(h < queries ? query_norm : key_norm);
-        if (norm) norm_row<T>(row, nullptr, norm, row, dim, eps);
+        if (norm) norm_row<T>(row, nullptr, norm, row, dim, eps, offset);
         rotate_row(row, cos + t * half, sin + t * half, half);
       }
   };

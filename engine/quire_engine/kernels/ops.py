@@ -26,13 +26,14 @@ from quire_engine.kernels.norm_rotate import triton_norm_rotate
 @dataclass(frozen=True, slots=True)
 class HeadNorms:
     """Weights [head_dim] of the norms of the query heads, which are the first ``num_queries`` heads, and of the key
-    heads.
+    heads; ``offset`` as in ``rms_norm``.
     """
 
     query: torch.Tensor
     key: torch.Tensor
     num_queries: int
     eps: float
+    offset: float = 0.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,33 +52,35 @@ class ClampedSwiGLU:
         return (up.clamp(-self.limit, self.limit) + 1) * (gate * torch.sigmoid(gate * self.alpha))
 
 
-def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
-    """``x / rms(x) * weight`` over the last dimension, in fp32 inside.
+def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float, *, offset: float = 0.0) -> torch.Tensor:
+    """``x / rms(x) * (offset + weight)`` over the last dimension, in fp32 inside.
 
     ``x`` [T, N] or, for a norm of each head, [T, heads, N] with any strides of T and heads; ``weight`` [N].
-    Returns ``x``'s shape.
+    Returns ``x``'s shape. Without an ``offset`` the quotient is rounded before the product, as transformers does.
     """
-    if x.is_cuda and (normed := flashinfer_rms_norm(x, weight, eps)) is not None:
+    if x.is_cuda and (normed := flashinfer_rms_norm(x, weight, eps, offset=offset)) is not None:
         return normed
     kernels = _kernels_for(x, weight)
     if kernels is None or x.stride(-1) != 1:
-        return _torch_rms_norm(x, weight, eps)
-    return _call_rms_norm_kernel(kernels, x, None, weight, eps)
+        return _torch_rms_norm(x, weight, eps, offset)
+    return _call_rms_norm_kernel(kernels, x, None, weight, eps, offset=offset)
 
 
-def add_rms_norm(x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
-    """Adds ``x`` [T, N] to ``residual`` [T, N] in place, and returns the norm of the sum, [T, N].
+def add_rms_norm(
+    x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, eps: float, *, offset: float = 0.0
+) -> torch.Tensor:
+    """Adds ``x`` [T, N] to ``residual`` [T, N] in place, and returns ``rms_norm`` of the sum, [T, N].
 
     The norm may overwrite ``x``.
     """
-    if x.is_cuda and (normed := flashinfer_add_rms_norm(x, residual, weight, eps)) is not None:
+    if x.is_cuda and (normed := flashinfer_add_rms_norm(x, residual, weight, eps, offset=offset)) is not None:
         return normed
     kernels = _kernels_for(x, residual, weight)
     if kernels is None or x.stride(-1) != 1 or not residual.is_contiguous():
         residual += x
-        return _torch_rms_norm(residual, weight, eps)
+        return _torch_rms_norm(residual, weight, eps, offset)
     _check(x.shape == residual.shape, "x and residual must have one shape")
-    return _call_rms_norm_kernel(kernels, x, residual, weight, eps)
+    return _call_rms_norm_kernel(kernels, x, residual, weight, eps, offset=offset)
 
 
 def silu_mul(gate_up: torch.Tensor) -> torch.Tensor:
@@ -123,13 +126,15 @@ def norm_rotate(x: torch.Tensor, norms: HeadNorms, cos: torch.Tensor, sin: torch
     if x.is_cuda:
         _check_angles(x, cos, sin)
         queries, eps = norms.num_queries, norms.eps
-        if triton_norm_rotate(x, cos, sin, query=norms.query, key=norms.key, num_queries=queries, eps=eps):
+        if not norms.offset and triton_norm_rotate(
+            x, cos, sin, query=norms.query, key=norms.key, num_queries=queries, eps=eps
+        ):
             return
     kernels = _kernels_for(x, norms.query, norms.key)
     if kernels is None or x.stride(2) != 1:
         parts = x.tensor_split((norms.num_queries,), dim=1)
         for part, weight in zip(parts, (norms.query, norms.key), strict=True):
-            part.copy_(rms_norm(part, weight, norms.eps))
+            part.copy_(rms_norm(part, weight, norms.eps, offset=norms.offset))
         rotate(x, cos, sin)
         return
     _check_angles(x, cos, sin)
@@ -159,12 +164,13 @@ def _call_rotate_kernel(
     (tokens, heads, dim), (token, head, _) = x.shape, x.stride()
     cos, sin = cos.contiguous(), sin.contiguous()
     query = key = None
-    queries, eps = 0, 0.0
+    queries, eps, offset = 0, 0.0, 0.0
     if norms is not None:
-        query, key, queries, eps = norms.query.data_ptr(), norms.key.data_ptr(), norms.num_queries, norms.eps
+        query, key = norms.query.data_ptr(), norms.key.data_ptr()
+        queries, eps, offset = norms.num_queries, norms.eps, norms.offset
     kernels.quire_rotate(
         *(x.data_ptr(), token, head, cos.data_ptr(), sin.data_ptr(), query, key),
-        *(tokens, heads, queries, dim, cos.shape[1], eps, _is_bf16(x), torch.get_num_threads()),
+        *(tokens, heads, queries, dim, cos.shape[1], eps, offset, _is_bf16(x), torch.get_num_threads()),
     )
 
 
@@ -176,9 +182,10 @@ def _check_angles(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> None
     _check(cos.device == sin.device == x.device, "cos and sin must be where x is")
 
 
-def _torch_rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
+def _torch_rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float, offset: float) -> torch.Tensor:
     wide = x.float()
-    return (wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + eps)).to(x.dtype) * weight
+    normed = wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + eps)
+    return (normed * (weight.float() + offset)).to(x.dtype) if offset else normed.to(x.dtype) * weight
 
 
 def _torch_rotate(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> None:
@@ -190,7 +197,13 @@ def _torch_rotate(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> None
 
 
 def _call_rms_norm_kernel(
-    kernels: ctypes.CDLL, x: torch.Tensor, residual: torch.Tensor | None, weight: torch.Tensor, eps: float
+    kernels: ctypes.CDLL,
+    x: torch.Tensor,
+    residual: torch.Tensor | None,
+    weight: torch.Tensor,
+    eps: float,
+    *,
+    offset: float,
 ) -> torch.Tensor:
     shape, stride = x.shape, x.stride()
     _check(len(shape) in (2, 3), "x must be [T, N] or [T, heads, N]")
@@ -200,7 +213,7 @@ def _call_rms_norm_kernel(
     added = None if residual is None else residual.data_ptr()
     kernels.quire_rms_norm(
         *(x.data_ptr(), stride[0], stride[-2], added, weight.data_ptr(), out.data_ptr()),
-        *(shape[0], heads, shape[-1], eps, _is_bf16(x), torch.get_num_threads()),
+        *(shape[0], heads, shape[-1], eps, offset, _is_bf16(x), torch.get_num_threads()),
     )
     return out
 

@@ -5,7 +5,6 @@ import torch
 from quire_engine.attention.base import AttentionBackend, LayerAttention, LayerKV
 from quire_engine.checkpoint.config import DecoderConfig
 from quire_engine.kernels.ops import HeadNorms, norm_rotate, rotate
-from quire_engine.layers.norm import load_norm_weight
 from quire_engine.layers.rotary import CosSin
 from quire_engine.layers.weight_loader import WeightLoader
 
@@ -54,7 +53,5 @@ class Attention:
 
 
 def _load_head_norms(config: DecoderConfig, weights: WeightLoader, name: str, queries: int) -> HeadNorms:
-    query, key = (
-        load_norm_weight(weights, f"{name}.{part}_norm", config.head_dim, config.norm_offset) for part in "qk"
-    )
-    return HeadNorms(query, key, queries, config.rms_norm_eps)
+    query, key = (weights.load_fused([f"{name}.{part}_norm.weight"], [(config.head_dim,)]) for part in "qk")
+    return HeadNorms(query, key, queries, config.rms_norm_eps, config.norm_offset)

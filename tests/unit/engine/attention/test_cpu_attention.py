@@ -23,6 +23,7 @@ from quire_engine.attention.reference import ReferenceAttention
 from quire_engine.kernels import bindings as kernels
 from quire_engine.kernels import build
 from quire_engine.kernels import ops as fused
+from transformers.models.gemma3.modeling_gemma3 import Gemma3RMSNorm
 
 KERNEL_IS_THERE = kernels.library() is not None
 needs_kernel = pytest.mark.skipif(not KERNEL_IS_THERE, reason="the kernels cannot be compiled here")
@@ -501,19 +502,24 @@ def test_the_fused_operations_equal_their_torch_forms(dtype, tokens, heads, dim,
     cos, sin = angles[0].cos(), angles[0].sin()
 
     def results() -> list[torch.Tensor]:
-        added, turned, normed = residual.clone(), wide.clone(), wide.clone()
+        added = residual.clone()
+        turned, normed, offset_normed = wide.clone(), wide.clone(), wide.clone()
         fused.rotate(turned[:, : heads - 1], cos, sin)
         fused.norm_rotate(normed[:, 1:], fused.HeadNorms(weight, weight * 2, heads // 2, 1e-5), cos, sin)
+        offset = fused.HeadNorms(weight, weight * 2, heads // 2, 1e-5, offset=1.0)
+        fused.norm_rotate(offset_normed[:, 1:], offset, cos, sin)
         first = wide[:, 0]
         return [
             fused.rms_norm(first, weight, 1e-5),
             fused.rms_norm(wide[:, 1:], weight, 1e-5),
+            fused.rms_norm(wide[:, 1:], weight, 1e-5, offset=1.0),
             fused.add_rms_norm(first, added, weight, 1e-5),
             added,
             fused.silu_mul(first),
             fused.gelu_mul(first),
             turned,
             normed,
+            offset_normed,
         ]
 
     compiled = results()
@@ -521,13 +527,26 @@ def test_the_fused_operations_equal_their_torch_forms(dtype, tokens, heads, dim,
         patch.setattr(fused, "library", lambda: None)
         plain = results()
     rtol = 2e-5 if dtype == torch.float32 else 2e-2
-    for mine, theirs in zip(compiled[:-2], plain[:-2], strict=True):
+    for mine, theirs in zip(compiled[:-3], plain[:-3], strict=True):
         torch.testing.assert_close(mine, theirs, rtol=rtol, atol=2e-5)
-    for mine, theirs in zip(compiled[-2:], plain[-2:], strict=True):
+    for mine, theirs in zip(compiled[-3:], plain[-3:], strict=True):
         # A rotated number is a difference of products, which may nearly cancel: what it may be off by is a part of its
         # pair's length, which a rotation keeps.
         pairs, lengths = ((t.float().unflatten(-1, (2, dim)).norm(dim=-2)) for t in (mine.float() - theirs, theirs))
         assert (pairs <= rtol * lengths + 2e-5).all()
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_weight_with_an_offset_is_rounded_once_as_gemma_rounds(dtype):
+    norm = Gemma3RMSNorm(96, eps=1e-6)
+    norm.weight.data = torch.randn(96).to(dtype) * 0.1
+    x, residual = (torch.randn(5, 96).to(dtype) for _ in range(2))
+    assert_near = functools.partial(
+        torch.testing.assert_close, rtol=1e-6 if dtype == torch.float32 else 1e-2, atol=1e-6
+    )
+    assert_near(fused.rms_norm(x, norm.weight.data, 1e-6, offset=1.0), norm(x).detach())
+    expected = norm(x + residual).detach()
+    assert_near(fused.add_rms_norm(x, residual, norm.weight.data, 1e-6, offset=1.0), expected)
 
 
 def test_a_rotation_keeps_lengths_and_the_numbers_beyond_it():
