@@ -75,7 +75,10 @@ CONTRACT = (
     ),
     Call("norm/__init__.py", "rmsnorm", ("input", "weight", "eps"), ("out",)),
     Call("norm/__init__.py", "fused_add_rmsnorm", ("input", "residual", "weight", "eps")),
+    Call("norm/__init__.py", "gemma_rmsnorm", ("input", "weight", "eps"), ("out",)),
+    Call("norm/__init__.py", "gemma_fused_add_rmsnorm", ("input", "residual", "weight", "eps")),
     Call("activation.py", "silu_and_mul", ("input",)),
+    Call("activation.py", "gelu_tanh_and_mul", ("input",)),
     Call(
         "rope.py",
         "apply_rope_with_cos_sin_cache_inplace",

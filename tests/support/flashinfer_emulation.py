@@ -5,6 +5,7 @@ values through it. What is queued on a GPU's stream is queued here too while ``S
 staging buffer of its wrapper that the next plan overwrites, and all work is done only when someone waits.
 """
 
+import functools
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -346,10 +347,12 @@ def attend(
 
 def rmsnorm(input, weight, eps=1e-6, out=None):
     _check_rows(input, weight)
-    wide = input.float()
-    normed = wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + eps) * weight.float()
-    out.copy_(normed)
+    out.copy_(_normed(input.float(), weight.float(), eps))
     return out
+
+
+def _normed(wide, weight, eps):
+    return wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + eps) * weight
 
 
 def fused_add_rmsnorm(input, residual, weight, eps=1e-6):
@@ -357,16 +360,39 @@ def fused_add_rmsnorm(input, residual, weight, eps=1e-6):
     _check_rows(residual, weight)
     wide = input.float() + residual.float()
     residual.copy_(wide)
-    input.copy_(wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + eps) * weight.float())
+    input.copy_(_normed(wide, weight.float(), eps))
+
+
+def gemma_rmsnorm(input, weight, eps=1e-6, out=None):
+    assert input.dim() == 2, "it has no norm of each head"
+    _check_rows(input, weight)
+    out.copy_(_normed(input.float(), weight.float() + 1, eps))
+    return out
+
+
+def gemma_fused_add_rmsnorm(input, residual, weight, eps=1e-6):
+    _check_rows(input, weight)
+    _check_rows(residual, weight)
+    wide = input.float() + residual.float()
+    residual.copy_(wide)
+    input.copy_(_normed(wide, weight.float() + 1, eps))
 
 
 def silu_and_mul(input):
+    return _gated(input, torch.nn.functional.silu)
+
+
+def gelu_tanh_and_mul(input):
+    return _gated(input, functools.partial(torch.nn.functional.gelu, approximate="tanh"))
+
+
+def _gated(input, activate):
     assert input.dtype in (torch.float16, torch.bfloat16)
     if input.shape[-1] * input.element_size() % 16:
         raise ValueError("The pointers must be multiple of 16 bytes.")
     assert input.is_contiguous()
     gate, up = input.float().chunk(2, dim=-1)
-    return (torch.nn.functional.silu(gate) * up).to(input.dtype)
+    return (activate(gate) * up).to(input.dtype)
 
 
 def apply_rope_with_cos_sin_cache_inplace(positions, query, key, head_size, cos_sin_cache, is_neox=True):

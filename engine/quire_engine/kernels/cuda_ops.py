@@ -17,7 +17,6 @@ _ALIGNMENT = 16
 # In bytes, of tensors [T, N]: FlashInfer's kernel for them requires it.
 _TENSOR_ALIGNMENT = 128
 _ROTATED_AT_ONCE = 8
-_OFFSETS = (0.0, 1.0)
 
 logger = logging.getLogger(__name__)
 
@@ -25,9 +24,11 @@ logger = logging.getLogger(__name__)
 def flashinfer_rms_norm(
     x: torch.Tensor, weight: torch.Tensor, eps: float, *, offset: float = 0.0
 ) -> torch.Tensor | None:
-    """See ``ops.rms_norm``. FlashInfer has it with the offsets 0 and 1."""
+    """See ``ops.rms_norm``. FlashInfer has an offset of 1 too, but not for each head."""
     library = _flashinfer_for(x, weight)
-    if library is None or offset not in _OFFSETS or not _has_aligned_rows(x, weight) or not _is_tensor_aligned(x):
+    if library is None or not _has_aligned_rows(x, weight) or not _is_tensor_aligned(x):
+        return None
+    if offset and (offset, x.dim()) != (1.0, 2):
         return None
     out = torch.empty(x.shape, dtype=x.dtype, device=x.device)
     (library.gemma_rmsnorm if offset else library.rmsnorm)(x, weight, eps, out=out)
@@ -39,14 +40,9 @@ def flashinfer_add_rms_norm(
 ) -> torch.Tensor | None:
     """See ``ops.add_rms_norm``. The norm overwrites ``x``."""
     library = _flashinfer_for(x, residual, weight)
-    if (
-        library is None
-        or offset not in _OFFSETS
-        or x.shape != residual.shape
-        or not _has_aligned_rows(x, residual, weight)
-    ):
+    if library is None or x.shape != residual.shape or not _has_aligned_rows(x, residual, weight):
         return None
-    if not (_is_tensor_aligned(x) and _is_tensor_aligned(residual)):
+    if offset not in (0.0, 1.0) or not (_is_tensor_aligned(x) and _is_tensor_aligned(residual)):
         return None
     (library.gemma_fused_add_rmsnorm if offset else library.fused_add_rmsnorm)(x, residual, weight, eps)
     return x

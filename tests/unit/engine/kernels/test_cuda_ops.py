@@ -49,17 +49,18 @@ def assert_near(mine: torch.Tensor, expected: torch.Tensor) -> None:
 
 
 @settings(max_examples=20, deadline=None)
-@given(st.integers(1, 9), st.sampled_from([64, 576, 1024]), DTYPES)
-def test_norms_are_their_twins(tokens, width, dtype):
+@given(st.integers(1, 9), st.sampled_from([64, 576, 1024]), DTYPES, st.sampled_from([0.0, 1.0]))
+def test_norms_are_their_twins(tokens, width, dtype, offset):
     x, residual, weight = (
         noise(tokens, width, dtype=dtype),
         noise(tokens, width, dtype=dtype),
         noise(width, dtype=dtype),
     )
-    assert_near(cuda_ops.flashinfer_rms_norm(x, weight, 1e-5), ops.rms_norm(x, weight, 1e-5))
+    normed = cuda_ops.flashinfer_rms_norm(x, weight, 1e-5, offset=offset)
+    assert_near(normed, ops.rms_norm(x, weight, 1e-5, offset=offset))
     summed = residual.clone()
-    expected = ops.add_rms_norm(x.clone(), summed, weight, 1e-5)
-    assert_near(cuda_ops.flashinfer_add_rms_norm(x, residual, weight, 1e-5), expected)
+    expected = ops.add_rms_norm(x.clone(), summed, weight, 1e-5, offset=offset)
+    assert_near(cuda_ops.flashinfer_add_rms_norm(x, residual, weight, 1e-5, offset=offset), expected)
     assert_near(residual, summed)
 
 
@@ -69,13 +70,15 @@ def test_a_norm_of_each_head_takes_slices_of_a_wider_tensor(tokens, heads, dim, 
     part = noise(tokens, heads + 3, dim, dtype=dtype)[:, 1 : heads + 1]
     weight = noise(dim, dtype=dtype)
     assert_near(cuda_ops.flashinfer_rms_norm(part, weight, 1e-5), ops.rms_norm(part, weight, 1e-5))
+    assert cuda_ops.flashinfer_rms_norm(part, weight, 1e-5, offset=1.0) is None
 
 
 @settings(max_examples=20, deadline=None)
 @given(st.integers(1, 9), st.sampled_from([8, 1536]), DTYPES)
-def test_the_activation_is_its_twin(tokens, width, dtype):
+def test_the_activations_are_their_twins(tokens, width, dtype):
     gate_up = noise(tokens, 2 * width, dtype=dtype)
     assert_near(cuda_ops.flashinfer_silu_mul(gate_up), ops.silu_mul(gate_up))
+    assert_near(cuda_ops.flashinfer_gelu_mul(gate_up), ops.gelu_mul(gate_up))
 
 
 @settings(max_examples=30, deadline=None)
