@@ -74,6 +74,9 @@ def specs(group: str) -> Iterator[Spec]:
         case "short":
             yield from (prefill(bf16, bf16, 64, False), prefill(bf16, bf16, 128, True), decode(bf16, 128, True))
         case "all":
+            from flashinfer.jit.activation import gen_act_and_mul_module
+
+            yield gen_act_and_mul_module("gelu_tanh")
             for dtype, size, window in product((bf16, half), (64, 128, 256), (False, True)):
                 yield prefill(dtype, dtype, size, window)
             for dtype, size, window in product((bf16, half), (64, 128, 256), (False, True)):
