@@ -1,5 +1,6 @@
 """An engine that slept makes the tokens that one makes that did not, and its memory was given back meanwhile."""
 
+import re
 from collections.abc import Iterator
 from contextlib import closing
 from pathlib import Path
@@ -134,6 +135,41 @@ def test_an_engine_that_cannot_put_its_weights_away_stays_awake(
     assert demo.run() == expected
 
 
-def test_one_that_shares_its_model_does_not_sleep(small_models: SmallModels) -> None:
-    with closing(load(small_models.folder("llama3"), 64, 0, tensor_parallel_size=2)) as executor:
-        assert not executor.can_sleep
+def anonymous_bytes(executor: TorchExecutor) -> int:
+    """Memory of rank 1's process that no file has the contents of."""
+    (rank,) = executor._runner._workers._processes
+    status = Path(f"/proc/{rank.pid}/status").read_text()
+    return int(re.search(r"RssAnon:\s+(\d+) kB", status)[1]) << 10
+
+
+@pytest.mark.parametrize("sizes", [{"tensor_parallel_size": 2}, {"pipeline_parallel_size": 2}])
+def test_all_ranks_sleep_and_wake_up(sizes: dict[str, int]) -> None:
+    with closing(Running(load(DEMO, 64, 32, **sizes))) as running:
+        expected = running.run()
+        for _ in range(2):
+            awake = anonymous_bytes(running.executor)
+            assert running.ask(Sleep) is None
+            assert anonymous_bytes(running.executor) < awake - (3 << 20)  # of about 5 MB of weights
+            assert running.ask(WakeUp) is None
+            assert running.run() == expected
+
+
+@pytest.mark.parametrize("cannot", ["sleep", "wake_up"])
+def test_if_one_rank_cannot_change_none_does(
+    small_models: SmallModels, monkeypatch: pytest.MonkeyPatch, cannot: str
+) -> None:
+    def refuse() -> None:
+        raise SleepError("rank 0 has its reasons")
+
+    with closing(Running(load(small_models.folder("llama3"), 64, 0, tensor_parallel_size=2))) as running:
+        expected = running.run()
+        asked = Sleep if cannot == "sleep" else WakeUp
+        if asked is WakeUp:
+            assert running.ask(Sleep) is None
+        with monkeypatch.context() as patched:
+            patched.setattr(running.executor._runner._own_runner, cannot, refuse)
+            failure = running.ask(asked)
+            assert failure is not None
+            assert "rank 0 has its reasons" in failure.message
+            assert running.core.is_sleeping == (asked is WakeUp)
+        assert running.run() == expected

@@ -18,6 +18,7 @@ from quire_proto.tls import TlsError
 
 from quire_engine.config import NodeArgs
 from quire_engine.core.block_pool import BlockCopies, KVCacheConfig
+from quire_engine.core.executor import SleepError
 from quire_engine.core.kv_disk import DiskContents, TransferResult
 from quire_engine.core.lora import LoRARequest
 from quire_engine.device.accelerator import inference_on
@@ -246,6 +247,27 @@ class MultiprocRunner:
         """See ``Runner.remove_lora``."""
         arrays = [json_to_array(lora_id)]
         self._call_all_ranks(RpcMethod.REMOVE_LORA, arrays, lambda: self._own_runner.remove_lora(lora_id))
+
+    def sleep(self) -> None:
+        """See ``Sleeper.sleep``. If one rank cannot, none does."""
+        if errors := self._change_sleep(RpcMethod.SLEEP, self._own_runner.sleep):
+            self._change_sleep(RpcMethod.WAKE_UP, self._own_runner.wake_up)
+            raise SleepError(errors[0])
+
+    def wake_up(self) -> None:
+        """See ``Sleeper.wake_up``. If one rank cannot, all sleep on."""
+        if errors := self._change_sleep(RpcMethod.WAKE_UP, self._own_runner.wake_up):
+            self._change_sleep(RpcMethod.SLEEP, self._own_runner.sleep)
+            raise SleepError(errors[0])
+
+    def _change_sleep(self, method: RpcMethod, change: Callable[[], None]) -> list[str]:
+        """Has all ranks sleep or wake up. Returns the reasons of those that cannot, which are as they were."""
+        number, errors = self._workers.request(method), list[str]()
+        try:
+            change()
+        except SleepError as error:
+            errors.append(str(error))
+        return [*errors, *filter(None, self._workers.wait_for_replies(number))]
 
     def open_disk(
         self, folder: Path, fingerprint: str, num_slots: int, report: Callable[[TransferResult], object]

@@ -15,6 +15,7 @@ from quire_proto.logs import LogFormat, set_up_logging
 
 from quire_engine.checkpoint.config import DecoderConfig, ModelConfig
 from quire_engine.config import EngineArgs
+from quire_engine.core.executor import SleepError
 from quire_engine.core.kv_disk import TransferResult
 from quire_engine.device.accelerator import inference_on
 from quire_engine.device.host import tune_malloc, usable_cores
@@ -200,6 +201,8 @@ class RankWorker:
             RpcMethod.STORE: self._put_stored,
             RpcMethod.OPEN_DISK: self._open_disk,
             RpcMethod.EXECUTE_DUMMY_BATCH: self._execute_dummy_batch,
+            RpcMethod.SLEEP: self._sleep,
+            RpcMethod.WAKE_UP: self._wake_up,
         }
 
     def run(self, until: RpcMethod | None = None) -> None:
@@ -324,6 +327,23 @@ class RankWorker:
 
     def _remove_lora(self, arrays: Sequence[RpcArray]) -> None:
         self._runner_or_fail.remove_lora(json_from_array(arrays[0]))
+
+    def _sleep(self, _: Sequence[RpcArray]) -> str:
+        """Returns why this rank cannot sleep, empty if it does: that is no failure of the rank."""
+        self._hidden.clear()
+        return self._change_sleep(self._runner_or_fail.sleep)
+
+    def _wake_up(self, _: Sequence[RpcArray]) -> str:
+        """Returns why this rank cannot wake up, empty if it is awake."""
+        return self._change_sleep(self._runner_or_fail.wake_up)
+
+    def _change_sleep(self, change: Callable[[], None]) -> str:
+        with inference_on(self._loaded_or_fail.model.device):
+            try:
+                change()
+            except SleepError as error:
+                return str(error)
+        return ""
 
     def _open_disk(self, arrays: Sequence[RpcArray]) -> dict[str, Any] | str:
         """Returns what is on this rank's disk, or why it cannot be used: that is no failure of the rank."""

@@ -53,11 +53,16 @@ class RpcMethod(IntEnum):
     STORE = 12
     OPEN_DISK = 13
     EXECUTE_DUMMY_BATCH = 14
+    SLEEP = 15
+    WAKE_UP = 16
 
     @property
     def has_reply(self) -> bool:
         """Whether success is answered too: rank 0 waits for it."""
-        return self <= RpcMethod.MAKE_RUNNER or self in (RpcMethod.ADD_LORA, RpcMethod.OPEN_DISK)
+        return self <= RpcMethod.MAKE_RUNNER or self in _ANSWERED
+
+
+_ANSWERED = frozenset((RpcMethod.ADD_LORA, RpcMethod.OPEN_DISK, RpcMethod.SLEEP, RpcMethod.WAKE_UP))
 
 
 class RpcReply(IntEnum):

@@ -315,19 +315,19 @@ class TorchExecutor:
 
     @property
     def can_sleep(self) -> bool:
-        """Whether this is a ``Sleeper``: its weights are all its own, and all in the memory of one device."""
-        return isinstance(self._runner, ModelRunner) and self._engines is None and self.weight_stats is None
+        """Whether this is a ``Sleeper``: no other engine needs its experts, and all of its weights are in memory."""
+        return self._engines is None and self.weight_stats is None
 
     def sleep(self) -> None:
         """See ``Sleeper.sleep``."""
-        assert isinstance(self._runner, ModelRunner), "it cannot sleep"
+        assert self.can_sleep, "it cannot sleep"
         self._worker.forget_step()
         with inference_on(self._device):
             self._runner.sleep()
 
     def wake_up(self) -> None:
         """See ``Sleeper.wake_up``."""
-        assert isinstance(self._runner, ModelRunner), "it cannot sleep"
+        assert self.can_sleep, "it cannot sleep"
         with inference_on(self._device):
             self._runner.wake_up()
 

@@ -261,6 +261,14 @@ class Runner(Protocol):
         """
         ...
 
+    def sleep(self) -> None:
+        """See ``Sleeper.sleep``. Does nothing if it sleeps."""
+        ...
+
+    def wake_up(self) -> None:
+        """See ``Sleeper.wake_up``. Does nothing if it is awake."""
+        ...
+
     def close(self) -> None:
         """Gives the KV memory back, and the weights unless another runner has them too. Nothing can be computed any
         more. To be called once.
@@ -379,7 +387,9 @@ class ModelRunner:
             raise
 
     def sleep(self) -> None:
-        """See ``Sleeper.sleep``. CUDA graphs are dropped, as they hold addresses."""
+        """See ``Runner.sleep``. CUDA graphs are dropped, as they hold addresses."""
+        if self._put_away is not None:
+            return
         model, device = self._loaded, self._loaded.device
         if device.type == "cuda":
             torch.cuda.synchronize(device)
@@ -393,8 +403,9 @@ class ModelRunner:
             torch.cuda.empty_cache()
 
     def wake_up(self) -> None:
-        """See ``Sleeper.wake_up``."""
-        assert self._put_away is not None, "it does not sleep"
+        """See ``Runner.wake_up``."""
+        if self._put_away is None:
+            return
         self._kv_cache.wake_up()
         try:
             self._put_away.restore()
