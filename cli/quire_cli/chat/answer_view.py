@@ -89,7 +89,7 @@ class AnswerView:
             self._is_thinking = False
 
     def tell_speed(self, tokens: int) -> None:
-        """Shows how fast the answer came, which has so many tokens."""
+        """Shows the tokens per second of the answer."""
         if self.is_terminal and tokens:
             seconds = self._last - self._first
             rate = f", {(tokens - 1) / seconds:.1f} tokens/s" if tokens > 1 and seconds > 0 else ""

@@ -162,7 +162,7 @@ def _only_model(client: ApiClient) -> str:
 
 
 def _models(client: ApiClient) -> list[str]:
-    """What is served. Waits for a server that is starting here."""
+    """Returns the models that are served. Waits for a server that is starting here."""
     view, began = AnswerView(), monotonic()
     try:
         while True:

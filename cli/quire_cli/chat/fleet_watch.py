@@ -1,7 +1,7 @@
 """``FleetWatch``: says in an answer's view what it waits for, while no engine can run it.
 
 It reads ``/v1/fleet/events`` of Quire's router while an answer comes. Other servers have no such stream, and a key may
-not be allowed to read it: then nothing is said.
+not be allowed to read it: then it stays silent.
 """
 
 from collections.abc import Mapping

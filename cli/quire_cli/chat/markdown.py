@@ -1,7 +1,7 @@
 """``Markdown``: an answer's Markdown in the colors of a terminal, while it comes.
 
 Line by line, so that what was shown never has to be taken back: headings, emphasis, inline code, bullets, quotes and
-code blocks. Other marks, such as those of tables and links, stay as they are.
+code blocks. Other marks, such as tables and links, stay as they are.
 """
 
 import re

@@ -1,5 +1,5 @@
-"""The server that commands talk to: its address and its key, as flags, variables and ``quire serve`` name them; and
-what is said where none answers.
+"""The server that commands talk to: its address and key, as flags, variables and ``quire serve`` name them, and the
+errors where none answers.
 """
 
 import os
@@ -42,14 +42,14 @@ def is_starting(url: str) -> bool:
 
 
 def no_server(url: str) -> str:
-    """What is said where nobody listens."""
+    """Returns the error for an address where nothing listens."""
     listed = " or ".join(server.url for server in running_servers()[:3])
     advice = f"one runs at {listed}" if listed else "quire serve MODEL starts one"
     return f"no server answers at {url}; {advice}."
 
 
 def not_http(url: str) -> str:
-    """What is said of a port that speaks something else."""
+    """Returns the error for a port that speaks another protocol."""
     return (
         f"{url} does not speak HTTP/1, as the port for gRPC does not: --url names the port of the REST API, by "
         "default 8000."
@@ -57,7 +57,7 @@ def not_http(url: str) -> str:
 
 
 def other_server(url: str, status: int) -> str:
-    """What is said of an answer that is no API's."""
+    """Returns the error for an answer of another program."""
     return f"{url} is not an OpenAI-compatible server (it answers HTTP {status} without an error object): check --url."
 
 

@@ -138,7 +138,7 @@ def read_steps(path: Path) -> tuple[RecordedEngine, Iterator[RecordedStep]]:
     lines = _read_lines(path)
     head = next(lines, {})
     if head.get("quire_steps") != FORMAT:
-        raise RecordingError(f"{path} is no file of steps that this version reads.")
+        raise RecordingError(f"{path} does not hold steps of this version.")
     try:
         plain = head["engine"]
         groups = tuple(KVCacheGroup(**group) for group in plain["capacity"].pop("groups"))
@@ -153,7 +153,7 @@ def _read_steps(path: Path, lines: Iterator[dict[str, Any]]) -> Iterator[Recorde
         try:
             yield _step_from_plain(line)
         except (LookupError, TypeError, ValueError, OverflowError, AttributeError, QuireError) as error:
-            raise RecordingError(f"Line {number} of {path} is no step: {error!r}.") from error
+            raise RecordingError(f"Line {number} of {path} does not hold a step: {error!r}.") from error
 
 
 def _write_line(lines: BinaryIO | gzip.GzipFile, value: object) -> None:
@@ -166,7 +166,7 @@ def _read_lines(path: Path) -> Iterator[dict[str, Any]]:
             for line in lines:
                 value = json.loads(line)
                 if not isinstance(value, dict):
-                    raise RecordingError(f"{path} is no file of steps.")
+                    raise RecordingError(f"{path} does not hold steps.")
                 yield value
     except EOFError:
         return  # the writer was killed

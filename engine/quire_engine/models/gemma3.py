@@ -35,7 +35,9 @@ class Gemma3ForCausalLM(DecoderModel):
     def config_fields(cls, path: Path, hf: Any) -> dict[str, Any]:
         """See ``DecoderModel``."""
         if not is_positive_int(scalar := hf.query_pre_attn_scalar):
-            raise ModelError(f"{path} has a query_pre_attn_scalar of {scalar!r}, which is no whole number above 0.")
+            raise ModelError(
+                f"{path} has a query_pre_attn_scalar of {scalar!r}, and it must be a whole number above 0."
+            )
         bias = bool(hf.attention_bias)
         return {
             "qkv_bias": bias,

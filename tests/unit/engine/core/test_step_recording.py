@@ -181,9 +181,9 @@ def test_what_an_engine_that_was_killed_has_written_is_read(tmp_path: Path) -> N
 @pytest.mark.parametrize(
     ("lines", "said"),
     [
-        ([], "is no file of steps"),
-        ([[1]], "is no file of steps"),
-        ([{"quire_steps": 99}], "is no file of steps that this version reads"),
+        ([], "does not hold steps"),
+        ([[1]], "does not hold steps"),
+        ([{"quire_steps": 99}], "does not hold steps of this version"),
         ([{"quire_steps": 1, "engine": {"model": "m"}}], "does not say what engine"),
     ],
 )
