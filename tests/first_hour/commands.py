@@ -32,7 +32,7 @@ NOT_RUN: Mapping[Path, Mapping[str, str]] = {
         "from langchain.agents.middleware import wrap_model_call": BY_CLIENTS,
         'message = model.bind_tools([weather]).invoke("What is the weather in Rome?")': BY_CLIENTS,
         "from pydantic import BaseModel": BY_CLIENTS,
-        "agent = create_agent(model, tools=[weather], response_format=Report)": BY_CLIENTS,
+        "reporter = create_agent(model, tools=[weather], response_format=Report)": BY_CLIENTS,
         'question = {"messages": [{"role": "user", "content": "What is the weather in Rome?"}]}': BY_CLIENTS,
         "quire serve Qwen/Qwen3-Coder-30B-A3B-Instruct --served-model-name qwen3 --max-model-len 65536": "needs a GPU",
         "import asyncio": BY_CLIENTS,
