@@ -90,8 +90,8 @@ class KVCacheManager:
         self._evicted_after_one_use: OrderedDict[bytes, None] = OrderedDict()
         self._max_evicted_hashes = capacity.device_blocks + capacity.host_blocks
         sizes = [UNBOUNDED_TOKENS if group.window is None else group.window for group in capacity.groups]
-        self._told_suffix = self._suffixes[sizes.index(max(sizes))]
-        emit = self._events.append if self.num_groups == 1 else self._emit_if_told
+        self._published_suffix = self._suffixes[sizes.index(max(sizes))]
+        emit = self._events.append if self.num_groups == 1 else self._emit_published
         on_evict = self._offload_evicted if self.host_caching else None
         self.device_pool = BlockPool(capacity.device_blocks, Tier.DEVICE, reserved=1, emit=emit, on_evict=on_evict)
         # Where nothing looks for prefixes in the host pool, its names are no news to a router.
@@ -420,7 +420,7 @@ class KVCacheManager:
         stored = self.device_pool.stored_blocks() + (self.host_pool.stored_blocks() if self.host_caching else [])
         if self.num_groups == 1:
             return stored
-        told = [each for each in stored if each.block_hash.endswith(self._told_suffix)]
+        told = [each for each in stored if each.block_hash.endswith(self._published_suffix)]
         return [BlockStored(each.block_hash[:HASH_BYTES], each.tier) for each in told]
 
     def check_integrity(self) -> None:
@@ -432,11 +432,11 @@ class KVCacheManager:
 
     # Inside
 
-    def _emit_if_told(self, event: KVCacheEvent) -> None:
+    def _emit_published(self, event: KVCacheEvent) -> None:
         """Routers hear of one block for each of a prompt's, that of the group that sees most. What they find there is
         the most that a request can begin with.
         """
-        if event.block_hash.endswith(self._told_suffix):
+        if event.block_hash.endswith(self._published_suffix):
             self._events.append(replace(event, block_hash=event.block_hash[:HASH_BYTES]))
 
     def _find_cached(self, name: bytes) -> CachedBlock | None:

@@ -214,7 +214,7 @@ def test_tensors_that_fit_no_layer_of_the_model_are_refused(
     assert told in str(caught.value)
 
 
-def test_a_pickle_is_not_opened_and_what_to_do_is_said(folder: Path, targets: Targets) -> None:
+def test_a_pickle_is_refused_with_a_remedy(folder: Path, targets: Targets) -> None:
     weights = folder / "adapter_model.safetensors"
     weights.rename(folder / "adapter_model.bin")
     with pytest.raises(LoRAError, match=r"is a pickle, .* safe_serialization=True"):
@@ -257,7 +257,7 @@ def test_broken_folders_are_refused(folder: Path, targets: Targets) -> None:
 
 
 @pytest.mark.parametrize(("path", "told"), [("x" * 300, "File name too long"), ("a\0b", "not the name of a folder")])
-def test_what_can_be_no_folder_is_refused(targets: Targets, path: str, told: str) -> None:
+def test_an_invalid_folder_is_refused(targets: Targets, path: str, told: str) -> None:
     with pytest.raises(LoRAError, match=told):
         LoRAAdapter.read(Path("/", path), targets, MAX_RANK)
 

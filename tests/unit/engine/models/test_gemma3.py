@@ -62,6 +62,6 @@ def test_another_activation_runs_through_transformers(tmp_path: Path, changes: d
         ({"hidden_size": None}, "hidden_size is None"),
     ],
 )
-def test_what_cannot_be_is_refused(tmp_path: Path, changes: dict[str, Any], told: str) -> None:
+def test_an_invalid_config_is_refused(tmp_path: Path, changes: dict[str, Any], told: str) -> None:
     with pytest.raises(ModelError, match=told):
         read(tmp_path, **changes)
