@@ -1,16 +1,18 @@
 """Models of several ranks under test: what they are asked for, and ranks that are stopped, killed or fail alone."""
 
+from array import array
 from collections.abc import Callable
+from dataclasses import replace
 from threading import Thread
 from typing import Any
 
 import psutil
 import pytest
 import torch
-from quire_engine.core.step import SampleRequest
+from quire_engine.core.step import SampleRequest, SchedulerOutput
 from quire_engine.executor import multiproc
 from quire_engine.executor.rank_processes import RankError
-from quire_engine.executor.rpc import batch_to_arrays
+from quire_engine.executor.rpc import step_to_arrays
 from quire_engine.executor.torch_executor import TorchExecutor
 from quire_engine.models.base import LayerInputs
 from quire_engine.models.decoder import DecoderModel
@@ -109,15 +111,14 @@ class Watched:
         assert f"Rank {rank} (process {other.pid}) was killed by SIGKILL" in self.told[0]
 
     def loss_by_a_wrong_batch(self, patch: pytest.MonkeyPatch) -> str:
-        """What is told when the other ranks are sent a batch that they refuse."""
+        """What is told when the other ranks are sent a step that they refuse."""
 
-        def wrong(batch: Any) -> list[Any]:
-            arrays = [array.copy() for array in batch_to_arrays(batch)]
-            arrays[0][:] = 1 << 40
-            return arrays
+        def wrong(output: SchedulerOutput, *others: Any) -> list[Any]:
+            new = [replace(each, token_ids=array("i", [1 << 30] * len(each.token_ids))) for each in output.new]
+            return step_to_arrays(replace(output, new=new), *others)
 
         self.run()
-        patch.setattr(multiproc, "batch_to_arrays", wrong)
+        patch.setattr(multiproc, "step_to_arrays", wrong)
         thread, raised = in_background(self.run)
         told = self.loss()
         thread.join(SECONDS_TO_BE_TOLD)

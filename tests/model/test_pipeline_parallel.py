@@ -11,17 +11,16 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 from quire_engine import LLM
 from quire_engine import SamplingParams as LlmParams
 from quire_engine.core.block_pool import BlockCopies, BlockCopy
 from quire_engine.core.executor import CopyError
-from quire_engine.distributed import pipeline
-from quire_engine.distributed.pipeline import PipelineStage
 from quire_engine.errors import ModelError
+from quire_engine.executor.multiproc import MultiprocRanks
 from quire_engine.executor.rank_processes import RankError
 from quire_engine.executor.torch_executor import TorchExecutor
 from quire_engine.models.decoder import DecoderModel
+from quire_engine.sampling.sampler import Sampler
 from quire_proto.sampling import SamplingParams
 
 from tests.model.engine import Run, run
@@ -187,22 +186,23 @@ def test_steps_are_under_way_in_all_stages_at_once(
 ) -> None:
     """What stage 0 has launched when it waits for the last stage: nearly always a step for each stage."""
     waiting: list[int] = []
-    launched: list[object] = []
-    pass_on, complete = PipelineStage.pass_on, PipelineStage.complete
+    under_way: list[object] = []
+    execute, get_output = MultiprocRanks.execute, MultiprocRanks.get_output
 
-    def count(stage: PipelineStage, hidden: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:
-        if pipeline.is_first(stage):
-            launched.append(hidden)
-        return pass_on(stage, hidden, rows)
+    def count(ranks: MultiprocRanks, *step: Any) -> Any:
+        under_way.append(step)
+        return execute(ranks, *step)
 
-    def look(stage: PipelineStage, hidden: torch.Tensor) -> None:
-        waiting.append(len(stage._awaited))
-        complete(stage, hidden)
+    def look(ranks: MultiprocRanks) -> Any:
+        waiting.append(len(under_way))
+        under_way.pop()
+        return get_output(ranks)
 
-    monkeypatch.setattr(PipelineStage, "pass_on", count)
-    monkeypatch.setattr(PipelineStage, "complete", look)
+    monkeypatch.setattr(MultiprocRanks, "execute", count)
+    monkeypatch.setattr(MultiprocRanks, "get_output", look)
     with closing(load(deep, 3)) as shared:
         waiting.clear()
+        under_way.clear()
         in_stages(shared, 3, small_models)
     assert max(waiting) == 3
     assert sum(waiting) > 2.5 * len(waiting)
@@ -245,6 +245,21 @@ def test_a_step_that_fails_between_others_leaves_them_as_they_are(threads: None,
         second.sample_tokens()
         alone = shared.execute_model(make_step(4, [chunk([7, 8, 9], [4], id=4)])).token_ids
         assert second.get_output().token_ids == alone
+
+
+def test_a_draw_that_fails_in_the_last_stage_is_that_steps_error(
+    threads: None, deep: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(*_: object) -> None:
+        raise ZeroDivisionError("no luck")
+
+    with closing(load(deep, 3)) as shared:
+        wanted = shared.execute_model(make_step(0, [chunk([5, 6], [1])])).token_ids
+        with monkeypatch.context() as patched:
+            patched.setattr(Sampler, "sample_plain", fail)
+            with pytest.raises(RuntimeError, match="ZeroDivisionError: no luck"):
+                shared.execute_model(make_step(1, [chunk([5, 6], [1])]))
+        assert shared.execute_model(make_step(2, [chunk([5, 6], [1])])).token_ids == wanted
 
 
 def test_a_copy_that_fails_in_every_stage_ends_the_engine(threads: None, deep: Path) -> None:

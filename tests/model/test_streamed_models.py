@@ -194,13 +194,13 @@ def test_each_rank_reads_its_own_layers(
 
 
 @pytest.mark.parametrize(
-    ("nodes", "parts"), [(1, [1.5, 1.5, 2.0, 2.0]), (2, [3.5, 3.5, 3.5, 3.5])], ids=["one machine", "two"]
+    ("nodes", "parts"), [(1, [2.0, 2.0, 1.5, 1.5]), (2, [3.5, 3.5, 3.5, 3.5])], ids=["one machine", "two"]
 )
 def test_ranks_of_a_machine_share_the_memory_as_its_layers(tmp_path: Path, nodes: int, parts: list[float]) -> None:
     folder = small_model("llama2", tmp_path, num_hidden_layers=7)
     engine = EngineArgs(model=folder, tensor_parallel_size=2, pipeline_parallel_size=2, weights_memory_gb=7)
     settings = RankSettings(engine, read_model_config(folder), "cpu", threads=1, nnodes=nodes)
-    assert settings.num_layers() == [3, 3, 4, 4]
+    assert settings.num_layers() == [4, 4, 3, 3]
     assert [settings.weights_memory_gb(rank) for rank in range(4)] == parts
 
 

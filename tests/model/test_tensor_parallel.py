@@ -21,7 +21,9 @@ from quire_engine.executor.rank_processes import RankError
 from quire_engine.executor.torch_executor import TorchExecutor
 from quire_engine.kernels.bindings import library
 from quire_engine.kernels.packed_linear import is_fast
-from quire_engine.worker import model_runner
+from quire_engine.worker import model_runner, worker
+from quire_engine.worker.input_batch import InputBatch
+from quire_engine.worker.request_states import RequestStates
 from quire_proto.sampling import SamplingParams
 from safetensors.torch import load_file, save_file
 
@@ -82,7 +84,7 @@ def test_decode_steps_are_graphs_with_their_sums(threads: None, small_models: Sm
     folder = small_models.folder(name)
     with closing(load(folder, 2)) as shared, closing(load(folder, 2, enforce_eager=True)) as eager:
         made, wanted = (generate(each, small_models) for each in (shared, eager))
-        graphs = shared._runner._own_runner._cpu_graphs._graphs  # type: ignore[union-attr]
+        graphs = shared._runner._cpu_graphs._graphs  # type: ignore[union-attr]
         assert {1, 2} <= {size for size, _ in graphs}
     assert made.choices == wanted.choices
 
@@ -152,6 +154,41 @@ def test_deterministic_logits_do_not_depend_on_the_batch(threads: None, small_mo
             prompts = [*others[:place], needle, *others[place:]]
             among = run(shared, prompts, [params] * PROMPTS, chunk=chunk).choices[place][0]
             assert (among.token_ids, among.logprobs) == (alone.token_ids, alone.logprobs)
+
+
+# What each rank knows
+
+
+@pytest.mark.parametrize("sizes", [(2, 1), (1, 2), (2, 2)])
+@pytest.mark.parametrize("schedule", SCHEDULES)
+def test_every_rank_makes_the_same_batch_of_a_step(
+    threads: None, small_models: SmallModels, monkeypatch: pytest.MonkeyPatch, sizes: tuple[int, int], schedule: str
+) -> None:
+    """Tokens that were drawn and blocks that have changed reach them all, though sequences leave memory and return."""
+    made: dict[int, list[tuple[object, ...]]] = {}
+    prepare_inputs = worker.prepare_inputs
+
+    def record(states: RequestStates, *step: Any) -> InputBatch:
+        batch = prepare_inputs(states, *step)
+        group, known = batch.model_input.attention[0], batch.model_input
+        tensors = (known.token_ids, known.positions, group.page_ids, group.last_page_len, known.sampled_rows)
+        made.setdefault(id(states), []).append(tuple(tensor.tolist() for tensor in tensors))
+        return batch
+
+    folder, (blocks, host_blocks, most) = small_models.folder("llama3"), SCHEDULES[schedule]
+    block_bytes, (tensor_size, num_stages) = 4 * numbers_a_token(folder) * BLOCK_SIZE, sizes
+    pools = {"kv_cache_memory": blocks * block_bytes, "swap_bytes": host_blocks * block_bytes}
+    divided = {"tensor_parallel_size": tensor_size, "pipeline_parallel_size": num_stages}
+    params = [SamplingParams(temperature=1, seed=index, max_tokens=40, ignore_eos=True) for index in range(5)]
+    monkeypatch.setattr(worker, "prepare_inputs", record)
+    with closing(load_executor(folder, dtype="float32", **pools, **divided)) as shared:
+        made.clear()
+        ran = run(shared, small_models.prompts[:5], params, chunk=most, num_stages=num_stages)
+        assert sum(ran.statistics.preemptions.values()) > 0
+    own, *others = made.values()
+    assert len(others) == tensor_size * num_stages - 1
+    assert len(own) > 40
+    assert all(other == own for other in others)
 
 
 # Graphs
@@ -266,7 +303,7 @@ def test_rank_0_failing_alone_is_reported_although_the_others_wait_for_it(
         raise RuntimeError("out of memory")
 
     watched.run()
-    monkeypatch.setattr(watched.executor._runner._own_runner._model, "_norm", fail)
+    monkeypatch.setattr(watched.executor._runner._model, "_norm", fail)
     with pytest.raises(RankError, match=r"Rank 0 failed in a step in which other ranks did not: .*out of memory"):
         watched.run()
     watched.loss()

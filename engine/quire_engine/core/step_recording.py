@@ -9,10 +9,9 @@ import json
 import logging
 import os
 import zlib
-from array import array
 from collections.abc import Iterator, Mapping
 from contextlib import suppress
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from queue import Empty, Full, Queue
 from threading import Thread
@@ -21,12 +20,10 @@ from typing import Any, BinaryIO
 
 from quire_proto import __version__
 from quire_proto.errors import QuireError
-from quire_proto.pooling import PoolingParams, Task
-from quire_proto.sampling import SamplingParams
 
-from quire_engine.core.block_pool import BlockCopies, BlockCopy, KVCacheConfig, KVCacheGroup
-from quire_engine.core.lora import LoRARequest
-from quire_engine.core.step import ModelOutput, NewRequest, SampleRequest, ScheduledChunk, SchedulerOutput
+from quire_engine.core.block_pool import KVCacheConfig, KVCacheGroup
+from quire_engine.core.step import ModelOutput, SchedulerOutput
+from quire_engine.core.step_plain import step_from_plain, step_to_plain
 
 log = logging.getLogger(__name__)
 
@@ -34,8 +31,6 @@ FORMAT = 1
 _MOST_WAITING = 256  # steps
 _FLUSH_SECONDS = 1.0  # after which what was recorded is in the file, whatever happens to the engine
 _END_SECONDS = 10.0
-_COLUMNS = ("sequence_ids", "rows", "starts", "lengths", "draws")
-_COPIES = ("blocks_to_swap_out", "blocks_to_copy", "blocks_to_swap_in", "blocks_to_swap_ahead")
 
 
 class RecordingError(Exception):
@@ -127,7 +122,7 @@ class StepRecorder:
                 continue
             if step is None:
                 return
-            _write_line(lines, _step_to_plain(step))
+            _write_line(lines, _recorded_to_plain(step))
         self._end(f"it has {self._max_bytes} bytes")
 
 
@@ -151,13 +146,13 @@ def read_steps(path: Path) -> tuple[RecordedEngine, Iterator[RecordedStep]]:
 def _read_steps(path: Path, lines: Iterator[dict[str, Any]]) -> Iterator[RecordedStep]:
     for number, line in enumerate(lines, 2):
         try:
-            yield _step_from_plain(line)
+            yield _recorded_from_plain(line)
         except (LookupError, TypeError, ValueError, OverflowError, AttributeError, QuireError) as error:
             raise RecordingError(f"Line {number} of {path} does not hold a step: {error!r}.") from error
 
 
 def _write_line(lines: BinaryIO | gzip.GzipFile, value: object) -> None:
-    lines.write(json.dumps(value, separators=(",", ":")).encode() + b"\n")
+    lines.write(json.dumps(value, separators=(",", ":"), default=list).encode() + b"\n")
 
 
 def _read_lines(path: Path) -> Iterator[dict[str, Any]]:
@@ -174,109 +169,16 @@ def _read_lines(path: Path) -> Iterator[dict[str, Any]]:
         raise RecordingError(f"{path} cannot be read: {error}.") from error
 
 
-def _step_to_plain(step: RecordedStep) -> dict[str, Any]:
-    """The step as values that JSON has; what is empty is left out."""
-    output = step.scheduler_output
-    plain: dict[str, Any] = {name: getattr(output, name).tolist() for name in _COLUMNS}
-    plain |= {
-        "new": [_new_to_plain(new) for new in output.new],
-        "new_tokens": output.new_tokens.tolist(),
-        "new_blocks": [changes.tolist() for changes in output.new_blocks],
-        "freed_rows": output.freed_rows.tolist(),
-        "awaiting": output.awaiting.tolist(),
-        "drafts": list(output.drafts.items()),
-        "copies": {
-            name: [(copy.source, copy.target) for copy in getattr(output.copies, name)]
-            for name in _COPIES
-            if getattr(output.copies, name)
-        },
-        "num_preempted": output.num_preempted,
-        "max_seconds": output.max_seconds,
-        "has_fragments": output.has_fragments,
-        "token_ids": step.token_ids,
-        "failed": step.failed,
+def _recorded_to_plain(step: RecordedStep) -> dict[str, Any]:
+    made = {"token_ids": step.token_ids, "failed": step.failed}
+    return {
+        **step_to_plain(step.scheduler_output),
+        "seconds": round(step.seconds, 6),
+        **{name: value for name, value in made.items() if value},
     }
-    kept = {name: value for name, value in plain.items() if value}
-    return {"step": output.step, "seconds": round(step.seconds, 6), "groups": len(output.new_blocks), **kept}
 
 
-def _step_from_plain(plain: Mapping[str, Any]) -> RecordedStep:
-    new_blocks = plain.get("new_blocks") or [[] for _ in range(plain["groups"])]
-    copies = BlockCopies()
-    for name in _COPIES:
-        getattr(copies, name).extend(BlockCopy(*pair) for pair in plain.get("copies", {}).get(name, ()))
-    output = SchedulerOutput(
-        plain["step"],
-        copies,
-        [_new_from_plain(new) for new in plain.get("new", ())],
-        array("i", plain.get("new_tokens", ())),
-        tuple(array("i", changes) for changes in new_blocks),
-        array("i", plain.get("freed_rows", ())),
-        num_preempted=plain.get("num_preempted", 0),
-        max_seconds=plain.get("max_seconds", 0.0),
-        has_fragments=plain.get("has_fragments", False),
-    )
-    drafts = {number: tuple(token_ids) for number, token_ids in plain.get("drafts", ())}
-    awaiting = set(plain.get("awaiting", ()))
-    columns = zip(*(plain.get(name, ()) for name in _COLUMNS), strict=True)
-    for number, (sequence_id, row, start, length, num_draws) in enumerate(columns):
-        place = sequence_id, row, start, length, num_draws
-        output.add_chunk(ScheduledChunk(*place, number in awaiting, drafts.get(number, ())))
-    held = [new["row"] for new in plain.get("new", ()) if any(each["has_grammar"] for each in new["sample_requests"])]
+def _recorded_from_plain(plain: Mapping[str, Any]) -> RecordedStep:
+    output, new = step_from_plain(plain), plain.get("new", ())
+    held = [each["row"] for each in new if any(request["has_grammar"] for request in each["sample_requests"])]
     return RecordedStep(output, plain.get("token_ids", []), plain.get("failed", 0), plain["seconds"], frozenset(held))
-
-
-def _new_to_plain(new: NewRequest) -> dict[str, Any]:
-    return {
-        "row": new.row,
-        "token_ids": new.token_ids.tolist(),
-        "block_ids": [table.tolist() for table in new.block_ids],
-        "sample_requests": [_request_to_plain(request) for request in new.sample_requests],
-        "num_prompt_logprobs": new.num_prompt_logprobs,
-        "lora": None if new.lora is None else _lora_to_plain(new.lora),
-        "pooling": None if new.pooling is None else asdict(new.pooling),
-    }
-
-
-def _new_from_plain(plain: Mapping[str, Any]) -> NewRequest:
-    lora, pooling = plain["lora"], plain["pooling"]
-    return NewRequest(
-        plain["row"],
-        array("i", plain["token_ids"]),
-        tuple(array("i", table) for table in plain["block_ids"]),
-        tuple(_request_from_plain(request) for request in plain["sample_requests"]),
-        num_prompt_logprobs=plain["num_prompt_logprobs"],
-        lora=None if lora is None else LoRARequest(lora[0], lora[1], lora[2], bytes.fromhex(lora[3])),
-        pooling=None if pooling is None else PoolingParams(**{**pooling, "task": Task(pooling["task"])}),
-    )
-
-
-def _lora_to_plain(lora: LoRARequest) -> list[Any]:
-    return [lora.lora_name, lora.lora_int_id, str(lora.lora_path), lora.digest.hex()]
-
-
-def _request_to_plain(request: SampleRequest) -> dict[str, Any]:
-    """What a grammar compiles from stays out: only whether there is one."""
-    return {
-        "params": asdict(replace(request.params, structured=None)),
-        "seed": request.seed,
-        "num_prompt_tokens": request.num_prompt_tokens,
-        "stop_token_ids": sorted(request.stop_token_ids),
-        "has_grammar": request.grammar is not None,
-        "num_candidates": request.num_candidates,
-    }
-
-
-def _request_from_plain(plain: Mapping[str, Any]) -> SampleRequest:
-    params = {name: _as_tuples(value) for name, value in plain["params"].items()}
-    return SampleRequest(
-        SamplingParams(**params),
-        plain["seed"],
-        plain["num_prompt_tokens"],
-        frozenset(plain["stop_token_ids"]),
-        num_candidates=plain["num_candidates"],
-    )
-
-
-def _as_tuples(value: Any) -> Any:
-    return tuple(map(_as_tuples, value)) if isinstance(value, list) else value

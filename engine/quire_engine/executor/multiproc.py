@@ -1,26 +1,27 @@
 """A model of several ranks as rank 0 leads it: ``MultiprocLeader`` starts and ends the processes of the others, and
-``MultiprocRunner`` has all ranks run each step together. At the end, the ranks' KV caches: one decision from what all
-of them measured.
+``MultiprocRanks`` has all ranks execute each step together. At the end, the ranks' KV caches: one decision from what
+all of them measured.
 """
 
 import logging
-import weakref
-from collections import deque
+from array import array
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from typing import TypeVar
+from typing import Any, TypeVar
 
+import numpy as np
 import torch
 from quire_proto.logs import log_format
 from quire_proto.tls import TlsError
 
 from quire_engine.config import NodeArgs
-from quire_engine.core.block_pool import BlockCopies, KVCacheConfig
 from quire_engine.core.executor import SleepError
 from quire_engine.core.kv_disk import DiskContents, TransferResult
 from quire_engine.core.lora import LoRARequest
+from quire_engine.core.step import ModelOutput, SchedulerOutput
+from quire_engine.core.step_plain import lora_to_plain
 from quire_engine.device.accelerator import inference_on
 from quire_engine.distributed.rank_group import RankGroup
 from quire_engine.errors import LoRAError, ModelError
@@ -28,21 +29,21 @@ from quire_engine.executor.engine_group import EngineGroup
 from quire_engine.executor.node_agent import node_facts
 from quire_engine.executor.node_hub import NodeHub
 from quire_engine.executor.rank_processes import RankWorkers
-from quire_engine.executor.rank_worker import RankSettings, make_rank_folder, rank_fingerprint
+from quire_engine.executor.rank_worker import RankSettings, answer_of, make_rank_folder, rank_fingerprint
 from quire_engine.executor.rpc import (
     RpcArray,
     RpcMethod,
-    batch_to_arrays,
-    copies_to_arrays,
+    bitmask_to_arrays,
     disk_from_plain,
     json_to_array,
-    lora_to_arrays,
-    rows_to_arrays,
+    step_to_arrays,
 )
+from quire_engine.sampling.grammar_bitmask import GrammarBitmask
 from quire_engine.worker.cuda_graph import NO_GRAPHS, GraphCaptureError
-from quire_engine.worker.input_batch import ModelInput
 from quire_engine.worker.memory import CacheBudget, CacheSizes, MemoryProfile, MemoryProfiler, compute_cache_sizes
-from quire_engine.worker.model_runner import LoadedModel, ModelRunner, Runner
+from quire_engine.worker.model_runner import LoadedModel, ModelRunner
+from quire_engine.worker.request_states import Indices
+from quire_engine.worker.worker import AsyncStep, Ranks
 
 log = logging.getLogger(__name__)
 T = TypeVar("T")
@@ -125,9 +126,9 @@ class MultiprocLeader:
             self._workers.request(RpcMethod.END_PROFILE)
         return [own, *(MemoryProfile(**answer) for answer in self._workers.wait_for_replies(number))]
 
-    def make_runner(self, model: LoadedModel, cache_sizes: CacheSizes) -> Runner:
-        """A runner with KV memory of ``cache_sizes`` bytes on each rank."""
-        return MultiprocRunner(self._workers, self._group, model, cache_sizes)
+    def make_ranks(self, model: LoadedModel, cache_sizes: CacheSizes) -> Ranks:
+        """The ranks with KV memory of ``cache_sizes`` bytes on each."""
+        return MultiprocRanks(self._workers, self._group, model, cache_sizes)
 
     def close(self) -> None:
         """Ends the other ranks. Nothing can be run afterwards."""
@@ -158,10 +159,10 @@ class MultiprocLeader:
             self._on_lost(sentence)
 
 
-class MultiprocRunner:
-    """The ``Runner`` of rank 0, which has all ranks make each call together: each rank has a runner of its own, with
-    its shard of the model, and KV memory of as many blocks as rank 0 has in ``cache_sizes``. Decode steps are captured
-    as graphs on all ranks or on none.
+class MultiprocRanks:
+    """The ``Ranks`` of a model in several processes, as rank 0 has them: each has a runner of its own, with its shard
+    of the model, and KV memory of as many blocks as rank 0 has in ``cache_sizes``. Decode steps are captured as graphs
+    on all ranks or on none.
 
     In a pipeline each rank makes the calls in their order, and a later stage makes a call later.
 
@@ -172,15 +173,16 @@ class MultiprocRunner:
     def __init__(self, workers: RankWorkers, group: RankGroup, model: LoadedModel, cache_sizes: CacheSizes) -> None:
         self._workers = workers
         self._group = group
-        # The latest hidden states, which are to be freed with their step.
-        self._forwarded: deque[weakref.ref[torch.Tensor]] = deque(maxlen=group.num_stages)
+        self.draws = group.num_stages == 1
+        self._drawn = array("i")
+        self._num_exchanges_before = 0
         try:
-            self._own_runner = self._make_runners(model, cache_sizes)
+            self.runner = self._make_runners(model, cache_sizes)
         except GraphCaptureError as error:
             log.warning(NO_GRAPHS, error)
-            self._own_runner = self._make_runners(replace(model, graph_sizes=()), cache_sizes)
+            self.runner = self._make_runners(replace(model, graph_sizes=()), cache_sizes)
 
-    def _make_runners(self, model: LoadedModel, cache_sizes: CacheSizes) -> Runner:
+    def _make_runners(self, model: LoadedModel, cache_sizes: CacheSizes) -> ModelRunner:
         num_blocks = cache_sizes.kv_cache_bytes // model.block_bytes, cache_sizes.swap_bytes // model.block_bytes
         arrays = [json_to_array(num_blocks), json_to_array(bool(model.graph_sizes))]
         number, runner = call_all_ranks(
@@ -193,114 +195,111 @@ class MultiprocRunner:
         self._workers.wait_for_replies(number)
         return runner
 
-    @property
-    def kv_cache_config(self) -> KVCacheConfig:
-        """See ``Runner.kv_cache_config``. All ranks have the same blocks; the bytes of a block are one rank's."""
-        return self._own_runner.kv_cache_config
+    def execute(
+        self, output: SchedulerOutput, without_loras: Sequence[int], work: Callable[[], AsyncStep]
+    ) -> AsyncStep:
+        """See ``Ranks.execute``."""
+        drawn, self._drawn = self._drawn, array("i")
+        self._workers.begin_call(RpcMethod.EXECUTE, step_to_arrays(output, drawn, without_loras))
+        self._num_exchanges_before = self._group.num_exchanges
+        step = self._failing_alike(work)
+        if not (self.draws and step.needs_logits):  # else they are part of the call
+            self._workers.call_succeeded()
+        return step
 
-    @property
-    def dtype(self) -> torch.dtype:
-        """See ``Runner.dtype``."""
-        return self._own_runner.dtype
+    def compute_logits(self, work: Callable[[], T]) -> T:
+        """See ``Ranks.compute_logits``."""
+        result = self._failing_alike(work)
+        self._workers.call_succeeded()
+        return result
 
-    def copy(self, copies: BlockCopies) -> None:
-        """See ``Runner.copy``."""
-        self._call_all_ranks(RpcMethod.COPY_BLOCKS, copies_to_arrays(copies), lambda: self._own_runner.copy(copies))
+    def get_output(self) -> ModelOutput:
+        """See ``Ranks.get_output``."""
+        return self._workers.wait_for_output()
 
-    def forward(self, batch: ModelInput, pending: torch.Tensor | None = None) -> torch.Tensor:
-        """See ``Runner.forward``. ``pending`` is broadcast from device to device."""
+    def send_bitmask(self, bitmask: GrammarBitmask) -> None:
+        """See ``Ranks.send_bitmask``."""
+        self._workers.send(RpcMethod.BITMASK, bitmask_to_arrays(bitmask))
 
-        def compute() -> torch.Tensor:
-            if pending is not None:
-                self._group.broadcast(pending)
-            return self._own_runner.forward(batch, pending)
+    def take_drawn(self, rows: Indices, positions: Indices, token_ids: Indices) -> None:
+        """See ``Ranks.take_drawn``."""
+        self._drawn.frombytes(np.stack((rows, positions, token_ids), 1).astype(np.int32).tobytes())
 
-        hidden = self._call_all_ranks(RpcMethod.FORWARD, batch_to_arrays(batch), compute)
-        self._forwarded.append(weakref.ref(hidden))
-        return hidden
-
-    def logits(self, hidden: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:
-        """See ``Runner.logits``."""
-        age = next(age for age, each in enumerate(reversed(self._forwarded)) if each() is hidden)
-        arrays = rows_to_arrays(rows, age)
-        return self._call_all_ranks(RpcMethod.LOGITS, arrays, lambda: self._own_runner.logits(hidden, rows))
+    def broadcast(self, pending: torch.Tensor) -> None:
+        """See ``Ranks.broadcast``: from device to device."""
+        self._group.broadcast(pending)
 
     def execute_dummy_batch(self) -> None:
-        """See ``Runner.execute_dummy_batch``."""
-        self._call_all_ranks(RpcMethod.EXECUTE_DUMMY_BATCH, [], self._own_runner.execute_dummy_batch)
+        """See ``Ranks.execute_dummy_batch``."""
+        call_all_ranks(self._workers, self._group, RpcMethod.EXECUTE_DUMMY_BATCH, [], self.runner.execute_dummy_batch)
 
     def add_lora(self, lora: LoRARequest) -> None:
-        """See ``Runner.add_lora``. Each rank reads the folder, and keeps its part. As that may be changing, one rank
+        """See ``Ranks.add_lora``. Each rank reads the folder, and keeps its part. As that may be changing, one rank
         can fail alone: then none has the adapter.
         """
-        number, errors = self._workers.request(RpcMethod.ADD_LORA, lora_to_arrays(lora)), []
-        try:
-            self._own_runner.add_lora(lora)
-        except LoRAError as error:
-            errors.append(str(error))
-        errors += filter(None, self._workers.wait_for_replies(number))
-        if errors:
+        if errors := self._errors_of("add_lora", lora_to_plain(lora), lambda: self.runner.add_lora(lora)):
             self.remove_lora(lora.lora_int_id)
             raise LoRAError(errors[0])
 
     def remove_lora(self, lora_id: int) -> None:
-        """See ``Runner.remove_lora``."""
-        arrays = [json_to_array(lora_id)]
-        self._call_all_ranks(RpcMethod.REMOVE_LORA, arrays, lambda: self._own_runner.remove_lora(lora_id))
+        """See ``Ranks.remove_lora``."""
+        self._errors_of("remove_lora", lora_id, lambda: self.runner.remove_lora(lora_id))
 
     def sleep(self) -> None:
         """See ``Sleeper.sleep``. If one rank cannot, none does."""
-        if errors := self._change_sleep(RpcMethod.SLEEP, self._own_runner.sleep):
-            self._change_sleep(RpcMethod.WAKE_UP, self._own_runner.wake_up)
+        if errors := self._errors_of("sleep", None, self.runner.sleep):
+            self._errors_of("wake_up", None, self.runner.wake_up)
             raise SleepError(errors[0])
 
     def wake_up(self) -> None:
         """See ``Sleeper.wake_up``. If one rank cannot, all sleep on."""
-        if errors := self._change_sleep(RpcMethod.WAKE_UP, self._own_runner.wake_up):
-            self._change_sleep(RpcMethod.SLEEP, self._own_runner.sleep)
+        if errors := self._errors_of("wake_up", None, self.runner.wake_up):
+            self._errors_of("sleep", None, self.runner.sleep)
             raise SleepError(errors[0])
-
-    def _change_sleep(self, method: RpcMethod, change: Callable[[], None]) -> list[str]:
-        """Has all ranks sleep or wake up. Returns the reasons of those that cannot, which are as they were."""
-        number, errors = self._workers.request(method), list[str]()
-        try:
-            change()
-        except SleepError as error:
-            errors.append(str(error))
-        return [*errors, *filter(None, self._workers.wait_for_replies(number))]
 
     def open_disk(
         self, folder: Path, fingerprint: str, num_slots: int, report: Callable[[TransferResult], object]
     ) -> DiskContents:
-        """See ``Runner.open_disk``. Each rank has its part of a block in a folder of its own, and the disk has what all
+        """See ``Ranks.open_disk``. Each rank has its part of a block in a folder of its own, and the disk has what all
         of them have.
         """
         self._workers.on_transfer = report
-        plain = [str(folder), fingerprint, num_slots]
-        number, errors = self._workers.request(RpcMethod.OPEN_DISK, [json_to_array(plain)]), list[str]()
-        parts: list[DiskContents] = []
-        try:
-            part = make_rank_folder(folder, 0)
-            parts.append(self._own_runner.open_disk(part, rank_fingerprint(fingerprint, 0), num_slots, report))
-        except OSError as error:
-            errors.append(f"rank 0: {error}")
-        for answer in self._workers.wait_for_replies(number):
+
+        def open_own() -> DiskContents:
+            part, own = make_rank_folder(folder, 0), rank_fingerprint(fingerprint, 0)
+            return self.runner.open_disk(part, own, num_slots, report)
+
+        answers = self._call("open_disk", [str(folder), fingerprint, num_slots], open_own)
+        for rank, answer in enumerate(answers):
             if isinstance(answer, str):
-                errors.append(answer)
-            else:
-                parts.append(disk_from_plain(answer))
-        if errors:
-            raise OSError(errors[0])
-        return DiskContents.in_common(parts)
+                raise OSError(f"rank {rank}: {answer}")
+        return DiskContents.in_common([answers[0], *map(disk_from_plain, answers[1:])])
 
     def close(self) -> None:
-        """See ``Runner.close``. Ranks that are lost already are left out."""
+        """See ``Ranks.close``. Ranks that are lost already are left out."""
         if self._workers.is_usable:
             self._workers.request(RpcMethod.CLOSE_RUNNER)
-        self._own_runner.close()
+        self.runner.close()
 
-    def _call_all_ranks(self, method: RpcMethod, arrays: Sequence[RpcArray], work: Callable[[], T]) -> T:
-        return call_all_ranks(self._workers, self._group, method, arrays, work)[1]
+    def _failing_alike(self, work: Callable[[], T]) -> T:
+        """Does a part of the call that was begun last."""
+        try:
+            return work()
+        except Exception as error:
+            self._workers.call_failed(self._group.num_exchanges - self._num_exchanges_before, error)
+            raise
+
+    def _errors_of(self, name: str, argument: object, work: Callable[[], None]) -> list[str]:
+        """As ``_call``. Returns the reasons of those ranks that cannot."""
+        return [answer for answer in self._call(name, argument, work) if answer is not None]
+
+    def _call(self, name: str, argument: object, work: Callable[[], object]) -> list[Any]:
+        """Has the other ranks make the rare call ``name`` while this one does ``work``. Returns the answers by rank: a
+        text where a rank cannot, which is no failure of it.
+        """
+        number = self._workers.request(RpcMethod.CALL, [json_to_array([name, argument])])
+        own = answer_of(work)
+        return [own, *self._workers.wait_for_replies(number)]
 
 
 def _make_hub(settings: RankSettings, nodes: NodeArgs) -> NodeHub:

@@ -12,6 +12,7 @@ import socket
 import subprocess
 import sys
 import time
+from collections import deque
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
@@ -20,6 +21,7 @@ from typing import TYPE_CHECKING, Any
 
 from quire_engine.core.executor import ExecutorError
 from quire_engine.core.kv_disk import TransferResult
+from quire_engine.core.step import ModelOutput
 from quire_engine.distributed.rank_group import RankStore
 from quire_engine.errors import ModelError
 from quire_engine.executor.rpc import (
@@ -29,6 +31,7 @@ from quire_engine.executor.rpc import (
     RpcMethod,
     RpcReply,
     json_from_array,
+    output_from_arrays,
     receive,
     result_from_array,
     send,
@@ -42,6 +45,8 @@ if TYPE_CHECKING:
 EXIT_TIMEOUT_SECONDS = 2.0
 # How far apart ranks may be in noticing the same failure. They compute the same at the same time.
 DIVERGENCE_GRACE_SECONDS = 3.0
+# How much later the end of a rank may be noticed than the failures of those that it leaves waiting.
+END_GRACE_SECONDS = 0.3
 FAILURE_TIMEOUT_SECONDS = 10.0
 # A value may have been stored between a look and the wait for it.
 STORED_POLL_SECONDS = 0.05
@@ -78,6 +83,7 @@ class RankWorkers:
         self._changed = Condition()
         self._requested: set[int] = set()
         self._replies: dict[tuple[int, int], Any] = {}
+        self._outputs: deque[RpcMessage] = deque()
         self._lost_reason: str | None = None
         self._closing = False
         self._started = False
@@ -122,6 +128,22 @@ class RankWorkers:
             self._requested.add(number)
         self._send(RpcMessage(method, number, arrays))
         return number
+
+    def send(self, method: RpcMethod, arrays: Sequence[RpcArray]) -> None:
+        """Sends more of the latest call. Raises ``RankError``."""
+        self._send(RpcMessage(method, 0, arrays))
+
+    def wait_for_output(self) -> ModelOutput:
+        """Waits for what came of the oldest step that has not been asked for. Raises ``RankError``, and
+        ``RuntimeError`` where nothing did.
+        """
+        with self._changed:
+            self._changed.wait_for(lambda: self._is_over or self._outputs)
+            self._check_usable()
+            message = self._outputs.popleft()
+        if message.code == RpcReply.NO_OUTPUT:
+            raise RuntimeError(json_from_array(message.arrays[0]))
+        return output_from_arrays(message.arrays)
 
     def _send(self, message: RpcMessage) -> None:
         try:
@@ -292,6 +314,11 @@ class RankWorkers:
             if self.on_transfer is not None:
                 self.on_transfer(result_from_array(message.arrays[0]))
             return
+        if message.code in (RpcReply.OUTPUT, RpcReply.NO_OUTPUT):
+            with self._changed:
+                self._outputs.append(message)
+                self._changed.notify_all()
+            return
         value = json_from_array(message.arrays[0])
         with self._changed:
             if message.code == RpcReply.FAILED:
@@ -310,15 +337,15 @@ class RankWorkers:
         self._on_own_stored(key, value)
 
     def _check_divergence(self, suspected_since: float | None) -> float | None:
-        """Marks the ranks lost when their outcomes differ: at once when that is certain, after a grace period when it
-        is only suspected. Returns since when it has been suspected, or None.
+        """Marks the ranks lost when their outcomes differ: soon when that is certain, unless one has ended, which is
+        the better reason, and later when it is only suspected. Returns since when it has been suspected, or None.
         """
         with self._changed:
             certain, suspected = self._failures.divergence, self._failures.suspected_failure
         if self._is_over or not (certain or suspected):
             return None
         suspected_since = suspected_since or time.monotonic()
-        if certain or time.monotonic() - suspected_since > DIVERGENCE_GRACE_SECONDS:
+        if time.monotonic() - suspected_since > (END_GRACE_SECONDS if certain else DIVERGENCE_GRACE_SECONDS):
             self._mark_lost(certain or suspected or "")
         return suspected_since
 

@@ -2,7 +2,6 @@
 
 import logging
 import socket
-from collections import deque
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass, replace
@@ -17,9 +16,10 @@ from quire_engine.checkpoint.config import DecoderConfig, ModelConfig
 from quire_engine.config import EngineArgs
 from quire_engine.core.executor import SleepError
 from quire_engine.core.kv_disk import TransferResult
+from quire_engine.core.step_plain import lora_from_plain
 from quire_engine.device.accelerator import inference_on
 from quire_engine.device.host import tune_malloc, usable_cores
-from quire_engine.distributed.pipeline import is_first
+from quire_engine.distributed.pipeline import is_last
 from quire_engine.distributed.rank_group import EnginePlace, RankGroup, RankStore, file_store
 from quire_engine.errors import LoRAError, ModelError
 from quire_engine.executor.rank_processes import describe_error
@@ -29,24 +29,25 @@ from quire_engine.executor.rpc import (
     RpcMessage,
     RpcMethod,
     RpcReply,
-    batch_from_arrays,
-    copies_from_arrays,
+    bitmask_from_arrays,
     disk_to_plain,
     json_from_array,
     json_to_array,
-    lora_from_arrays,
+    output_to_arrays,
     receive,
     result_to_array,
-    rows_from_arrays,
     send,
+    step_from_arrays,
     stored_from_arrays,
     stored_to_arrays,
 )
 from quire_engine.lora.adapter import adapter_bytes
 from quire_engine.models.base import ShardTable
 from quire_engine.models.loader import model_class
+from quire_engine.sampling.grammar_bitmask import GrammarBitmask
 from quire_engine.worker.memory import GIB, CpuMemory, MemoryProfiler, check_host_memory
 from quire_engine.worker.model_runner import LoadedModel, ModelRunner, load_model_and_attention
+from quire_engine.worker.worker import OneRank, Worker
 
 log = logging.getLogger(__name__)
 
@@ -184,8 +185,8 @@ class RankWorker:
         self._sending = Lock()
         self._rank = rank
         self._loaded_rank: _LoadedRank | None = None
-        self._runner: ModelRunner | None = None
-        self._hidden: deque[torch.Tensor] = deque()
+        self._worker: Worker | None = None
+        self._ranks: OneRank | None = None
         self._store = RankStore(self._publish, self._receive_stored)
         self._handlers: dict[int, Callable[[Sequence[RpcArray]], object]] = {
             RpcMethod.LOAD: self._load,
@@ -193,16 +194,18 @@ class RankWorker:
             RpcMethod.PROFILE_MEMORY: self._profile_memory,
             RpcMethod.MAKE_RUNNER: self._make_runner,
             RpcMethod.CLOSE_RUNNER: self._close_runner,
-            RpcMethod.COPY_BLOCKS: self._copy_blocks,
-            RpcMethod.FORWARD: self._forward,
-            RpcMethod.LOGITS: self._logits,
-            RpcMethod.ADD_LORA: self._add_lora,
-            RpcMethod.REMOVE_LORA: self._remove_lora,
-            RpcMethod.STORE: self._put_stored,
-            RpcMethod.OPEN_DISK: self._open_disk,
+            RpcMethod.CALL: self._call,
+            RpcMethod.EXECUTE: self._execute,
+            RpcMethod.BITMASK: lambda _: None,  # for another rank, or of a step that failed
             RpcMethod.EXECUTE_DUMMY_BATCH: self._execute_dummy_batch,
-            RpcMethod.SLEEP: self._sleep,
-            RpcMethod.WAKE_UP: self._wake_up,
+            RpcMethod.STORE: self._put_stored,
+        }
+        self._calls: dict[str, Callable[[Any], object]] = {
+            "add_lora": self._add_lora,
+            "remove_lora": self._remove_lora,
+            "open_disk": self._open_disk,
+            "sleep": self._sleep,
+            "wake_up": self._wake_up,
         }
 
     def run(self, until: RpcMethod | None = None) -> None:
@@ -254,7 +257,6 @@ class RankWorker:
         if device.type == "cpu":
             tune_malloc()
         self._loaded_rank = _LoadedRank(model, profiler, group, settings)
-        self._hidden = deque(maxlen=group.num_stages)
 
     def _connect(self, _: Sequence[RpcArray]) -> None:
         loaded = self._loaded_or_fail
@@ -286,75 +288,67 @@ class RankWorker:
         if not with_graphs:
             model = replace(model, graph_sizes=())
         with inference_on(model.device):
-            self._runner = ModelRunner(model, model.cache_sizes(*json_from_array(arrays[0])), alone=False)
+            runner = ModelRunner(model, model.cache_sizes(*json_from_array(arrays[0])), alone=False)
+        group = self._loaded_or_fail.group
+        draws = group.stage is not None and is_last(group.stage) and group.communicator.rank == 0
+        self._ranks = OneRank(runner, group.broadcast, draws=draws)
+        self._worker = Worker(model, self._ranks, filler=_ReceivedBitmasks(self._receive))
 
     def _close_runner(self, _: Sequence[RpcArray]) -> None:
-        self._runner_or_fail.close()
-        self._runner = None
-        self._hidden.clear()
+        self._worker_or_fail.close()
+        self._worker = self._ranks = None
 
-    def _copy_blocks(self, arrays: Sequence[RpcArray]) -> None:
-        with inference_on(self._loaded_or_fail.model.device):
-            self._runner_or_fail.copy(copies_from_arrays(arrays))
-
-    def _forward(self, arrays: Sequence[RpcArray]) -> None:
-        batch, loaded, pending = batch_from_arrays(arrays), self._loaded_or_fail, None
-        with inference_on(loaded.model.device):
-            if len(batch.pending_rows):
-                pending = torch.empty(len(batch.pending_rows), dtype=torch.int64, device=loaded.model.device)
-                loaded.group.broadcast(pending)
-            self._hidden.append(self._runner_or_fail.forward(batch, pending))
-
-    def _logits(self, arrays: Sequence[RpcArray]) -> None:
-        loaded, (rows, age) = self._loaded_or_fail, rows_from_arrays(arrays)
-        if not is_first(loaded.group.stage):
+    def _execute(self, arrays: Sequence[RpcArray]) -> None:
+        """Executes a step up to this rank's part of it, which is all on the rank that draws."""
+        worker, ranks, group = self._worker_or_fail, self._ranks, self._loaded_or_fail.group
+        assert ranks is not None, "MAKE_RUNNER comes first"
+        output, drawn, without_loras = step_from_arrays(arrays)
+        step = worker.follow(output, drawn, without_loras)
+        if not ranks.draws:
+            step.end(with_logits=is_last(group.stage))
             return
-        with inference_on(loaded.model.device):
-            self._runner_or_fail.logits(self._hidden[-1 - age], rows)
+        step.sample_tokens()
+        if not output.rows:
+            return
+        try:
+            made = output_to_arrays(step.get_output())
+        except Exception as error:
+            if ranks.has_parted and group.communicator.size > 1:
+                raise
+            reply = RpcMessage(RpcReply.NO_OUTPUT, 0, [json_to_array(describe_error(error))])
+        else:
+            reply = RpcMessage(RpcReply.OUTPUT, 0, made)
+        with suppress(OSError):  # rank 0 has ended
+            self._send(reply)
 
     def _execute_dummy_batch(self, _: Sequence[RpcArray]) -> None:
         with inference_on(self._loaded_or_fail.model.device):
             self._runner_or_fail.execute_dummy_batch()
 
-    def _add_lora(self, arrays: Sequence[RpcArray]) -> str:
-        """Returns why the adapter cannot be read, empty if it can: that is no failure of the rank."""
+    def _call(self, arrays: Sequence[RpcArray]) -> object:
+        """Makes a rare call. Returns its answer, or why this rank cannot: that is no failure of the rank."""
+        name, argument = json_from_array(arrays[0])
         with inference_on(self._loaded_or_fail.model.device):
-            try:
-                self._runner_or_fail.add_lora(lora_from_arrays(arrays))
-            except LoRAError as error:
-                return str(error)
-        return ""
+            return answer_of(lambda: self._calls[name](argument))
 
-    def _remove_lora(self, arrays: Sequence[RpcArray]) -> None:
-        self._runner_or_fail.remove_lora(json_from_array(arrays[0]))
+    def _add_lora(self, lora: Any) -> None:
+        self._runner_or_fail.add_lora(lora_from_plain(lora))
 
-    def _sleep(self, _: Sequence[RpcArray]) -> str:
-        """Returns why this rank cannot sleep, empty if it does: that is no failure of the rank."""
-        self._hidden.clear()
-        return self._change_sleep(self._runner_or_fail.sleep)
+    def _remove_lora(self, lora_id: Any) -> None:
+        self._runner_or_fail.remove_lora(lora_id)
 
-    def _wake_up(self, _: Sequence[RpcArray]) -> str:
-        """Returns why this rank cannot wake up, empty if it is awake."""
-        return self._change_sleep(self._runner_or_fail.wake_up)
+    def _sleep(self, _: Any) -> None:
+        self._worker_or_fail.forget_step()
+        self._runner_or_fail.sleep()
 
-    def _change_sleep(self, change: Callable[[], None]) -> str:
-        with inference_on(self._loaded_or_fail.model.device):
-            try:
-                change()
-            except SleepError as error:
-                return str(error)
-        return ""
+    def _wake_up(self, _: Any) -> None:
+        self._runner_or_fail.wake_up()
 
-    def _open_disk(self, arrays: Sequence[RpcArray]) -> dict[str, Any] | str:
-        """Returns what is on this rank's disk, or why it cannot be used: that is no failure of the rank."""
-        folder, fingerprint, num_slots = json_from_array(arrays[0])
-        try:
-            part = make_rank_folder(Path(folder), self._rank)
-            return disk_to_plain(
-                self._runner_or_fail.open_disk(part, rank_fingerprint(fingerprint, self._rank), num_slots, self._report)
-            )
-        except OSError as error:
-            return f"rank {self._rank}: {error}"
+    def _open_disk(self, argument: Any) -> dict[str, Any]:
+        """Returns what is on this rank's disk. Raises ``OSError``."""
+        folder, fingerprint, num_slots = argument
+        part, own = make_rank_folder(Path(folder), self._rank), rank_fingerprint(fingerprint, self._rank)
+        return disk_to_plain(self._runner_or_fail.open_disk(part, own, num_slots, self._report))
 
     def _report(self, result: TransferResult) -> None:
         """Tells rank 0 what came of a transfer; on a thread of the disk's."""
@@ -369,9 +363,43 @@ class RankWorker:
         return self._loaded_rank
 
     @property
+    def _worker_or_fail(self) -> Worker:
+        assert self._worker is not None, "MAKE_RUNNER comes first"
+        return self._worker
+
+    @property
     def _runner_or_fail(self) -> ModelRunner:
-        assert self._runner is not None, "MAKE_RUNNER comes first"
-        return self._runner
+        assert self._ranks is not None, "MAKE_RUNNER comes first"
+        return self._ranks.runner
+
+
+class _ReceivedBitmasks:
+    """What has bitmasks filled by rank 0, which sends the one of a step behind it. An ``AnyBitmaskFiller``."""
+
+    def __init__(self, receive_next: Callable[[], RpcMessage | None]) -> None:
+        self._receive_next = receive_next
+
+    def start(self, _draws: Sequence[object]) -> "_ReceivedBitmasks":
+        """See ``AnyBitmaskFiller.start``. Each step has one."""
+        return self
+
+    def wait(self) -> GrammarBitmask:
+        """See ``AnyPendingBitmask.wait``. Raises ``MessageError``."""
+        message = self._receive_next()
+        if message is None or message.code != RpcMethod.BITMASK:
+            raise MessageError("A step has grammars, and no bitmask comes behind it.")
+        return bitmask_from_arrays(message.arrays)
+
+    def close(self) -> None:
+        """See ``AnyBitmaskFiller.close``."""
+
+
+def answer_of(work: Callable[[], object]) -> object:
+    """What ``work`` returns, or as a text why it cannot be done here."""
+    try:
+        return work()
+    except (LoRAError, SleepError, OSError) as error:
+        return str(error)
 
 
 def make_rank_folder(folder: Path, rank: int) -> Path:

@@ -1,5 +1,5 @@
-"""Messages between the processes of ranks: arrays of numbers, framed on a stream socket. Rank 0 sends ``RpcMethod``
-messages, with batches and block copies as arrays, and the others answer with ``RpcReply``.
+"""Messages between the processes of ranks: JSON and arrays of numbers, framed on a stream socket. Rank 0 sends
+``RpcMethod`` messages, one for each step, and the others answer with ``RpcReply``.
 
 Nothing is pickled, and sizes are checked against bounds before memory is allocated for a message.
 """
@@ -7,73 +7,75 @@ Nothing is pickled, and sizes are checked against bounds before memory is alloca
 import json
 import socket
 import struct
-from collections.abc import Sequence
-from dataclasses import asdict, dataclass, fields
+from array import array
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass
 from enum import IntEnum
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
-import torch
+from quire_proto.errors import QuireError
 
-from quire_engine.attention.base import AttentionBatch
-from quire_engine.attention.kv_cache_spec import MAX_GROUPS
-from quire_engine.core.block_pool import BlockCopies, BlockCopy, DiskTransfer
+from quire_engine.core.block_pool import DiskTransfer
 from quire_engine.core.kv_disk import DiskContents, TransferOutcome, TransferResult
-from quire_engine.core.lora import LoRARequest
-from quire_engine.worker.input_batch import ModelInput
+from quire_engine.core.step import GrammarMatcher, ModelOutput, SchedulerOutput
+from quire_engine.core.step_plain import (
+    error_from_plain,
+    error_to_plain,
+    output_from_plain,
+    output_to_plain,
+    step_from_plain,
+    step_to_plain,
+)
+from quire_engine.sampling.grammar_bitmask import GrammarBitmask
 
 RpcArray = npt.NDArray[Any]
-_BATCH_FIELDS = [field.name for field in fields(ModelInput) if field.name != "attention"]
-_ATTENTION_FIELDS = [field.name for field in fields(AttentionBatch)]
-MAX_ARRAYS = len(_BATCH_FIELDS) + MAX_GROUPS * len(_ATTENTION_FIELDS)
-"""Of a batch with as many groups of layers as a model may have: other messages have few."""
+MAX_ARRAYS = 1 << 16
+"""A step has some for its columns, and some for each new sequence."""
 
 MAX_BYTES = 1 << 28
 _DTYPES = tuple(map(np.dtype, ("uint8", "int32", "int64")))
 # A message's code, number of arrays and call number; each array's index in ``_DTYPES`` and its length.
 _MESSAGE_HEADER, _ARRAY_HEADER = struct.Struct("<IIQ"), struct.Struct("<IQ")
-_HASH = struct.Struct("<qq")
+_TRANSFERS = ("blocks_to_store", "blocks_to_load")
+_ARRAY = "$array"  # the key of an object of JSON that stands for an array
 
 
 class RpcMethod(IntEnum):
-    """The calls that rank 0 sends. Those up to ``MAKE_RUNNER`` are answered; of the others only a failure is."""
+    """The calls that rank 0 sends. Those up to ``CALL`` are answered; of the others only a failure is."""
 
     LOAD = 1
     CONNECT = 2
     PROFILE_MEMORY = 3
     MAKE_RUNNER = 4
-    END_PROFILE = 5
-    CLOSE_RUNNER = 6
-    COPY_BLOCKS = 7
-    FORWARD = 8
-    LOGITS = 9
-    ADD_LORA = 10
-    REMOVE_LORA = 11
-    STORE = 12
-    OPEN_DISK = 13
-    EXECUTE_DUMMY_BATCH = 14
-    SLEEP = 15
-    WAKE_UP = 16
+    CALL = 5
+    END_PROFILE = 6
+    CLOSE_RUNNER = 7
+    EXECUTE = 8
+    BITMASK = 9
+    EXECUTE_DUMMY_BATCH = 10
+    STORE = 11
 
     @property
     def has_reply(self) -> bool:
         """Whether success is answered too: rank 0 waits for it."""
-        return self <= RpcMethod.MAKE_RUNNER or self in _ANSWERED
-
-
-_ANSWERED = frozenset((RpcMethod.ADD_LORA, RpcMethod.OPEN_DISK, RpcMethod.SLEEP, RpcMethod.WAKE_UP))
+        return self <= RpcMethod.CALL
 
 
 class RpcReply(IntEnum):
-    """The messages of the other ranks; their call numbers are those of the calls that they answer, and 0 where a value
-    is stored for all ranks or a transfer to or from the disk has ended.
+    """The messages of the other ranks; their call numbers are those of the calls that they answer, or 0: a value is
+    stored for all ranks, a transfer to or from the disk has ended, or this is the ``OUTPUT`` of the oldest step that
+    has none, from the rank that draws; ``NO_OUTPUT`` says why there is none.
     """
 
     DONE = 1
     FAILED = 2
     STORED = 3
     TRANSFERRED = 4
+    OUTPUT = 5
+    NO_OUTPUT = 6
 
 
 class MessageError(Exception):
@@ -152,10 +154,10 @@ def json_to_array(value: object) -> RpcArray:
     return np.frombuffer(json.dumps(value).encode(), np.uint8)
 
 
-def json_from_array(array: RpcArray) -> Any:
+def json_from_array(text: RpcArray) -> Any:
     """The value of ``json_to_array``. Raises ``MessageError``."""
     try:
-        return json.loads(array.tobytes())
+        return json.loads(text.tobytes())
     except ValueError:
         raise MessageError("The text of a message is not JSON.") from None
 
@@ -172,89 +174,103 @@ def stored_from_arrays(arrays: Sequence[RpcArray]) -> tuple[str, bytes]:
     return key, arrays[1].tobytes()
 
 
-_BATCH_DTYPES = [np.int32 if name == "positions" else np.int64 for name in _BATCH_FIELDS]
+def plain_to_arrays(value: object) -> list[RpcArray]:
+    """``value`` as JSON in an array of bytes, and what of it is bytes or an array, each as an array of its own."""
+    arrays: list[RpcArray] = []
+
+    def take_array(part: Any) -> dict[str, int]:
+        arrays.append(np.frombuffer(part, np.uint8 if isinstance(part, bytes) else part.typecode))
+        return {_ARRAY: len(arrays) - 1}
+
+    text = json.dumps(value, separators=(",", ":"), default=take_array).encode()
+    return [np.frombuffer(text, np.uint8), *arrays]
 
 
-def batch_to_arrays(batch: ModelInput) -> list[RpcArray]:
-    """All tensors of ``batch``, which are on the host."""
-    tensors = [getattr(batch, name) for name in _BATCH_FIELDS]
-    tensors += [getattr(group, name) for group in batch.attention for name in _ATTENTION_FIELDS]
-    return [tensor.numpy() for tensor in tensors]
+def plain_from_arrays(message: Sequence[RpcArray]) -> Any:
+    """The inverse of ``plain_to_arrays``. Raises ``ValueError`` or ``LookupError``."""
+    text, *arrays = message
+
+    def put_array(value: dict[str, Any]) -> Any:
+        if _ARRAY not in value:
+            return value
+        taken = arrays[value[_ARRAY]]
+        return taken.tobytes() if taken.itemsize == 1 else array("q" if taken.itemsize == 8 else "i", taken.tobytes())
+
+    return json.loads(text.tobytes(), object_hook=put_array)
 
 
-def batch_from_arrays(arrays: Sequence[RpcArray]) -> ModelInput:
-    """The inverse of ``batch_to_arrays``. Raises ``MessageError`` when the arrays do not make a batch."""
-    outer, width = len(_BATCH_FIELDS), len(_ATTENTION_FIELDS)
-    num_groups = max(1, (len(arrays) - outer) // width)
-    if [array.dtype for array in arrays] != _BATCH_DTYPES + [np.int32] * width * num_groups:
-        raise MessageError("A batch has other tensors.")
-    tensors = [torch.from_numpy(array) for array in arrays]
-    parts = [tensors[first : first + width] for first in range(outer, len(tensors), width)]
-    attention = tuple(AttentionBatch(**dict(zip(_ATTENTION_FIELDS, part, strict=True))) for part in parts)
-    batch = ModelInput(attention=attention, **dict(zip(_BATCH_FIELDS, tensors, strict=False)))
-    _check_batch(batch)
-    return batch
+class _UnknownGrammar:
+    """Stands for a grammar that rank 0 alone knows: bitmasks come from there."""
+
+    def new_matcher(self) -> GrammarMatcher:
+        """See ``Grammar``."""
+        raise AssertionError("rank 0 fills the bitmasks")
 
 
-def _check_batch(batch: ModelInput) -> None:
-    tokens, chunks = len(batch.token_ids), len(batch.attention[0].context_lens)
-    bounds = [len(bound) for each in batch.attention for bound in (each.query_indptr, each.page_indptr)]
-    bounds += [1 + len(count) for each in batch.attention for count in (each.last_page_len, each.context_lens)]
-    rows = (batch.sampled_rows, batch.prompt_logprob_rows, batch.pending_rows)
-    if (
-        any(len(each) != tokens for each in (batch.positions, *(each.positions for each in batch.attention)))
-        or len(batch.lora_ids) not in (0, tokens)
-        or any(bound != chunks + 1 for bound in bounds)
-        or any(len(each) and not 0 <= int(each.min()) <= int(each.max()) < tokens for each in rows)
-    ):
-        raise MessageError("The tensors of a batch do not fit each other.")
+UNKNOWN_GRAMMAR = _UnknownGrammar()
 
 
-def rows_to_arrays(rows: torch.Tensor, age: int) -> list[RpcArray]:
-    """The rows [R] int64 of a LOGITS call, and how many FORWARD calls came after the one that they are of."""
-    return [rows.numpy(), np.array([age], np.int64)]
+def step_to_arrays(output: SchedulerOutput, drawn: "array[int]", without_loras: Sequence[int]) -> list[RpcArray]:
+    """A step for the other ranks: ``drawn`` are tokens that were drawn before, as triples like those of
+    ``output.new_tokens``. Adapters ``without_loras`` count as none.
+    """
+    transfers = {name: list(map(_transfer_to_plain, getattr(output.copies, name))) for name in _TRANSFERS}
+    plain = {"drawn": drawn, "without_loras": without_loras, "transfers": transfers, **step_to_plain(output)}
+    return plain_to_arrays(plain)
 
 
-def rows_from_arrays(arrays: Sequence[RpcArray]) -> tuple[torch.Tensor, int]:
-    """The inverse of ``rows_to_arrays``. Raises ``MessageError``."""
-    if [array.dtype for array in arrays] != [np.int64] * 2 or len(arrays[1]) != 1:
-        raise MessageError("Rows are not a list of numbers and one more.")
-    return torch.from_numpy(arrays[0]), int(arrays[1][0])
+def step_from_arrays(message: Sequence[RpcArray]) -> "tuple[SchedulerOutput, array[int], list[int]]":
+    """The inverse of ``step_to_arrays``, with ``UNKNOWN_GRAMMAR`` for each grammar. Raises ``MessageError``."""
+    with _refusing("step"):
+        plain = plain_from_arrays(message)
+        output = step_from_plain(plain, UNKNOWN_GRAMMAR)
+        for name, transfers in plain["transfers"].items():
+            getattr(output.copies, name).extend(map(_transfer_from_plain, transfers))
+        return output, plain["drawn"], plain["without_loras"]
 
 
-_COPIES_FIELDS = ("blocks_to_swap_out", "blocks_to_copy", "blocks_to_swap_in", "blocks_to_swap_ahead")
-_TRANSFER_FIELDS = ("blocks_to_store", "blocks_to_load")
-_PAIR, _TRANSFER = 2, 5  # numbers of a copy, and of a transfer, of which two are its hash of 16 bytes
+def output_to_arrays(output: ModelOutput) -> list[RpcArray]:
+    """What a step made."""
+    return plain_to_arrays(output_to_plain(output))
 
 
-def copies_to_arrays(copies: BlockCopies) -> list[RpcArray]:
-    """Each list of ``copies`` as numbers: a source and a target, or the fields of a transfer."""
-    lists: list[list[BlockCopy]] = [getattr(copies, name) for name in _COPIES_FIELDS]
-    pairs = [[(copy.source, copy.target) for copy in each] for each in lists]
-    transfers: list[list[DiskTransfer]] = [getattr(copies, name) for name in _TRANSFER_FIELDS]
-    fields = [[_transfer_to_numbers(transfer) for transfer in each] for each in transfers]
-    return [np.array(rows, np.int64).reshape(-1) for rows in (*pairs, *fields)]
+def output_from_arrays(message: Sequence[RpcArray]) -> ModelOutput:
+    """The inverse of ``output_to_arrays``. Raises ``MessageError``."""
+    with _refusing("output of a step"):
+        return output_from_plain(plain_from_arrays(message))
 
 
-def copies_from_arrays(arrays: Sequence[RpcArray]) -> BlockCopies:
-    """The inverse of ``copies_to_arrays``. Raises ``MessageError``."""
-    widths = [_PAIR] * len(_COPIES_FIELDS) + [_TRANSFER] * len(_TRANSFER_FIELDS)
-    if len(arrays) != len(widths) or any(
-        array.dtype != np.int64 or len(array) % width for array, width in zip(arrays, widths, strict=True)
-    ):
-        raise MessageError(f"Copies are not {len(_COPIES_FIELDS)} lists of pairs and {len(_TRANSFER_FIELDS)} of fives.")
-    rows = [array.reshape(-1, width).tolist() for array, width in zip(arrays, widths, strict=True)]
-    out, within, into, ahead = ([BlockCopy(*pair) for pair in each] for each in rows[: len(_COPIES_FIELDS)])
-    store, load = ([_transfer_from_numbers(*each) for each in part] for part in rows[len(_COPIES_FIELDS) :])
-    return BlockCopies(out, within, into, ahead, store, load)
+def bitmask_to_arrays(bitmask: GrammarBitmask) -> list[RpcArray]:
+    """What the grammars of a step allow."""
+    errors = {number: error_to_plain(error) for number, error in bitmask.errors.items()}
+    plain = {"rows": bitmask.rows, "errors": errors, "words": array("i", bitmask.words.tobytes())}
+    return plain_to_arrays(plain)
 
 
-def _transfer_to_numbers(transfer: DiskTransfer) -> tuple[int, ...]:
-    return transfer.transfer_id, transfer.host_block, transfer.disk_block, *_HASH.unpack(transfer.block_hash)
+def bitmask_from_arrays(message: Sequence[RpcArray]) -> GrammarBitmask:
+    """The inverse of ``bitmask_to_arrays``. Raises ``MessageError``."""
+    with _refusing("bitmask"):
+        plain = plain_from_arrays(message)
+        rows = {int(number): row for number, row in plain["rows"].items()}
+        errors = {int(number): error_from_plain(fields) for number, fields in plain["errors"].items()}
+        return GrammarBitmask(np.frombuffer(plain["words"], np.int32).reshape(len(rows), -1), rows, errors)
 
 
-def _transfer_from_numbers(transfer_id: int, host_block: int, disk_block: int, *halves: int) -> DiskTransfer:
-    return DiskTransfer(transfer_id, host_block, disk_block, _HASH.pack(*halves))
+@contextmanager
+def _refusing(name: str) -> Iterator[None]:
+    try:
+        yield
+    except (LookupError, TypeError, ValueError, OverflowError, AttributeError, QuireError) as error:
+        raise MessageError(f"This is not a {name}: {error!r}.") from None
+
+
+def _transfer_to_plain(transfer: DiskTransfer) -> list[Any]:
+    return [transfer.transfer_id, transfer.host_block, transfer.disk_block, transfer.block_hash.hex()]
+
+
+def _transfer_from_plain(fields: Sequence[Any]) -> DiskTransfer:
+    transfer_id, host_block, disk_block, block_hash = fields
+    return DiskTransfer(transfer_id, host_block, disk_block, bytes.fromhex(block_hash))
 
 
 def result_to_array(result: TransferResult) -> RpcArray:
@@ -262,9 +278,9 @@ def result_to_array(result: TransferResult) -> RpcArray:
     return json_to_array(asdict(result))
 
 
-def result_from_array(array: RpcArray) -> TransferResult:
+def result_from_array(text: RpcArray) -> TransferResult:
     """The inverse of ``result_to_array``. Raises ``MessageError``."""
-    plain = json_from_array(array)
+    plain = json_from_array(text)
     try:
         return TransferResult(**{**plain, "outcome": TransferOutcome(plain["outcome"])})
     except (KeyError, TypeError, ValueError):
@@ -281,15 +297,3 @@ def disk_from_plain(plain: dict[str, Any]) -> DiskContents:
     """The inverse of ``disk_to_plain``."""
     stored = [(disk_block, bytes.fromhex(block_hash)) for disk_block, block_hash in plain["stored"]]
     return DiskContents(**{**plain, "stored": stored})
-
-
-def lora_to_arrays(lora: LoRARequest) -> list[RpcArray]:
-    """An adapter, whose folder all ranks can read."""
-    plain = {**asdict(lora), "lora_path": str(lora.lora_path), "digest": lora.digest.hex()}
-    return [json_to_array(plain)]
-
-
-def lora_from_arrays(arrays: Sequence[RpcArray]) -> LoRARequest:
-    """The inverse of ``lora_to_arrays``."""
-    plain = json_from_array(arrays[0])
-    return LoRARequest(**{**plain, "digest": bytes.fromhex(plain["digest"])})

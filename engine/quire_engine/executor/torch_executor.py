@@ -8,7 +8,6 @@ from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
-import torch
 from quire_proto import __version__
 from quire_proto.pooling import PoolingParams
 
@@ -29,7 +28,6 @@ from quire_engine.executor.rank_worker import RankSettings, check_parallel_sizes
 from quire_engine.kernels.bindings import library
 from quire_engine.models.loader import read_model_config
 from quire_engine.worker.block_file import FolderLock
-from quire_engine.worker.input_batch import ModelInput
 from quire_engine.worker.memory import (
     CacheBudget,
     CacheSizes,
@@ -38,13 +36,13 @@ from quire_engine.worker.memory import (
     measure_rates,
     memory_table,
 )
-from quire_engine.worker.model_runner import LoadedModel, ModelRunner, Runner
+from quire_engine.worker.model_runner import LoadedModel, ModelRunner
 from quire_engine.worker.transfer_results import TransferResults
-from quire_engine.worker.worker import AsyncStep, Worker, device_errors
+from quire_engine.worker.worker import AsyncStep, OneRank, Ranks, Worker, device_errors
 
 log = logging.getLogger(__name__)
 
-RunnerFactory = Callable[[LoadedModel, CacheSizes], Runner]
+MakeRanks = Callable[[LoadedModel, CacheSizes], Ranks]
 
 
 class TorchExecutor:
@@ -64,7 +62,7 @@ class TorchExecutor:
         *,
         depth: int = 1,
         num_loras_held: int = 0,
-        make_runner: RunnerFactory = ModelRunner,
+        make_ranks: MakeRanks | None = None,
         engines: EngineGroup | None = None,
     ) -> None:
         self.config = model.config
@@ -74,11 +72,15 @@ class TorchExecutor:
         self.depth = depth
         self._device = model.device
         with inference_on(model.device):
-            self._runner = make_runner(model, cache_sizes)
+            make_ranks = make_ranks or _make_one_rank
+            self._ranks = make_ranks(model, cache_sizes)
+        self._runner = self._ranks.runner
         num_tokens = min(depth * model.max_num_batched_tokens, model.max_model_len)
         self._kv_cache_config = replace(self._runner.kv_cache_config, max_step_tokens=num_tokens)
-        forward = None if engines is None else self._forward_together
-        self._worker = Worker(model, self._runner, num_loras_held=num_loras_held, forward=forward)
+        run_pass = None
+        if engines is not None:
+            run_pass = partial(engines.run_pass, execute_dummy_batch=self._ranks.execute_dummy_batch)
+        self._worker = Worker(model, self._ranks, num_loras_held=num_loras_held, run_pass=run_pass)
         self._engines = engines
         self._is_closed = False
         self._close_ranks: Callable[[], object] = lambda: None
@@ -170,7 +172,7 @@ class TorchExecutor:
                 group.connect(engines.store, None, engines.store)
         if engines is not None:
             engines.connect(group)
-        make_runner: RunnerFactory = ModelRunner if leader is None else leader.make_runner
+        make_ranks = _make_one_rank if leader is None else leader.make_ranks
         startup.begin(StartupPhase.MEMORY)
         budget = CacheBudget(config.kv_cache_memory, config.swap_bytes, config.gpu_memory_utilization)
         with ExitStack() as profiled:
@@ -179,7 +181,7 @@ class TorchExecutor:
                 model,
                 model.min_cache_sizes,
                 num_loras_held=config.num_loras_held,
-                make_runner=make_runner,
+                make_ranks=make_ranks,
                 engines=engines,
             )
             run_largest = partial(cls._run_largest_step, make_smallest, config, profiled)
@@ -190,7 +192,7 @@ class TorchExecutor:
         decided = compute_rank_cache_sizes(budget, profiles, model.min_cache_sizes, num_layers, settings.nnodes)
         depth, held = _depth(config, model), config.num_loras_held
         startup.begin(StartupPhase.GRAPHS)
-        executor = cls(model, decided.sizes, depth=depth, num_loras_held=held, make_runner=make_runner, engines=engines)
+        executor = cls(model, decided.sizes, depth=depth, num_loras_held=held, make_ranks=make_ranks, engines=engines)
         startup.begin(StartupPhase.WARMUP)
         num_tokens = min(config.max_num_batched_tokens, model.max_model_len)
         if engines is not None:
@@ -248,7 +250,7 @@ class TorchExecutor:
         """See ``DataParallel.execute_dummy_batch``."""
         assert self._engines is not None, "this engine is alone"
         with device_errors(), inference_on(self._device):
-            self._engines.execute_dummy_batch(self._runner.execute_dummy_batch)
+            self._engines.execute_dummy_batch(self._ranks.execute_dummy_batch)
 
     def execute_model(self, scheduler_output: SchedulerOutput) -> ModelOutput:
         """See ``Executor.execute_model``."""
@@ -262,12 +264,6 @@ class TorchExecutor:
         if self._engines is not None and scheduler_output.rows:
             step.output.waited_for_others = not self._engines.has_most_tokens
         return step
-
-    def _forward_together(self, batch: ModelInput, pending: torch.Tensor | None) -> torch.Tensor:
-        """The forward pass of one engine of a group."""
-        assert self._engines is not None, "this engine is alone"
-        work = partial(self._runner.forward, batch, pending)
-        return self._engines.run_pass(work, self._runner.execute_dummy_batch)
 
     def open_disk(self, config: EngineArgs, path: Path, block_bytes: int) -> None:
         """Opens the disk tier of the prefix cache below ``path``. A block has ``block_bytes`` on all ranks together.
@@ -284,7 +280,7 @@ class TorchExecutor:
         try:
             lock = FolderLock(path)
             num_slots = min(num_slots, lock.file_system_bytes // block_bytes)
-            contents = self._runner.open_disk(lock.folder, self._fingerprint(config), num_slots, results.add)
+            contents = self._ranks.open_disk(lock.folder, self._fingerprint(config), num_slots, results.add)
         except OSError as error:
             log.warning("KV blocks are not kept on disk: %s cannot be used: %s", path, error)
             if lock is not None:
@@ -323,13 +319,13 @@ class TorchExecutor:
         assert self.can_sleep, "it cannot sleep"
         self._worker.forget_step()
         with inference_on(self._device):
-            self._runner.sleep()
+            self._ranks.sleep()
 
     def wake_up(self) -> None:
         """See ``Sleeper.wake_up``."""
         assert self.can_sleep, "it cannot sleep"
         with inference_on(self._device):
-            self._runner.wake_up()
+            self._ranks.wake_up()
 
     def close(self) -> None:
         """Gives the memory of KV pools and weights back, and ends the other ranks. Nothing can be run any more. May be
@@ -343,6 +339,11 @@ class TorchExecutor:
             self._disk_lock.close()
             self._disk_lock = None
         self._close_ranks()
+
+
+def _make_one_rank(model: LoadedModel, cache_sizes: CacheSizes) -> Ranks:
+    """The ranks of a model in one piece."""
+    return OneRank(ModelRunner(model, cache_sizes))
 
 
 def _depth(config: EngineArgs, model: LoadedModel) -> int:

@@ -12,7 +12,7 @@ import torch
 
 from quire_engine.checkpoint.weights import Checkpoint, LoadOptions
 from quire_engine.distributed.communicator import SINGLE_RANK, Communicator, largest_shard_size, shard
-from quire_engine.distributed.pipeline import PipelineStage
+from quire_engine.distributed.pipeline import PipelineStage, is_first, is_last
 from quire_engine.layers.linear import GatheredColumnParallelLinear, RowParallelLinear
 from quire_engine.lora.layers import LoRALayers
 from quire_engine.quantization.base import Embedding, LayerSpec, Linear, QuantizationConfig
@@ -106,28 +106,32 @@ class WeightLoader:
 
     def embedding_and_head(
         self, embedding: str, head: str | None, vocabulary: int, hidden: int, *, tied: bool
-    ) -> tuple[Embedding, Linear]:
-        """The embedding, which every rank holds whole, and the layer without bias that computes logits: each rank a
-        shard of them, and rank 0 gathers all. Both are one weight if ``tied``, unless both are stored and differ; the
-        embedding's, or the head's if that alone is stored. Without ``head`` no logits are computed.
+    ) -> tuple[Embedding | None, Linear | None]:
+        """The embedding, which every rank of the first stage holds whole, and the layer without bias that computes
+        logits, on the last stage: each rank a shard of them, and the first gathers all. Both are one weight if
+        ``tied``, unless both are stored and differ; the embedding's, or the head's if that alone is stored. Without
+        ``head`` logits are those of the embedding. None for what the stage does not have.
         """
-        method = self.quantization.head
-        if head is not None and tied:
+        method, has_table, has_head = self.quantization.head, is_first(self.stage), is_last(self.stage)
+        if head is None:
+            head = embedding
+        elif tied:
             embedding, head = self._stored_of_tied(embedding, head)
-        shared = head is None or head == embedding
-        table = method.read(self.checkpoint, LayerSpec([embedding], [vocabulary], hidden))
-        if shared and self.communicator.size == 1:
+        table = method.read(self.checkpoint, LayerSpec([embedding], [vocabulary], hidden)) if has_table else None
+        if table is not None and has_head and head == embedding and self.communicator.size == 1:
             return method.pack_tied(table)
-        if head is None or shared:
+        packed = None if table is None else method.pack_embedding(table)
+        if not has_head:
+            return packed, None
+        if table is not None and head == embedding:
             weight = table[shard(vocabulary, self.communicator)]
         else:
             weight = method.read(self.checkpoint, LayerSpec([head], [vocabulary], hidden, 0, self.communicator))
         if self.communicator.size == 1:
-            return method.pack_embedding(table), method.pack(weight, None)
+            return packed, method.pack(weight, None)
         num_padding = largest_shard_size(vocabulary, self.communicator) - len(weight)
         padded = torch.cat((weight, weight.new_zeros(num_padding, hidden))) if num_padding else weight
-        layer = GatheredColumnParallelLinear(method.pack(padded, None), vocabulary, self.communicator)
-        return method.pack_embedding(table), layer
+        return packed, GatheredColumnParallelLinear(method.pack(padded, None), vocabulary, self.communicator)
 
     def _stored_of_tied(self, embedding: str, head: str) -> tuple[str, str]:
         """The stored layers that a tied embedding and head are, as in transformers."""

@@ -29,7 +29,7 @@ class ShardTable:
     has_experts: bool = False
 
     def stages(self, count: int) -> list[range]:
-        """Returns the layers of each of ``count`` pipeline stages, as even in cost as possible. The first has the
+        """Returns the layers of each of ``count`` pipeline stages, as even in cost as possible. The last has the
         head.
         """
         return divide(self.layer_costs, count, self.head_cost)

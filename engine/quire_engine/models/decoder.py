@@ -13,7 +13,7 @@ from quire_engine.checkpoint.config import DecoderConfig
 from quire_engine.checkpoint.gguf_checkpoint import GgufTensors
 from quire_engine.core.executor import WeightStats
 from quire_engine.distributed.communicator import PendingSum, shard
-from quire_engine.distributed.pipeline import is_first, is_last
+from quire_engine.distributed.pipeline import is_last
 from quire_engine.errors import ModelError
 from quire_engine.layers.decoder_layer import updated
 from quire_engine.layers.norm import RMSNorm
@@ -22,7 +22,6 @@ from quire_engine.layers.rotary import RotaryEmbedding
 from quire_engine.layers.streamed import Layer, load_layers
 from quire_engine.layers.weight_loader import WeightLoader
 from quire_engine.models.base import LayerInputs, Model, ShardTable
-from quire_engine.quantization.base import Embedding
 
 
 class DecoderModel(Model):
@@ -96,14 +95,12 @@ class DecoderModel(Model):
         indices = range(config.num_layers)
         if stage is not None:
             indices = self.shard_table(config).stages(stage.count)[stage.index]
-        self._embedding: Embedding | None = None
         self._hidden_size = config.hidden_size
-        if is_first(stage):
-            # First, as a table that is packed for both is then freed before the layers are read.
-            head, tied = "lm_head" if config.makes_logits else None, config.tie_word_embeddings
-            self._embedding, self._lm_head = weights.embedding_and_head(
-                "model.embed_tokens", head, config.vocab_size, config.hidden_size, tied=tied
-            )
+        # First, as a table that is packed for both is then freed before the layers are read.
+        head, tied = "lm_head" if config.makes_logits else None, config.tie_word_embeddings
+        self._embedding, self._lm_head = weights.embedding_and_head(
+            "model.embed_tokens", head, config.vocab_size, config.hidden_size, tied=tied
+        )
         self._rope = RotaryEmbedding(config, weights.device)
         self._layers, self.weight_stats = self._load_layers(config, weights, indices)
         self.attention_layers = tuple(layer.attn for layer in self._layers)
@@ -183,7 +180,8 @@ class DecoderModel(Model):
             layer.experts_only(no_tokens)
 
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
-        """See ``Model.logits``. Of a pipeline, for the first stage."""
+        """See ``Model.logits``. Of a pipeline, for the last stage."""
+        assert self._lm_head is not None, "another stage than the last"
         return self._lm_head(hidden)
 
 

@@ -9,6 +9,7 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
 from functools import lru_cache
+from typing import Protocol
 
 import numpy as np
 import numpy.typing as npt
@@ -137,6 +138,26 @@ class PendingBitmask:
         found = zip(self.numbers, self.errors.result(), strict=True)
         errors = {number: error for number, error in found if error is not None}
         return GrammarBitmask(self.words, {number: row for row, number in enumerate(self.numbers)}, errors)
+
+
+class AnyPendingBitmask(Protocol):
+    """A bitmask that will be there."""
+
+    def wait(self) -> GrammarBitmask:
+        """Returns the bitmask once it is filled."""
+        ...
+
+
+class AnyBitmaskFiller(Protocol):
+    """Has bitmasks filled."""
+
+    def start(self, draws: Sequence[tuple[int, AnyGrammarState, KnownTokens]]) -> AnyPendingBitmask:
+        """Starts to fill one row for each draw: its number, its output's state and the tokens before it."""
+        ...
+
+    def close(self) -> None:
+        """Nothing is filled any more."""
+        ...
 
 
 class BitmaskFiller:

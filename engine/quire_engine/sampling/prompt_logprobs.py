@@ -28,19 +28,24 @@ def compute_prompt_logprobs(
     rows: torch.Tensor,
     vocab_size: int,
     logits_of: Callable[[torch.Tensor], torch.Tensor],
-    model_output: ModelOutput,
+    model_output: ModelOutput | None,
 ) -> None:
     """Writes ``model_output.prompt_logprobs`` of ``chunks``, all of which have targets. ``rows`` [N] int64 are the
     batch rows of the tokens that the targets follow, chunk after chunk, and ``logits_of`` computes the logits [R, V] of
     some of them. A chunk with logits that are not finite gets an error. Waits for the device after each span of the
-    rows, so that only one span's logits are in memory.
+    rows, so that only one span's logits are in memory. Without a ``model_output`` the logits are all: other ranks make
+    log-probabilities of them.
     """
     targets = [target for chunk in chunks for target in chunk.token_ids]
     num_top = [chunk.num_top for chunk in chunks for _ in chunk.token_ids]
     size, logprobs = max_rows_at_once(vocab_size), list[TokenLogprobs | None]()
     for start in range(0, len(targets), size):
         span = slice(start, start + size)
-        logprobs += _logprobs_if_finite(logits_of(rows[span]), targets[span], num_top[span])
+        logits = logits_of(rows[span])
+        if model_output is not None:
+            logprobs += _logprobs_if_finite(logits, targets[span], num_top[span])
+    if model_output is None:
+        return
     remaining = iter(logprobs)
     for chunk in chunks:
         found = list(islice(remaining, len(chunk.token_ids)))

@@ -20,9 +20,10 @@ from quire_engine.core.step import BeamCandidates, ModelOutput, SampleRequest
 from quire_engine.device.accelerator import HostCopy, upload_arrays
 from quire_engine.sampling.grammar_bitmask import (
     NO_GRAMMARS,
+    AnyBitmaskFiller,
+    AnyPendingBitmask,
     BitmaskFiller,
     GrammarBitmask,
-    PendingBitmask,
     grammar_param,
 )
 from quire_engine.sampling.logits_processors import Draw, apply_logits_processors
@@ -238,17 +239,20 @@ class SamplerInput:
     """
 
     draws: list[Draw]
-    bitmask: PendingBitmask | None
+    bitmask: AnyPendingBitmask | None
 
 
 class Sampler:
     """Samples the tokens of one step after the other. Used by one thread. ``allow_sync``: whether sampling may wait for
-    the device where that saves it work; by default only on the CPU. It makes no difference to what is drawn.
+    the device where that saves it work; by default only on the CPU. It makes no difference to what is drawn. ``filler``
+    fills the bitmasks of grammars; by default a ``BitmaskFiller`` does.
     """
 
-    def __init__(self, vocab_size: int, *, allow_sync: bool | None = None) -> None:
+    def __init__(
+        self, vocab_size: int, filler: AnyBitmaskFiller | None = None, *, allow_sync: bool | None = None
+    ) -> None:
         self.vocab_size = vocab_size
-        self._filler = BitmaskFiller(vocab_size)
+        self._filler = filler or BitmaskFiller(vocab_size)
         self._allow_sync = allow_sync
 
     def prepare(self, draws: Sequence[Draw]) -> SamplerInput:

@@ -9,7 +9,6 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Protocol
 
 import torch
 
@@ -26,7 +25,7 @@ from quire_engine.core.kv_disk import DiskContents, TransferResult
 from quire_engine.core.lora import LoRARequest
 from quire_engine.device.accelerator import upload
 from quire_engine.distributed.communicator import SINGLE_RANK, Communicator
-from quire_engine.distributed.pipeline import PipelineStage
+from quire_engine.distributed.pipeline import PipelineStage, is_last
 from quire_engine.errors import ModelError
 from quire_engine.lora.manager import LoRAManager
 from quire_engine.models.base import Model
@@ -164,7 +163,7 @@ def load_model_and_attention(
         graph_sizes=graph_sizes,
         stage=stage,
         loras=loras,
-        classifier=load_classifier(model_config, config.model, device) if ranks.rank == 0 else None,
+        classifier=load_classifier(model_config, config.model, device) if ranks.rank == 0 and is_last(stage) else None,
     )
     if loaded.frees_windows:
         _log_groups(loaded.block_layout)
@@ -205,80 +204,9 @@ def _check_state(config: EngineArgs) -> None:
         raise ModelError("--async-scheduling is for models whose layers keep no state, and this one's do.")
 
 
-class Runner(Protocol):
-    """Computes batches, on one device or on several that act as one. Used by one thread, in inference mode."""
-
-    @property
-    def kv_cache_config(self) -> KVCacheConfig:
-        """Blocks of both pools; constant."""
-        ...
-
-    @property
-    def dtype(self) -> torch.dtype:
-        """What weights and activations are held in, and KV memory unless it has a dtype of its own."""
-        ...
-
-    def copy(self, copies: BlockCopies) -> None:
-        """Copies blocks, those ahead of need beside the next forward pass; what follows that waits for them. Raises
-        ``CopyError``.
-        """
-        ...
-
-    def forward(self, batch: ModelInput, pending: torch.Tensor | None = None) -> torch.Tensor:
-        """The hidden states [T, hidden] of the batch, on the device; they hold until the next call. ``pending`` [P]
-        int64, on the device too, are the tokens at ``batch.pending_rows``. Raises ``IndexError`` for a token that is
-        none of the vocabulary.
-
-        In a pipeline this returns when the first stage is done, and the hidden states are for ``logits`` alone, which
-        is called for one batch after the other, and may be called after later calls of this.
-        """
-        ...
-
-    def logits(self, hidden: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:
-        """The logits [R, vocabulary] of the hidden states at ``rows`` [R], which rise and are among the batch's
-        ``logits_rows``.
-        """
-        ...
-
-    def execute_dummy_batch(self) -> None:
-        """Takes part in a forward pass of the other engines of a group, without tokens."""
-        ...
-
-    def add_lora(self, lora: LoRARequest) -> None:
-        """Reads an adapter into host memory, so that batches may have it. Raises ``LoRAError``."""
-        ...
-
-    def remove_lora(self, lora_id: int) -> None:
-        """Frees the memory of an adapter."""
-        ...
-
-    def open_disk(
-        self, folder: Path, fingerprint: str, num_slots: int, report: Callable[[TransferResult], object]
-    ) -> DiskContents:
-        """Opens blocks on disk in ``folder``, which nobody else may use, for numbers that ``fingerprint`` describes.
-        From then on ``copy`` begins transfers too, and ``report`` is called with the result of each, once by every
-        device, on other threads. Raises ``OSError``.
-        """
-        ...
-
-    def sleep(self) -> None:
-        """See ``Sleeper.sleep``. Does nothing if it sleeps."""
-        ...
-
-    def wake_up(self) -> None:
-        """See ``Sleeper.wake_up``. Does nothing if it is awake."""
-        ...
-
-    def close(self) -> None:
-        """Gives the KV memory back, and the weights unless another runner has them too. Nothing can be computed any
-        more. To be called once.
-        """
-        ...
-
-
 class ModelRunner:
-    """The ``Runner`` of one device. ``capture`` captures the CUDA graphs of decode steps; by default a
-    ``CudaGraphCapturer`` does.
+    """Computes batches on one device, in inference mode. Used by one thread. ``capture`` captures the CUDA graphs of
+    decode steps; by default a ``CudaGraphCapturer`` does.
 
     Where they cannot be captured, a runner that is ``alone`` logs a warning and does without. One of several that share
     a model raises ``GraphCaptureError``: a rank that left a capture without the others would leave them waiting in an
@@ -308,27 +236,36 @@ class ModelRunner:
 
     @property
     def kv_cache_config(self) -> KVCacheConfig:
-        """See ``Runner.kv_cache_config``."""
+        """Blocks of both pools; constant."""
         return self._kv_cache.capacity
 
     @property
     def dtype(self) -> torch.dtype:
-        """See ``Runner.dtype``."""
+        """What weights and activations are held in, and KV memory unless it has a dtype of its own."""
         return self._dtype
 
     def copy(self, copies: BlockCopies) -> None:
-        """See ``Runner.copy``."""
+        """Copies blocks, those ahead of need beside the next forward pass; what follows that waits for them. Raises
+        ``CopyError``.
+        """
         self._kv_cache.copy(copies)
 
     def forward(self, batch: ModelInput, pending: torch.Tensor | None = None) -> torch.Tensor:
-        """See ``Runner.forward``. Of a stage of a pipeline that is not the first one, the hidden states are its own."""
+        """The hidden states [T, hidden] of the batch, on the device; they hold until the next call. ``pending`` [P]
+        int64, on the device too, are the tokens at ``batch.pending_rows``. Raises ``IndexError`` for a token that is
+        none of the vocabulary.
+
+        In a pipeline these are of this stage, and those of the last one are the model's.
+        """
         try:
             hidden = self._forward(batch, pending)
         finally:
             # After a failure too: what was launched before it still reads and writes blocks.
             if self._kv_cache.swap_stream is not None:
                 self._kv_cache.swap_stream.record_compute()
-        return hidden if self._stage is None else self._stage.pass_on(hidden, batch.logits_rows)
+        if self._stage is not None:
+            self._stage.pass_on(hidden)
+        return hidden
 
     def _forward(self, batch: ModelInput, pending: torch.Tensor | None) -> torch.Tensor:
         batch.check_vocabulary(self._vocab_size)
@@ -346,31 +283,31 @@ class ModelRunner:
         return self._model.forward(token_ids, positions, self._kv_cache.layers, self._attention)
 
     def logits(self, hidden: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:
-        """See ``Runner.logits``."""
-        if self._stage is not None:
-            self._stage.complete(hidden)
+        """The logits [R, vocabulary] of the hidden states at ``rows`` [R], which rise and are among the batch's
+        ``logits_rows``.
+        """
         if len(rows) < len(hidden):
             hidden = hidden.index_select(0, upload(rows, hidden.device))
         return self._model.logits(hidden)
 
     def execute_dummy_batch(self) -> None:
-        """See ``Runner.execute_dummy_batch``."""
+        """Takes part in a forward pass of the other engines of a group, without tokens."""
         self._model.execute_dummy_batch(self._kv_cache.blocks.device)
 
     def add_lora(self, lora: LoRARequest) -> None:
-        """See ``Runner.add_lora``."""
+        """Reads an adapter into host memory, so that batches may have it. Raises ``LoRAError``."""
         assert self._loras is not None, "the model has no slots for adapters"
         self._loras.add(lora)
 
     def remove_lora(self, lora_id: int) -> None:
-        """See ``Runner.remove_lora``."""
+        """Frees the memory of an adapter."""
         assert self._loras is not None, "the model has no slots for adapters"
         self._loras.remove(lora_id)
 
     def open_disk(
         self, folder: Path, fingerprint: str, num_slots: int, report: Callable[[TransferResult], object]
     ) -> DiskContents:
-        """See ``Runner.open_disk``."""
+        """See ``Ranks.open_disk``."""
         return self._kv_cache.open_disk(folder, fingerprint, num_slots, report)
 
     def _capture_graphs(self, model: LoadedModel, capture: GraphCapturer, alone: bool) -> CudaGraphRunner | None:
@@ -387,7 +324,7 @@ class ModelRunner:
             raise
 
     def sleep(self) -> None:
-        """See ``Runner.sleep``. CUDA graphs are dropped, as they hold addresses."""
+        """See ``Ranks.sleep``. CUDA graphs are dropped, as they hold addresses."""
         if self._put_away is not None:
             return
         model, device = self._loaded, self._loaded.device
@@ -403,7 +340,7 @@ class ModelRunner:
             torch.cuda.empty_cache()
 
     def wake_up(self) -> None:
-        """See ``Runner.wake_up``."""
+        """See ``Ranks.wake_up``."""
         if self._put_away is None:
             return
         self._kv_cache.wake_up()
@@ -419,7 +356,7 @@ class ModelRunner:
             self._cuda_graphs = self._capture_graphs(self._loaded, again, alone=True)
 
     def close(self) -> None:
-        """See ``Runner.close``."""
+        """See ``Ranks.close``."""
         self._cuda_graphs = self._cpu_graphs = self._loras = None
         self._kv_cache.close()
         del self._model, self._attention, self._loaded

@@ -107,7 +107,7 @@ class RequestStates:
         self.pooling: dict[int, PoolingParams] = {}
         self._sample_requests: dict[int, tuple[SampleRequest, ...]] = {}
         self._sampling_states: dict[tuple[int, int], SamplingState] = {}
-        self._vocab_size = vocab_size
+        self.vocab_size = vocab_size
 
     def update(self, scheduler_output: SchedulerOutput) -> None:
         """Brings the rows up to date with a step."""
@@ -115,11 +115,15 @@ class RequestStates:
             self._remove(row)
         for new in scheduler_output.new:
             self._add(new)
-        if scheduler_output.new_tokens:
-            _write(self.tokens, scheduler_output.new_tokens)
+        self.write_tokens(scheduler_output.new_tokens)
         for blocks, changes in zip(self.blocks, scheduler_output.new_blocks, strict=False):
             if changes:
                 _write(blocks, changes)
+
+    def write_tokens(self, changes: "array[int]") -> None:
+        """Writes tokens of rows: int32 triples of a row, a position and the token there."""
+        if changes:
+            _write(self.tokens, changes)
 
     def num_prompt_tokens(self, row: int) -> int:
         """Tokens of the prompt of a row that draws."""
@@ -130,7 +134,7 @@ class RequestStates:
         state = self._sampling_states.get((row, choice))
         if state is None:
             request = self._sample_requests[row][choice]
-            state = self._sampling_states[row, choice] = SamplingState(request, self._vocab_size)
+            state = self._sampling_states[row, choice] = SamplingState(request, self.vocab_size)
         return state
 
     def _add(self, new: NewRequest) -> None:

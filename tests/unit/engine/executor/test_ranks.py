@@ -7,8 +7,10 @@ import logging
 import os
 import socket
 import struct
+from array import array
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, replace
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -19,14 +21,14 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from pydantic import ValidationError
-from quire_engine.attention.base import AttentionBatch
 from quire_engine.attention.kv_cache_spec import MAX_GROUPS
 from quire_engine.checkpoint.config import DecoderConfig, MoEConfig
 from quire_engine.checkpoint.weights import Checkpoint
 from quire_engine.config import EngineArgs
-from quire_engine.core.block_pool import BlockCopies, BlockCopy, DiskTransfer, KVCacheGroup
+from quire_engine.core.block_pool import BlockCopies, BlockCopy, DiskTransfer
 from quire_engine.core.kv_disk import TransferOutcome, TransferResult
 from quire_engine.core.lora import LoRARequest
+from quire_engine.core.step import BeamCandidates, ModelOutput, SchedulerOutput, StepTimings
 from quire_engine.distributed.communicator import Communicator, GroupCoordinator, largest_shard_size, shard
 from quire_engine.errors import ModelError
 from quire_engine.executor import rank_worker, rpc
@@ -37,26 +39,28 @@ from quire_engine.executor.rpc import (
     MessageError,
     RpcMessage,
     RpcMethod,
-    batch_from_arrays,
-    batch_to_arrays,
-    copies_from_arrays,
-    copies_to_arrays,
+    bitmask_from_arrays,
+    bitmask_to_arrays,
     json_from_array,
     json_to_array,
+    output_from_arrays,
+    output_to_arrays,
     receive,
     result_from_array,
     result_to_array,
-    rows_from_arrays,
-    rows_to_arrays,
     send,
+    step_from_arrays,
+    step_to_arrays,
 )
 from quire_engine.models.transformers_backend import TransformersConfig
-from quire_engine.worker.input_batch import ModelInput
+from quire_engine.sampling.grammar_bitmask import GrammarBitmask
 from quire_engine.worker.memory import CacheBudget, CacheSizes, MemoryProfile, compute_cache_sizes
+from quire_proto.errors import ErrorCode, QuireError
+from quire_proto.sampling import TokenLogprobs
 from safetensors.torch import save_file
 from torch import distributed
 
-from tests.support.steps import PENDING, KnownChunk, prepare
+from tests.support.steps import PENDING, KnownChunk, make_step
 
 CPU = torch.device("cpu")
 GIB = 1 << 30
@@ -228,78 +232,111 @@ def chunks(draw: st.DrawFn) -> list[KnownChunk]:
     return made
 
 
-@given(chunks(), st.lists(st.sampled_from([None, 3, 6]), min_size=1, max_size=3))
-def test_a_batch_arrives_as_it_was(chunks: list[KnownChunk], windows: list[int | None]) -> None:
-    for chunk in chunks:
-        chunk.other_block_ids = [list(range(number, 20 + number)) for number in range(1, len(windows))]
-    batch = prepare(chunks, 4, [KVCacheGroup(window) for window in windows]).model_input
-    again = batch_from_arrays(batch_to_arrays(batch))
-    groups = [(AttentionBatch, *pair) for pair in zip(batch.attention, again.attention, strict=True)]
-    for kind, one, other in ((ModelInput, batch, again), *groups):
-        for field in fields(kind):
-            if field.name != "attention":
-                mine, theirs = getattr(one, field.name), getattr(other, field.name)
-                assert mine.dtype == theirs.dtype
-                assert torch.equal(mine, theirs), field.name
+COPIES = st.lists(st.builds(BlockCopy, st.integers(0, 2**40), st.integers(0, 2**40)), max_size=5)
+TRANSFERS = st.lists(
+    st.builds(DiskTransfer, *[st.integers(0, 2**40)] * 3, st.binary(min_size=16, max_size=16)), max_size=5
+)
+NUMBERS = st.lists(st.integers(0, 2**31 - 1), max_size=9)
+STEPS = st.builds(
+    lambda chunks, copies, freed, changes, drawn, number: (
+        make_step(number, chunks, copies, freed_rows=array("i", freed), new_blocks=tuple(map(numbers, changes))),
+        numbers(drawn),
+    ),
+    chunks(),
+    st.builds(BlockCopies, COPIES, COPIES, COPIES, COPIES, TRANSFERS, TRANSFERS),
+    NUMBERS,
+    st.lists(NUMBERS, max_size=MAX_GROUPS),
+    NUMBERS,
+    st.integers(0, 2**40),
+)
 
 
-@pytest.mark.parametrize("groups", range(1, MAX_GROUPS + 1))
-def test_a_batch_of_as_many_groups_as_a_model_may_have_passes_between_ranks(groups: int) -> None:
-    blocks = [list(range(number, 20 + number)) for number in range(groups)]
-    chunk = KnownChunk(1, [5, 6, 7], 0, blocks[0])
-    chunk.other_block_ids = blocks[1:]
-    windows = [None, *[8] * (groups - 1)]
-    batch = prepare([chunk], 4, [KVCacheGroup(window) for window in windows]).model_input
+def numbers(values: list[int]) -> "array[int]":
+    return array("i", values)
+
+
+@given(STEPS, st.lists(st.integers(1, 99), max_size=3))
+def test_a_step_arrives_as_it_was(sent: tuple[SchedulerOutput, "array[int]"], without_loras: list[int]) -> None:
+    step, drawn = sent
     one, other = socket.socketpair()
     with one, other:
-        send(one, RpcMessage(RpcMethod.FORWARD, 1, batch_to_arrays(batch)))
+        send(one, RpcMessage(RpcMethod.EXECUTE, 1, step_to_arrays(step, drawn, without_loras)))
         message = receive(other)
     assert message is not None
-    again = batch_from_arrays(message.arrays)
-    assert len(again.attention) == groups
-    assert all(
-        torch.equal(mine.page_ids, its.page_ids) for mine, its in zip(batch.attention, again.attention, strict=True)
-    )
+    assert step_from_arrays(message.arrays) == (step, drawn, without_loras)
+
+
+@given(STEPS, st.data())
+def test_what_is_no_step_is_refused(sent: tuple[SchedulerOutput, "array[int]"], data: st.DataObject) -> None:
+    text, *arrays = step_to_arrays(*sent, [])
+    plain = json_from_array(text)
+    fields = [name for name in plain if name not in ("drawn", "without_loras", "freed_rows", "new_tokens", "awaiting")]
+    name = data.draw(st.sampled_from(fields))
+    values = {"step": None, "groups": {}, "transfers": [1], "new_blocks": 5, "copies": [1], "drafts": [1]}
+    damaged = {**plain, name: values.get(name, [1.5])}
+    if name == "step":
+        del damaged["step"]
+    if name == "groups" and "new_blocks" in plain:
+        return
+    with pytest.raises(MessageError):
+        step_from_arrays([json_to_array(damaged), *arrays])
+
+
+FLOATS = st.floats(allow_nan=False)
+LOGPROBS = st.builds(TokenLogprobs, FLOATS, st.lists(st.tuples(st.integers(0, 99), FLOATS), max_size=2).map(tuple))
+DRAWS = st.integers(0, 99)
+ERRORS = st.dictionaries(
+    DRAWS, st.builds(QuireError, st.sampled_from(ErrorCode), st.text(), param=st.none() | st.text()), max_size=2
+)
+OUTPUTS = st.builds(
+    ModelOutput,
+    NUMBERS,
+    logprobs=st.dictionaries(DRAWS, LOGPROBS, max_size=2),
+    candidates=st.dictionaries(DRAWS, st.builds(BeamCandidates, NUMBERS, st.lists(FLOATS)), max_size=2),
+    pooled=st.dictionaries(DRAWS, st.binary(max_size=9), max_size=2),
+    prompt_logprobs=st.dictionaries(DRAWS, st.lists(LOGPROBS, max_size=2), max_size=2),
+    timings=st.builds(StepTimings, FLOATS, FLOATS, FLOATS),
+)
+
+
+def told(errors: dict[int, QuireError]) -> dict[int, dict[str, Any]]:
+    return {number: vars(error) for number, error in errors.items()}
+
+
+@given(OUTPUTS, ERRORS, ERRORS)
+def test_the_output_of_a_step_arrives_as_it_was(
+    output: ModelOutput, errors: dict[int, QuireError], draw_errors: dict[int, QuireError]
+) -> None:
+    again = output_from_arrays(output_to_arrays(replace(output, errors=errors, draw_errors=draw_errors)))
+    assert (told(again.errors), told(again.draw_errors)) == (told(errors), told(draw_errors))
+    assert replace(again, errors={}, draw_errors={}) == output
+
+
+@given(st.dictionaries(DRAWS, st.integers(0, 9), min_size=1, max_size=3), st.integers(1, 3), ERRORS)
+def test_a_bitmask_arrives_as_it_was(rows: dict[int, int], width: int, errors: dict[int, QuireError]) -> None:
+    words = np.arange(len(rows) * width, dtype=np.int32).reshape(-1, width)
+    again = bitmask_from_arrays(bitmask_to_arrays(GrammarBitmask(words, rows, errors)))
+    assert np.array_equal(again.words, words)
+    assert (again.rows, told(again.errors)) == (rows, told(errors))
+
+
+@pytest.mark.parametrize("read", [output_from_arrays, bitmask_from_arrays])
+@pytest.mark.parametrize("value", [None, {}, [], {"rows": 1, "errors": 2, "token_ids": 3}])
+def test_what_is_neither_output_nor_bitmask_is_refused(read: Callable[[Any], object], value: Any) -> None:
+    with pytest.raises(MessageError):
+        read([json_to_array(value)])
+
+
+def test_a_step_of_arrays_that_did_not_come_is_refused() -> None:
+    arrays = step_to_arrays(make_step(0, [KnownChunk(1, [5, 6], 0, [1])]), array("i"), [])
+    with pytest.raises(MessageError):
+        step_from_arrays(arrays[:-1])
 
 
 def test_a_message_of_too_many_arrays_is_not_sent() -> None:
     one, other = socket.socketpair()
     with one, other, pytest.raises(AssertionError):
         send(one, RpcMessage(1, 1, [np.zeros(1, np.uint8)] * (rpc.MAX_ARRAYS + 1)))
-
-
-@given(chunks(), st.data())
-def test_a_batch_whose_parts_do_not_fit_is_refused(chunks: list[KnownChunk], data: st.DataObject) -> None:
-    arrays = batch_to_arrays(prepare(chunks, 4).model_input)
-    with_loras = [5] if len(arrays[5]) else []
-    place = data.draw(st.sampled_from([0, 1, *with_loras, 6, 7, 9, 10, 11]))
-    arrays[place] = np.append(arrays[place], arrays[place][:1])
-    with pytest.raises(MessageError):
-        batch_from_arrays(arrays)
-    with pytest.raises(MessageError):
-        batch_from_arrays(arrays[1:])
-
-
-COPIES = st.lists(st.builds(BlockCopy, st.integers(0, 2**40), st.integers(0, 2**40)), max_size=5)
-
-
-TRANSFERS = st.lists(
-    st.builds(DiskTransfer, *[st.integers(0, 2**40)] * 3, st.binary(min_size=16, max_size=16)), max_size=5
-)
-
-
-@given(st.builds(BlockCopies, COPIES, COPIES, COPIES, COPIES, TRANSFERS, TRANSFERS))
-def test_copies_arrive_in_their_order(copies: BlockCopies) -> None:
-    assert copies_from_arrays(copies_to_arrays(copies)) == copies
-
-
-@pytest.mark.parametrize(
-    "arrays",
-    [[], [np.arange(10)] * 4, [np.arange(5)] * 6, [np.arange(2)] * 6, [np.arange(10, dtype=np.int32)] * 6],
-)
-def test_copies_that_are_no_lists_of_their_width_are_refused(arrays: list[Any]) -> None:
-    with pytest.raises(MessageError):
-        copies_from_arrays(arrays)
 
 
 @given(st.builds(TransferResult, st.integers(1, 2**40), st.sampled_from(TransferOutcome), st.floats(0, 9), st.text()))
@@ -311,13 +348,6 @@ def test_the_result_of_a_transfer_arrives_as_it_was(result: TransferResult) -> N
 def test_what_is_no_result_of_a_transfer_is_refused(value: Any) -> None:
     with pytest.raises(MessageError):
         result_from_array(json_to_array(value))
-
-
-def test_rows_are_one_list_of_numbers() -> None:
-    rows, age = rows_from_arrays(rows_to_arrays(torch.arange(3), 2))
-    assert (rows.tolist(), age) == ([0, 1, 2], 2)
-    with pytest.raises(MessageError):
-        rows_from_arrays([np.arange(3), np.arange(3)])
 
 
 # Settings and refusals

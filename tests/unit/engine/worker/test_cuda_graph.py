@@ -7,9 +7,9 @@ import logging
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
-from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
@@ -26,6 +26,7 @@ from quire_engine.worker.cuda_graph import CapturedGraph, CudaGraphCapturer, cap
 from quire_engine.worker.input_batch import dummy_decode, pad_decode
 from quire_engine.worker.memory import CacheSizes
 from quire_engine.worker.model_runner import LoadedModel, ModelRunner, load_model_and_attention
+from quire_engine.worker.worker import OneRank
 
 from tests.model.driver import Driver, Sequence
 from tests.model.models import small_model, small_prompts
@@ -58,6 +59,11 @@ def loaded_model(name: str, folders: Path, sizes: tuple[int, ...] = SIZES) -> Lo
     config = EngineArgs(model=folder, dtype="float32", block_size=BLOCK_SIZE, attention="reference")
     parts = load_model_and_attention(config, read_model_config(folder), torch.device("cpu"))
     return replace(parts, attention=GraphReference(parts.attention._shape), graph_sizes=sizes)
+
+
+def captured_by(capture: Any) -> Callable[[LoadedModel, CacheSizes], OneRank]:
+    """What makes the one rank of an executor that captures its decode steps so."""
+    return lambda model, sizes: OneRank(ModelRunner(model, sizes, capture))
 
 
 def decode_chunks(lengths: list[int], first_block: int = 1) -> list[KnownChunk]:
@@ -116,7 +122,7 @@ def test_a_batch_of_nothing_but_pads_is_one_that_can_be_prepared() -> None:
 @pytest.mark.parametrize("name", ["llama3", "qwen2-yarn", "qwen3", "mistral"])
 def test_replayed_steps_make_the_same_tokens(name: str, folders: Path) -> None:
     parts, capturer = loaded_model(name, folders), FakeCapturer()
-    executor = TorchExecutor(parts, POOLS, make_runner=partial(ModelRunner, capture=capturer))
+    executor = TorchExecutor(parts, POOLS, make_ranks=captured_by(capturer))
 
     def sequences() -> list[Sequence]:
         return [Sequence(id, prompt, 12) for id, prompt in enumerate(small_prompts()[:9])]
@@ -153,8 +159,8 @@ def test_graphs_work_with_the_attention_of_gpus(
         attention = FlashInferAttention(
             parts.attention._shape, torch.device("cpu"), torch.float32, deterministic=deterministic
         )
-        make_runner = partial(ModelRunner, capture=record)
-        executor = TorchExecutor(replace(parts, attention=attention), POOLS, make_runner=make_runner)
+        parts = replace(parts, attention=attention)
+        executor = TorchExecutor(parts, POOLS, make_ranks=captured_by(record))
         assert Driver(executor, seed=2, max_chunk=13).run(sequences()) == expected
     assert len(replayed) > 10
 
@@ -184,7 +190,7 @@ def test_replayed_steps_overlap_as_others_do(folders: Path) -> None:
     pools = CacheSizes(4 << 20, 0)
     apart, overlapped = some_sequences(prompts), some_sequences(prompts)
     Loop(TorchExecutor(replace(parts, graph_sizes=()), pools), apart, seed=5).run()
-    executor = TorchExecutor(parts, pools, depth=2, make_runner=partial(ModelRunner, capture=capturer))
+    executor = TorchExecutor(parts, pools, depth=2, make_ranks=captured_by(capturer))
     loop = Loop(executor, overlapped, seed=6)
     loop.run_overlapped()
     assert came_of(overlapped) == came_of(apart)
