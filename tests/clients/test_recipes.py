@@ -77,8 +77,10 @@ async def test_the_snippets_in_python_call_their_tool(heading: str, python: Path
     await check(snippet(heading, "python"), [python], tmp_path / "snippet.py")
 
 
-AGENT, BIND_TOOLS, STRUCTURED, RESPONSE_FORMAT, MESSAGES, EVENTS = range(6)
+AGENT, MESSAGES, STRUCTURED, TOGETHER, BIND_TOOLS, STRICT = range(6)
 """The blocks under LangChain."""
+EVENTS = """run = agent.stream_events({"messages": [{"role": "user", "content": "Rome?"}]}, version="v3")
+"""
 REPORT = {"city": "Rome", "degrees": 21}
 ONE_CALL = 'model_kwargs={"parallel_tool_calls": False}'
 
@@ -94,10 +96,16 @@ def langchain(until: str, more: str = "") -> str:
 
 
 @needs(LANGCHAIN)
-@pytest.mark.parametrize("block", [MESSAGES, EVENTS])
-async def test_the_agent_of_langchain_is_streamed_in_the_two_ways_of_the_page(block: int, tmp_path: Path) -> None:
-    program = langchain("answer = ") + snippet("LangChain", "python", block)
-    await check(program, [LANGCHAIN], tmp_path / "snippet.py")
+@pytest.mark.parametrize(
+    "stream",
+    [
+        snippet("LangChain", "python", MESSAGES),
+        f"{EVENTS}for message in run.messages:\n    print(*message.text, sep='', end='')",
+    ],
+    ids=["stream", "stream_events"],
+)
+async def test_the_agent_of_langchain_is_streamed_in_the_two_ways_of_the_page(stream: str, tmp_path: Path) -> None:
+    await check(langchain("answer = ") + stream, [LANGCHAIN], tmp_path / "snippet.py")
 
 
 @needs(LANGCHAIN)
@@ -129,13 +137,20 @@ async def test_one_call_at_a_time_leaves_calls_without_tools_as_they_are(tmp_pat
 
 
 @needs(LANGCHAIN)
-async def test_an_agent_fills_the_form_of_the_page_after_its_calls(tmp_path: Path) -> None:
-    """LangChain offers the form as one more tool, and the model has to call one of them."""
-    form, _, _ = snippet("LangChain", "python", STRUCTURED).partition("print(")
-    program = langchain("agent = ") + form + snippet("LangChain", "python", RESPONSE_FORMAT)
-    runner = CallsOnce(then=call_of(json.dumps({"name": "Report", "arguments": REPORT})))
-    assert await printed_by(program, [LANGCHAIN], tmp_path / "snippet.py", runner) == "city='Rome' degrees=21"
+@pytest.mark.parametrize("as_a_tool", [False, True])
+async def test_an_agent_streams_its_structured_answer_after_its_calls(as_a_tool: bool, tmp_path: Path) -> None:
+    """Where the form is one more tool, the answer is a call: LangChain writes a line of its own and no JSON."""
+    program, text = snippet("LangChain", "python", TOGETHER), json.dumps(REPORT)
+    printed = "city='Rome' degrees=21"
+    assert f"`{text}`, and then prints the object, `{printed}`." in PAGE.read_text()
+    if as_a_tool:
+        program = program.replace("ProviderStrategy(Report)", "Report")
+    runner = CallsOnce(then=call_of(json.dumps({"name": "Report", "arguments": REPORT})) if as_a_tool else text)
+    seen = await printed_by(program, [LANGCHAIN], tmp_path / "snippet.py", runner)
+    first = f"Returning structured response: {printed}" if as_a_tool else text
+    assert seen == f"{first}\n{printed}"
     assert len(runner.generations) == 2
+    assert all("StructuredKind.GRAMMAR" in repr(each) for each in runner.generations)
 
 
 NO_JSON = call_of('{"name": "weather", "arguments": {"city": Rome}}')
@@ -163,9 +178,16 @@ async def test_langchain_does_with_malformed_calls_what_the_page_says(
     written, expected = MALFORMED[case]
     agent, assigned, asks = snippet("LangChain", "python").partition("answer = ")
     whole = f"{assigned}{asks.splitlines()[0]}"
-    stream = f"{snippet('LangChain', 'python', EVENTS).splitlines()[0]}\n{assigned}run.output"
+    stream = f"{EVENTS}{assigned}run.output"
     program = f"{agent}{stream if streamed else whole}\n{SEEN}"
     assert json.loads(await printed_by(program, [LANGCHAIN], tmp_path / "snippet.py", CallsOnce(written))) == expected
+
+
+@needs(LANGCHAIN)
+async def test_langchain_closes_missing_brackets_of_a_call_in_a_stream_of_tokens(tmp_path: Path) -> None:
+    program = langchain("answer = ") + snippet("LangChain", "python", MESSAGES)
+    cut = CallsOnce(call_of('{"name": "weather", "arguments": {"city": "Rome"'))
+    assert await printed_by(program, [LANGCHAIN], tmp_path / "snippet.py", cut) == TEXT
 
 
 @needs(LANGCHAIN)
@@ -175,7 +197,7 @@ async def test_langchain_asks_for_a_grammar_in_the_two_ways_of_the_page(strict: 
     assert f"ChatOpenAI(…, {ONE_CALL})" in PAGE.read_text()
     if strict:
         agent, assigned, asks = program.partition("answer = ")
-        program = f"{agent}{snippet('Malformed calls', 'python')}{assigned}{asks}"
+        program = f"{agent}{snippet('LangChain', 'python', STRICT)}{assigned}{asks}"
     else:
         program = program.replace('model="qwen3")', f'model="qwen3", {ONE_CALL})')
     runner = CallsOnce()

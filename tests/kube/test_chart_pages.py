@@ -1,6 +1,8 @@
 """The values that pages show are values that the chart takes."""
 
+import os
 import re
+import shutil
 import subprocess
 from collections.abc import Iterator
 from pathlib import Path
@@ -39,14 +41,47 @@ def test_the_secrets_that_the_operations_guide_creates_are_those_that_its_values
 def test_the_page_for_clouds_creates_the_secrets_of_its_values_for_production() -> None:
     _, _, section = CLOUDS.read_text().partition("\n## EKS\n")
     created = re.findall(r"create secret generic (\S+)", section.partition("\n## ")[0])
-    named = re.findall(r"(?:existingSecret|apiKeySecret)': '([a-z-]+)", str(example_values("eks-production")))
+    values = over(example_values("eks-production"), shown_as("more.yaml"))
+    named = re.findall(r"(?:existingSecret|apiKeySecret)': '([a-z-]+)", str(values))
     assert sorted(created) == sorted(named)
+
+
+def test_the_first_commands_for_eks_write_a_readers_names_wherever_a_file_says_change(tmp_path: Path) -> None:
+    (edit,) = re.findall(r"^sed -i .*?(?=^```)", CLOUDS.read_text(), re.MULTILINE | re.DOTALL)
+    files = edit.split()[-3:]
+    for file in files:
+        (tmp_path / file).parent.mkdir(parents=True, exist_ok=True)
+        shutil.copy(ROOT / file, tmp_path / file)
+    names = {"ACCOUNT": "999", "AWS_REGION": "eu-west-1", "BUCKET": "ours", "DOMAIN": "llm.ours.org"}
+    subprocess.run(["bash", "-c", edit], cwd=tmp_path, env={**os.environ, **names}, check=True)
+    for file in files:
+        lines = zip((ROOT / file).read_text().splitlines(), (tmp_path / file).read_text().splitlines(), strict=True)
+        assert [before for before, after in lines if ("# CHANGE" in before) != (before != after)] == []
+    cluster, storage, values = ((tmp_path / file).read_text() for file in files)
+    assert "region: eu-west-1 " in cluster
+    assert [f'"arn:aws:s3:::{path}"' in cluster for path in ("ours", "ours/*")] == [True, True]
+    assert "bucketName: ours}" in storage
+    assert "region eu-west-1]" in storage
+    assert "registry: 999.dkr.ecr.eu-west-1.amazonaws.com/quire " in values
+    assert "hosts: [llm.ours.org]" in values
+
+
+def test_the_cluster_for_eks_has_what_the_values_and_the_storage_need() -> None:
+    (cluster,) = yaml.safe_load_all((ROOT / "k8s" / "eks-cluster.yaml").read_text())
+    drivers = {"ebs.csi.aws.com": "aws-ebs-csi-driver", "s3.csi.aws.com": "aws-mountpoint-s3-csi-driver"}
+    needed = {drivers[each.get("provisioner") or each["spec"]["csi"]["driver"]] for each in (STORAGE[0], STORAGE[2])}
+    assert needed < {each["name"] for each in cluster["addons"]}
+    (account,) = (each["metadata"]["name"] for each in cluster["iam"]["serviceAccounts"])
+    text = CLOUDS.read_text()
+    assert (
+        f"clusterName={cluster['metadata']['name']},serviceAccount.create=false,serviceAccount.name={account}" in text
+    )
 
 
 @pytest.mark.parametrize("example", ["eight-gpu", "tensor-parallel"])
 def test_the_values_for_clouds_go_with_the_examples_of_eight_gpus(helm: Helm, example: str) -> None:
     shown = [block[0] for block in blocks_of(CLOUDS)]
-    assert len(shown) == 5
+    assert len(shown) == 6
     for values in shown:
         assert problems(helm, helm.render(over(example_values(example), values)).everything, "1.37") == {}
 
@@ -62,18 +97,21 @@ def test_one_engine_on_eight_gpus_takes_the_place_of_eight_in_production(helm: H
     assert (scaler["spec"]["minReplicas"], scaler["spec"]["maxReplicas"]) == (1, 1)
 
 
-def test_production_needs_neither_a_redis_of_the_cloud_nor_the_prometheus_operator(helm: Helm) -> None:
-    """As the comments of its values say."""
-    values = example_values("eks-production")
-    text = (CHART / "ci" / "eks-production-values.yaml").read_text()
-    (instead,) = re.findall(r"write `(redis: .*?)` instead", text)
-    del values["monitoring"]
-    release = helm.render({**values, **yaml.safe_load(instead)})
-    assert problems(helm, release.everything, "1.37") == {}
-    assert not {each["kind"] for each in release.everything} & {"ServiceMonitor", "PodMonitor", "PrometheusRule"}
+def test_production_keeps_redis_on_a_volume_of_the_class_that_the_page_for_clouds_creates(helm: Helm) -> None:
+    release = helm.render(example_values("eks-production"))
     (claim,) = release.of("StatefulSet")[0]["spec"]["volumeClaimTemplates"]
     classes = [each["metadata"]["name"] for each in STORAGE if each["kind"] == "StorageClass"]
     assert [claim["spec"]["storageClassName"]] == classes
+
+
+def test_production_gets_a_redis_of_the_cloud_and_alerts_from_the_file_of_the_page(helm: Helm) -> None:
+    monitors = {"ServiceMonitor", "PodMonitor", "PrometheusRule"}
+    plain = helm.render(example_values("eks-production"))
+    assert not {each["kind"] for each in plain.everything} & monitors
+    release = helm.render(over(example_values("eks-production"), shown_as("more.yaml")))
+    assert problems(helm, release.everything, "1.37") == {}
+    assert {each["kind"] for each in release.everything} >= monitors
+    assert not release.of("StatefulSet")
 
 
 def test_production_mounts_the_claim_that_the_page_for_clouds_creates() -> None:
@@ -86,11 +124,11 @@ def test_production_mounts_the_claim_that_the_page_for_clouds_creates() -> None:
 
 
 def test_the_job_of_the_page_for_clouds_fills_the_claim_of_its_values() -> None:
-    edit = re.findall(r"^sed .*?(?=\s*\\?\n? *\| kubectl)", CLOUDS.read_text(), re.MULTILINE | re.DOTALL)
-    edited = f"REGISTRY=registry.example.com; {edit[0]}"
+    edit = re.findall(r"^sed -e .*?(?=\s*\\?\n? *\| kubectl)", CLOUDS.read_text(), re.MULTILINE | re.DOTALL)
+    edited = f"REGISTRY=registry.example.com CLASS=shared; {edit[0]}"
     done = subprocess.run(["bash", "-c", edited], cwd=ROOT, check=True, capture_output=True, text=True)
     claim, _, job = yaml.safe_load_all(done.stdout)
-    assert claim["spec"]["storageClassName"] == "CLASS"
+    assert claim["spec"]["storageClassName"] == "shared"
     model = example_values("eight-gpu")["models"]["chat"]
     (container,) = job["spec"]["template"]["spec"]["containers"]
     assert container["image"] == "registry.example.com/quire-engine:0.1.0-cuda"
@@ -104,6 +142,13 @@ def values_of(page: Path) -> Iterator[dict[str, Any]]:
     for block in blocks_of(page):
         if isinstance(block[0], dict) and "models" in block[0]:
             yield block[0]
+
+
+def shown_as(file: str) -> dict[str, Any]:
+    """The values that the page for clouds shows under the name of a file."""
+    (text,) = re.findall(rf"^```yaml\n# {file}\n(.*?)^```", CLOUDS.read_text(), re.MULTILINE | re.DOTALL)
+    values: dict[str, Any] = yaml.safe_load(text)
+    return values
 
 
 def blocks_of(page: Path) -> Iterator[list[Any]]:

@@ -15,7 +15,7 @@ from tests.support.pages import ROOT
 
 FOLDER = ROOT / "k8s"
 WALKTHROUGH = (FOLDER / "README.md").read_text()
-# Manifests for kubectl; the others are for the collector, kind and helm.
+# Manifests for kubectl; the others are for the collector, eksctl, kind and helm.
 MANIFESTS = [
     "gateway.yaml",
     "eks.yaml",
@@ -27,7 +27,13 @@ MANIFESTS = [
     "kind/model.yaml",
     "shared-model.yaml",
 ]
-OTHERS = ["otel-collector.yaml", "kind/cluster.yaml", "kind/values.yaml", "shared-model-values.yaml"]
+OTHERS = [
+    "eks-cluster.yaml",
+    "otel-collector.yaml",
+    "kind/cluster.yaml",
+    "kind/values.yaml",
+    "shared-model-values.yaml",
+]
 
 
 def documents(name: str) -> list[dict]:

@@ -12,7 +12,6 @@ VERSIONS = tuple(f"1.{minor}" for minor in range(29, 38))
 EXAMPLES = tuple(sorted(path.name.removesuffix("-values.yaml") for path in (CHART / "ci").glob("*-values.yaml")))
 
 NEEDS = {
-    "eks-production": ["monitoring.coreos.com/v1"],
     "endpoint-picker": ["inference.networking.k8s.io/v1"],
     "gateway": ["gateway.networking.k8s.io/v1", "cert-manager.io/v1"],
     "keda": ["keda.sh/v1alpha1"],

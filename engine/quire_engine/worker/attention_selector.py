@@ -89,7 +89,7 @@ def _auto_for_gpu(
     except ModelError as error:
         if deterministic:
             raise
-        log.warning("attention is computed by its formula, which is slow: %s", error)
+        log.warning("attention runs without FlashInfer, which is many times slower: %s", error)
         return ReferenceAttention(shape)
 
 
