@@ -211,7 +211,7 @@ class Scheduler:
         """Takes what came of transfers between the host and further tiers; called in each round while there are any."""
         tiers = self.kv_cache_manager.tiers
         tiers.finish(results)
-        stats = [tier.stats for tier in tiers.asynchronous]
+        stats = [tier.stats for tier in tiers.asynchronous]  # metrics call them all disk, the only one
         self.stats.disk_blocks_stored = sum(each.num_stored for each in stats)
         self.stats.disk_blocks_loaded = sum(each.num_loaded for each in stats)
         self.stats.disk_bytes_stored = sum(each.num_stored * each.block_bytes for each in stats)
