@@ -21,7 +21,7 @@ Workload = Callable[[random.Random], Iterator[list[int]]]
 class KeepsEveryBlock(KVCacheManager):
     """As it would be without a choice."""
 
-    def _offload_evicted(self, block_id: int, name: bytes) -> None:
+    def _on_device_eviction(self, block_id: int, name: bytes) -> None:
         found = self.host_pool.get_cached_block(name)
         if found is not None:
             self.host_pool.move_to_back(found)

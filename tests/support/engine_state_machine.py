@@ -327,8 +327,7 @@ class EngineStateMachine(RuleBasedStateMachine):
         in_use = self.memory.device_pool.num_blocks - self.memory.device_pool.num_free
         assert in_use == len(set(referenced)), "a block in use is in no sequence's table"
         on_host = [block for group in groups for block in group.host_block_ids]
-        disk = self.memory.disk
-        transferred = disk.held_host_blocks if disk is not None else []
+        transferred = self.memory.tiers.held_host_blocks
         assert self.memory.host_pool.num_blocks - self.memory.host_pool.num_free == len({*on_host, *transferred})
         known = set(self.cached)
         for event in self.memory._events:
@@ -388,8 +387,8 @@ class EngineStateMachine(RuleBasedStateMachine):
         self.memory.check_integrity()
         assert self.memory.device_pool.num_free == self.memory.device_pool.num_blocks
         assert self.memory.host_pool.num_free == self.memory.host_pool.num_blocks
-        if self.memory.disk is not None:
-            assert self.memory.disk.pool.num_free == self.memory.disk.pool.num_blocks
+        for tier in self.memory.tiers.asynchronous:
+            assert tier.pool.num_free == tier.pool.num_blocks
         self.check_rows(self.scheduler.schedule())
         self.check_times_away()
         assert not self.in_use, "an executor keeps the state of a sequence that has ended"

@@ -1,4 +1,4 @@
-"""How a preempted sequence is away: plain data."""
+"""How a preempted sequence is away, and what that costs: plain data."""
 
 from dataclasses import dataclass
 from enum import StrEnum
@@ -19,6 +19,16 @@ class PreemptionReason(StrEnum):
     TOO_MANY_SWAPPED = "too_many_swapped"
     CONFIGURED = "configured"
     LOST = "lost"
+
+
+@dataclass(frozen=True, slots=True)
+class SwapCost:
+    """What a table costs: the bytes that swapping it out and in again moves, or the tokens that no cache holds and that
+    would be computed again instead. What moves either way, because the host's cache has it, is no part of either.
+    """
+
+    bytes_to_move: int
+    uncached_tokens: int
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,6 +1,6 @@
 """Admission: what joins the sequences that run, new ones and those that were preempted, and what they need for that: a
 place among ``max_num_seqs``, memory for all their tokens, and whatever else an ``AdmissionGate`` (``request_queue``)
-has them wait for: a slot for their adapter (``lora``), blocks that come from disk (``kv_disk``).
+has them wait for: a slot for their adapter (``lora``), blocks that come from a tier (``kv_transfer``).
 """
 
 from collections.abc import Callable
@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 from quire_engine.core.block_table import CachedBlocks
 from quire_engine.core.executor import Rates
-from quire_engine.core.gates import DiskGate, LoRAGate
+from quire_engine.core.gates import LoRAGate, TransferGate
 from quire_engine.core.kv_cache_manager import KVCacheManager
 from quire_engine.core.outputs import SchedulerStats
 from quire_engine.core.preemption import Preemptor, preempted_with
@@ -47,9 +47,8 @@ class Admission:
             config.max_loras, config.max_overtakes, self.waiting, running, (preemptor.swapped, preemptor.preempted)
         )
         self._gates: list[AdmissionGate] = [self.loras]
-        if kv_cache_manager.disk is not None:
-            rate = rates.tokens_per_second
-            self._gates.append(DiskGate(kv_cache_manager.disk, kv_cache_manager, rate, config.max_overtakes))
+        for tier in kv_cache_manager.tiers.asynchronous:
+            self._gates.append(TransferGate(tier, kv_cache_manager, rates.tokens_per_second, config.max_overtakes))
         self._config = config
         self._running = running
         self._preemptor = preemptor
@@ -227,9 +226,9 @@ class Admission:
             return
         group.num_cached_tokens = min(sequence.num_computed_tokens, group.num_prompt_tokens)
         block_size = self._kv_cache_manager.block_size
-        on_host, on_disk = (n * block_size for n in self._kv_cache_manager.count_tiers(sequence.table, hits))
+        on_host, loaded = (n * block_size for n in self._kv_cache_manager.count_tiers(sequence.table, hits))
         on_host = min(on_host, group.num_cached_tokens)
         self._stats.prefix_query_tokens += group.num_prompt_tokens
         self._stats.prefix_device_tokens += group.num_cached_tokens - on_host
-        self._stats.prefix_host_tokens += max(0, on_host - on_disk)
-        self._stats.prefix_disk_tokens += min(on_host, on_disk)
+        self._stats.prefix_host_tokens += max(0, on_host - loaded)
+        self._stats.prefix_disk_tokens += min(on_host, loaded)

@@ -157,7 +157,7 @@ class BatchScheduler:
             self._break_beam_deadlock(scheduler_output)
         if budget.has_prompts:
             scheduler_output.max_seconds = budget.max_seconds
-        if self._config.swap_ahead or self.kv_cache_manager.disk is not None:
+        if self._config.swap_ahead or self.kv_cache_manager.tiers.asynchronous:
             copy_beside(
                 scheduler_output,
                 self.running,

@@ -262,9 +262,9 @@ class EngineCore:
             self._finish_step()
 
     def _take_transfers(self, *, wait: bool) -> None:
-        """Takes what has come from the disk, or went there. Waits a little where there is nothing else to do."""
-        disk = self.scheduler.kv_cache_manager.disk
-        if disk is not None and disk.has_transfers:
+        """Takes what has come from tiers, or went there. Waits a little where there is nothing else to do."""
+        tiers = self.scheduler.kv_cache_manager.tiers
+        if tiers.asynchronous and tiers.has_transfers:
             waits = wait and self._commands.empty()
             self.scheduler.finish_transfers(self._wait_for_transfers() if waits else self._executor.take_transfers(0.0))
 

@@ -1,5 +1,5 @@
 """What an admission may have to wait for besides its turn and the memory: a slot for its adapter, blocks that come from
-disk.
+a tier.
 """
 
 from collections import abc
@@ -7,7 +7,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 
 from quire_engine.core.kv_cache_manager import KVCacheManager
-from quire_engine.core.kv_disk import DiskTier
+from quire_engine.core.kv_transfer.connector import AsyncKVConnector
 from quire_engine.core.lora import LoRARequest, LoRAStats
 from quire_engine.core.request import Sequence
 from quire_engine.core.request_queue import WaitingQueue
@@ -113,10 +113,10 @@ def _names(loras: Iterable[LoRARequest]) -> tuple[str, ...]:
     return tuple(sorted({lora.lora_name for lora in loras}))
 
 
-class DiskGate:
-    """The ``AdmissionGate`` of blocks on disk: a sequence is held while what the disk has of its prefix is loaded, if
-    that is faster than computing it at ``rate`` tokens a second. These blocks are looked for once, when the sequence
-    could be next, and it is admitted with what has come of them.
+class TransferGate:
+    """The ``AdmissionGate`` of an asynchronous tier: a sequence is held while what ``tier`` has of its prefix is
+    loaded, if that is faster than computing it at ``rate`` tokens a second. These blocks are looked for once, when the
+    sequence could be next, and it is admitted with what has come of them.
 
     A held sequence waits for the last of its blocks that is on its way, and is looked at again when that has come; one
     that others leave no room to load for is when they have left it. So that what needs much room does not wait for
@@ -124,8 +124,10 @@ class DiskGate:
     until that has begun, or is to be computed.
     """
 
-    def __init__(self, disk: DiskTier, kv_cache_manager: KVCacheManager, rate: float, max_overtakes: int) -> None:
-        self._disk = disk
+    def __init__(
+        self, tier: AsyncKVConnector, kv_cache_manager: KVCacheManager, rate: float, max_overtakes: int
+    ) -> None:
+        self._tier = tier
         self._kv_cache_manager = kv_cache_manager
         self._rate = rate
         self._max_overtakes = max_overtakes
@@ -139,15 +141,15 @@ class DiskGate:
         self._has_new_oldest = False
 
     def release(self) -> Iterable[Sequence]:
-        """Those that wait for a block that has come, or for room that there is now; all if the disk is off."""
-        is_on = self._disk.is_on
-        ended = self._disk.take_ended_loads() if is_on else list(self._waiting_for)
+        """Those that wait for a block that has come, or for room that there is now; all if the tier is off."""
+        is_on = self._tier.is_on
+        ended = self._tier.take_ended_loads() if is_on else list(self._waiting_for)
         released = [sequence for each in ended for sequence in self._waiting_for.pop(each, {}).values()]
         if ended or self._has_new_oldest or not is_on:
             self._has_new_oldest = False
             for each in self._lacking_room.values():
                 # Of the oldest's blocks, others may have loaded some.
-                has_room = self._is_reserved_for(each.sequence) or self._disk.has_room_for(each.num_blocks)
+                has_room = self._is_reserved_for(each.sequence) or self._tier.has_room_for(each.num_blocks)
                 if each.is_held and (has_room or not is_on):
                     each.is_held = False
                     released.append(each.sequence)
@@ -156,12 +158,13 @@ class DiskGate:
         return released
 
     def admits(self, sequence: Sequence) -> bool:
-        """Whether none of its blocks is on its way from the disk. Begins to load them when it is first asked for."""
+        """Whether none of its blocks is on its way from the tier. Begins to load them when it is first asked for."""
         if sequence.group.needs_prompt_logprobs:
             return True
         awaited = self._awaited.get(sequence.id)
         if awaited is None:
-            awaited, num_lacking = self._kv_cache_manager.load_from_disk(
+            awaited, num_lacking = self._kv_cache_manager.begin_load(
+                self._tier,
                 sequence.table,
                 sequence.token_ids,
                 self._rate,
@@ -174,7 +177,7 @@ class DiskGate:
             if awaited and self._lacking_room and not self._is_oldest(sequence):
                 self._num_overtakes += 1
             self._forget_lack(sequence)
-        if not self._disk.is_loading(awaited):
+        if not self._tier.is_loading(awaited):
             return True
         self._waiting_for.setdefault(awaited[-1], {})[sequence.id] = sequence
         return False

@@ -1,4 +1,5 @@
-"""The KV memory of an engine: the device pool, the host pool, and every way in which a block table may change.
+"""The KV memory of an engine: the device pool, the tiers behind it (``kv_transfer``), and every way in which a block
+table may change.
 
 Each block that a table holds is released on one path only (``free``), whatever ended the sequence.
 
@@ -15,14 +16,14 @@ pools. Of layers with a window, blocks that it has left are given up as the sequ
 where those that its end still sees are there: vLLM's hybrid KV cache manager, in one class.
 """
 
-from collections import OrderedDict
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from itertools import chain
 from time import time_ns
 
 from quire_proto.hashing import HASH_BYTES
 
+from quire_engine.core.absence import SwapCost
 from quire_engine.core.block_pool import (
     NULL_BLOCK,
     UNBOUNDED_TOKENS,
@@ -35,31 +36,17 @@ from quire_engine.core.block_pool import (
     Tier,
 )
 from quire_engine.core.block_table import SKIPPED, BlockTable, CachedBlock, CachedBlocks, GroupTable, block_name
-from quire_engine.core.kv_disk import DiskContents, DiskTier
-
-
-@dataclass(frozen=True, slots=True)
-class SwapCost:
-    """What a table costs: the bytes that swapping it out and in again moves, or the tokens that no cache holds and that
-    would be computed again instead. What moves either way, because the host's cache has it, is no part of either.
-    """
-
-    bytes_to_move: int
-    uncached_tokens: int
+from quire_engine.core.kv_disk import DiskContents
+from quire_engine.core.kv_transfer.connector import AsyncKVConnector
+from quire_engine.core.kv_transfer.host_tier import HostTier
+from quire_engine.core.kv_transfer.multi_connector import MultiConnector, make_tiers
 
 
 class KVCacheManager:
     """Moves blocks between pools and tables. All counts are in blocks, all lengths in tokens.
 
-    With ``host_caching``, named blocks that the device pool gives up stay in the host pool until that needs the room,
-    if they were used a second time. What one request computed and no other asked for is forgotten, but its name is
-    remembered, so that it is kept once it was computed again. Most blocks are never used again, and where the device
-    pool is full of them every new block would cost a copy that the step has to wait for. (SGLang's HiCache chooses so
-    with ``write_through_selective``; the remembered names are what the ghost entries are in ARC and 2Q.)
-
-    ``num_used_ahead`` counts the blocks that ``swap_out`` found on the host because ``swap_ahead`` had copied them.
-    ``disk`` is the tier behind the host pool, None where there is none; it needs ``host_caching``. ``clock`` is in
-    nanoseconds.
+    ``tiers`` have what the device pool gave up. There are none without ``host_caching``; then ``host`` is for swapped
+    sequences only. ``disk`` is what an executor has opened, None where there is none. ``clock`` is in nanoseconds.
     """
 
     def __init__(
@@ -81,31 +68,16 @@ class KVCacheManager:
         self.host_caching = prefix_caching and host_caching and capacity.host_blocks > 0
         self._events: list[KVCacheEvent] = []
         self._pending_copies = BlockCopies()
-        self._pinned_host_blocks: list[int] = []
-        # Host blocks that were copied ahead, and that no swap has used since.
-        self._unused_ahead: set[int] = set()
-        self.num_used_ahead = 0
-        # Device blocks with a second use, and names that were given up after one, the longest ago first.
-        self._reused_blocks: set[int] = set()
-        self._evicted_after_one_use: OrderedDict[bytes, None] = OrderedDict()
-        self._max_evicted_hashes = capacity.device_blocks + capacity.host_blocks
         sizes = [UNBOUNDED_TOKENS if group.window is None else group.window for group in capacity.groups]
         self._published_suffix = self._suffixes[sizes.index(max(sizes))]
         emit = self._events.append if self.num_groups == 1 else self._emit_published
-        on_evict = self._offload_evicted if self.host_caching else None
+        on_evict = self._on_device_eviction if self.host_caching else None
         self.device_pool = BlockPool(capacity.device_blocks, Tier.DEVICE, reserved=1, emit=emit, on_evict=on_evict)
         # Where nothing looks for prefixes in the host pool, its names are no news to a router.
-        self.host_pool = BlockPool(
-            capacity.host_blocks,
-            Tier.HOST,
-            emit=emit if self.host_caching else None,
-            on_evict=self._on_host_eviction,
-        )
-        self.disk: DiskTier | None = None
-        if disk is not None and self.host_caching:
-            assert self.num_groups == 1, "blocks on disk are those of one group"
-            assert not self._windows, "blocks on disk are those of layers that see all tokens"
-            self.disk = DiskTier(disk, self.device_pool, self.host_pool, clock=clock)
+        self.host = HostTier(capacity, emit if self.host_caching else None)
+        self.host_pool = self.host.pool
+        tiers = make_tiers(capacity, self.device_pool, self.host, disk=disk, clock=clock) if self.host_caching else []
+        self.tiers = MultiConnector(tiers)
 
     def num_blocks_for(self, num_tokens: int) -> int:
         """Blocks of a group that hold ``num_tokens``."""
@@ -152,7 +124,7 @@ class KVCacheManager:
         # All hits are taken before anything is allocated, which could be one of them.
         for hit in chain(*hits):
             if hit is not SKIPPED:
-                (self.device_pool.incref if hit.tier is Tier.DEVICE else self._pin_host_block)(hit.block_id)
+                (self.device_pool.incref if hit.tier is Tier.DEVICE else self.host.hold)(hit.block_id)
         num_tokens = len(hits) * self.block_size
         for number, group in enumerate(table.groups):
             for index, hit in enumerate(blocks[number] for blocks in hits):
@@ -161,51 +133,51 @@ class KVCacheManager:
                     hit.block_id if is_there else self._load_from_host(hit.block_id, block_name(table, number, index))
                 )
             group.num_skipped = self.capacity.groups[number].first_block(num_tokens, self.block_size)
-            if self.host_caching:
-                self._reused_blocks.update(group.block_ids[group.num_skipped :])
-        if self.disk is not None and hits:
-            self.disk.on_reuse(table.block_hashes[: len(hits)])
         table.num_blocks = table.num_cached_blocks = len(hits)
+        if hits:
+            self.tiers.on_reuse(table)
         return num_tokens
 
     def count_tiers(self, table: BlockTable, hits: Sequence[CachedBlocks]) -> tuple[int, int]:
-        """How many of the blocks that a request begins with were on the host, and how many of these had come from disk
-        and were not used since.
+        """How many of the blocks that a request begins with were on the host, and how many of these had been loaded
+        from a further tier and were not used since.
         """
         on_host = sum(any(hit.tier is Tier.HOST for hit in blocks) for blocks in hits)
-        return on_host, 0 if self.disk is None else self.disk.count_loaded(table.block_hashes[: len(hits)])
+        return on_host, self.host.count_loaded(table.block_hashes[: len(hits)])
 
-    def load_from_disk(
-        self, table: BlockTable, token_ids: Sequence[int], rate: float, *, may_begin: bool = True
+    def begin_load(
+        self,
+        tier: AsyncKVConnector,
+        table: BlockTable,
+        token_ids: Sequence[int],
+        rate: float,
+        *,
+        may_begin: bool = True,
     ) -> tuple[list[bytes], int]:
-        """Begins to load what continues the prefix of ``token_ids`` that the other tiers have, if that is faster than
-        computing it at ``rate`` tokens a second. Returns the hashes of the blocks to wait for, and how many there is no
-        room for now, as ``DiskTier.load``, which has ``may_begin``.
+        """Begins to load from ``tier`` what continues the prefix of ``token_ids`` that is found without it, if that is
+        faster than computing it at ``rate`` tokens a second. Returns the hashes of the blocks to wait for, and how many
+        there is no room for now, as ``AsyncKVConnector.begin_load``, which has ``may_begin``.
         """
-        if self.disk is None or not self.disk.is_on:
+        if not tier.is_on:
             return [], 0
-        on_host: list[int] = []
-        missing: list[bytes] = []
-        num_found = first_missing = 0
+        on_host, missing, num_found = list[int](), list[int](), 0
         for index in range((len(token_ids) - 1) // self.block_size):
             table.extend_block_hashes(token_ids, index + 1, self.block_size)
-            block_hash = table.block_hashes[index]
-            hit = self._find_cached(block_hash)
-            if hit is None and not self.disk.has(block_hash):
+            hit = self._find_cached(table.block_hashes[index])
+            if hit is None and tier.look_up(table.block_hashes[index]) is None:
                 break
             if hit is None:
-                first_missing = first_missing if missing else index
-                missing.append(block_hash)
+                missing.append(index)
             elif hit.tier is Tier.HOST:
                 on_host.append(hit.block_id)
             num_found = index + 1
-        recompute_seconds = (num_found - first_missing) * self.block_size / rate
-        if not missing or not self.disk.pays(len(missing), recompute_seconds):
+        if not missing or not tier.pays(len(missing), (num_found - missing[0]) * self.block_size / rate):
             return [], 0
         # What the host has of the prefix is not given up for the rest of it.
         for block_id in on_host:
             self.host_pool.incref(block_id)
-        wanted = self.disk.load(self._pending_copies, missing, may_begin=may_begin)
+        names = [table.block_hashes[index] for index in missing]
+        wanted = tier.begin_load(self._pending_copies, names, may_begin=may_begin)
         for block_id in reversed(on_host):
             self.host_pool.decref(block_id)
         return wanted
@@ -293,8 +265,8 @@ class KVCacheManager:
         """
 
         def outlives(number: int, index: int) -> bool:
-            is_on_host = self.host_caching and self._is_on_host(block_name(table, number, index))
-            return is_on_host or self._is_held_by_others(table, number, index)
+            in_tier = self.tiers.look_up(block_name(table, number, index)) is not None
+            return in_tier or self._is_held_by_others(table, number, index)
 
         full_groups = [number for number, spec in enumerate(self.capacity.groups) if spec.window is None]
         cached = 0
@@ -305,7 +277,7 @@ class KVCacheManager:
         for number, group in enumerate(table.groups):
             first = self.capacity.groups[number].first_block(cached * self.block_size, self.block_size)
             for index in range(group.num_skipped, table.num_cached_blocks):
-                on_host += self._is_on_host(block_name(table, number, index))
+                on_host += self.host.look_up(block_name(table, number, index)) is not None
             reloaded += sum(not self._is_held_by_others(table, number, index) for index in range(first, cached))
         return SwapCost(
             bytes_to_move=(2 * self._num_computed_blocks(table, num_computed_tokens) - on_host - reloaded)
@@ -322,7 +294,7 @@ class KVCacheManager:
         self.remove_skipped_blocks(table, num_computed_tokens)  # a step in flight may still read them: it runs before
         for number, group in enumerate(table.groups):
             for index in range(group.num_skipped, self.num_blocks_for(num_computed_tokens)):
-                target, is_new = self._host_block(table, number, index)
+                target, is_new = self.host.take(_name_if_cached(table, number, index))
                 group.host_block_ids.append(target)
                 if is_new:
                     self._pending_copies.blocks_to_swap_out.append(BlockCopy(group.block_ids[index], target))
@@ -331,8 +303,7 @@ class KVCacheManager:
 
     def swap_ahead(self, table: BlockTable, limit: int) -> int:
         """Copies up to ``limit`` full blocks of a table that stays on the device to the host, beside the step that is
-        scheduled, so that a later ``swap_out`` finds them there; returns how many. Nobody holds the copies: the host
-        pool gives them up as other blocks that are found by their name, the longest there first.
+        scheduled, so that a later ``swap_out`` finds them there; returns how many.
 
         To be called when all else of the step is scheduled: what was freed before may be written in it.
         """
@@ -341,13 +312,10 @@ class KVCacheManager:
             index = table.num_swapped_ahead
             for number, group in enumerate(table.groups):
                 name = block_name(table, number, index)
-                if index < group.num_skipped or self._is_on_host(name) or not (limit and self.host_pool.num_free):
+                is_there = index < group.num_skipped or self.host.look_up(name) is not None
+                if is_there or not (limit and self.host_pool.num_free):
                     continue
-                target = self.host_pool.allocate()
-                self.host_pool.cache_block(target, name)
-                self._pinned_host_blocks.append(target)
-                self._unused_ahead.add(target)
-                self._pending_copies.blocks_to_swap_ahead.append(BlockCopy(group.block_ids[index], target))
+                self.host.copy_ahead(self._pending_copies, group.block_ids[index], name)
                 limit -= 1
             table.num_swapped_ahead += 1
         return len(self._pending_copies.blocks_to_swap_ahead) - before
@@ -373,9 +341,9 @@ class KVCacheManager:
             group.block_ids += [NULL_BLOCK] * group.num_skipped
             for block_id, source in zip(found[number], group.host_block_ids, strict=True):
                 index = len(group.block_ids)
-                name = block_name(table, number, index) if index < table.num_cached_blocks else None
+                name = _name_if_cached(table, number, index)
                 group.block_ids.append(self._load_from_host(source, name) if block_id is None else block_id)
-            self._pinned_host_blocks += group.host_block_ids
+            self.host.held += group.host_block_ids
             group.host_block_ids.clear()
             table.num_blocks = len(group.block_ids)
         return len(self._pending_copies.blocks_to_swap_in) - before
@@ -385,16 +353,17 @@ class KVCacheManager:
     def free(self, table: BlockTable) -> None:
         """Gives back every block that the table holds, in either pool."""
         self._release_device(table)
-        self._release_host(table)
         for group in table.groups:
+            for block_id in reversed(group.host_block_ids):
+                self.host_pool.decref(block_id)
+            group.host_block_ids.clear()
             group.num_skipped = 0
 
-    def plan_stores(self, max_copies: int) -> None:
-        """Has blocks stored on disk that are to be kept there, of which up to ``max_copies`` are copied to the host for
-        that. To be called when all else of the step is scheduled.
-        """
-        if self.disk is not None:
-            self.disk.plan_stores(self._pending_copies, max_copies)
+    # Copies and events of a step
+
+    def begin_stores(self, max_copies: int) -> None:
+        """Has tiers store what they are to keep. See ``AsyncKVConnector.begin_stores``."""
+        self.tiers.begin_stores(self._pending_copies, max_copies)
 
     @property
     def has_pending_copies(self) -> bool:
@@ -404,9 +373,8 @@ class KVCacheManager:
     def take_pending_copies(self) -> BlockCopies:
         """What has to be copied for all that was decided since the last call: the step is scheduled."""
         copies, self._pending_copies = self._pending_copies, BlockCopies()
-        for block_id in reversed(self._pinned_host_blocks):
-            self.host_pool.decref(block_id)
-        self._pinned_host_blocks.clear()
+        if self.host.held:
+            self.host.release_held()
         return copies
 
     def take_events(self) -> list[KVCacheEvent]:
@@ -416,7 +384,7 @@ class KVCacheManager:
         return events
 
     def stored_blocks(self) -> list[BlockStored]:
-        """Everything that events tell of, in both tiers."""
+        """Everything that events tell of, on the device and on the host."""
         stored = self.device_pool.stored_blocks() + (self.host_pool.stored_blocks() if self.host_caching else [])
         if self.num_groups == 1:
             return stored
@@ -424,11 +392,10 @@ class KVCacheManager:
         return [BlockStored(each.block_hash[:HASH_BYTES], each.tier) for each in told]
 
     def check_integrity(self) -> None:
-        """Asserts the integrity of both pools."""
+        """Asserts the integrity of all pools."""
         self.device_pool.check_integrity()
         self.host_pool.check_integrity()
-        if self.disk is not None:
-            self.disk.pool.check_integrity()
+        self.tiers.check_integrity()
 
     # Inside
 
@@ -443,7 +410,7 @@ class KVCacheManager:
         block_id = self.device_pool.get_cached_block(name)
         if block_id is not None:
             return CachedBlock(block_id, Tier.DEVICE)
-        block_id = self.host_pool.get_cached_block(name) if self.host_caching else None
+        block_id = self.tiers.look_up(name)
         return None if block_id is None else CachedBlock(block_id, Tier.HOST)
 
     def _find_in_windows(self, table: BlockTable, hits: list[CachedBlocks]) -> None:
@@ -473,10 +440,6 @@ class KVCacheManager:
             num_blocks = min(gaps)
         return num_blocks
 
-    def _pin_host_block(self, host_block_id: int) -> None:
-        self.host_pool.incref(host_block_id)
-        self._pinned_host_blocks.append(host_block_id)
-
     def _load_from_host(self, host_block_id: int, name: bytes | None) -> int:
         """A device block that will have the contents of a host block, under their name if they have one."""
         block_id = self.device_pool.allocate()
@@ -485,30 +448,8 @@ class KVCacheManager:
             self.device_pool.cache_block(block_id, name)
         return block_id
 
-    def _offload_evicted(self, block_id: int, name: bytes) -> None:
-        """The device pool gives up a named block: what was used twice stays on the host where that has room."""
-        is_reused = block_id in self._reused_blocks or name in self._evicted_after_one_use
-        self._reused_blocks.discard(block_id)
-        found = self.host_pool.get_cached_block(name)
-        if found is not None:
-            self.host_pool.move_to_back(found)
-        elif is_reused and self.host_pool.num_free:
-            self._evicted_after_one_use.pop(name, None)
-            target = self.host_pool.allocate()
-            self.host_pool.cache_block(target, name)
-            self.host_pool.decref(target)
-            self._pending_copies.blocks_to_swap_out.append(BlockCopy(block_id, target))
-            if self.disk is not None:
-                self.disk.on_reuse([name])
-        else:
-            self._evicted_after_one_use[name] = None
-            if len(self._evicted_after_one_use) > self._max_evicted_hashes:
-                self._evicted_after_one_use.popitem(last=False)
-
-    def _on_host_eviction(self, block_id: int, name: bytes) -> None:
-        self._unused_ahead.discard(block_id)
-        if self.disk is not None:
-            self.disk.on_host_eviction(name)
+    def _on_device_eviction(self, block_id: int, name: bytes) -> None:
+        self.tiers.on_evict(self._pending_copies, block_id, name)
 
     def _tail_is_shared(self, table: BlockTable, num_computed_tokens: int) -> bool:
         """Whether the next token would be written into blocks that others hold too. It is so in all groups or none."""
@@ -529,9 +470,6 @@ class KVCacheManager:
         """Blocks of all groups that hold what is needed of ``num_computed_tokens``."""
         return sum([self.num_blocks_for(num_computed_tokens) - group.num_skipped for group in table.groups])
 
-    def _is_on_host(self, name: bytes) -> bool:
-        return self.host_pool.get_cached_block(name) is not None
-
     def _is_held_by_others(self, table: BlockTable, number: int, index: int) -> bool:
         """Whether others than the table hold its block ``index``, which it may have given up."""
         group = table.groups[number]
@@ -540,29 +478,12 @@ class KVCacheManager:
         found = self.device_pool.get_cached_block(block_name(table, number, index))
         return found is not None and not self.device_pool.is_free(found)
 
-    def _host_block(self, table: BlockTable, number: int, index: int) -> tuple[int, bool]:
-        """A referenced host block for block ``index``, and whether its contents must be copied."""
-        name = block_name(table, number, index) if index < table.num_cached_blocks else None
-        found = self.host_pool.get_cached_block(name) if name is not None else None
-        if found is not None:
-            self.host_pool.incref(found)
-            if found in self._unused_ahead:
-                self._unused_ahead.remove(found)
-                self.num_used_ahead += 1
-            return found, False
-        block_id = self.host_pool.allocate()
-        if name is not None:
-            self.host_pool.cache_block(block_id, name)
-        return block_id, True
-
     def _blocks_still_on_device(self, table: BlockTable) -> list[list[int | None]]:
         """For each group of a swapped table, and each of its host blocks, the device block that still holds it."""
         found: list[list[int | None]] = []
         for number, group in enumerate(table.groups):
-            names = [
-                block_name(table, number, index) if index < table.num_cached_blocks else None
-                for index in range(group.num_skipped, group.num_skipped + len(group.host_block_ids))
-            ]
+            indexes = range(group.num_skipped, group.num_skipped + len(group.host_block_ids))
+            names = [_name_if_cached(table, number, index) for index in indexes]
             found.append([None if name is None else self.device_pool.get_cached_block(name) for name in names])
         return found
 
@@ -574,8 +495,6 @@ class KVCacheManager:
                     self.device_pool.decref(block_id)
         table.clear()
 
-    def _release_host(self, table: BlockTable) -> None:
-        for group in table.groups:
-            for block_id in reversed(group.host_block_ids):
-                self.host_pool.decref(block_id)
-            group.host_block_ids.clear()
+
+def _name_if_cached(table: BlockTable, number: int, index: int) -> bytes | None:
+    return block_name(table, number, index) if index < table.num_cached_blocks else None

@@ -11,7 +11,7 @@ from quire_engine.core.absence import PreemptionMode, PreemptionReason
 from quire_engine.core.block_pool import BlockPool
 from quire_engine.core.block_table import BlockTable
 from quire_engine.core.kv_cache_manager import KVCacheManager
-from quire_engine.core.kv_disk import DiskFailure
+from quire_engine.core.kv_transfer.connector import TransferFailure
 from quire_engine.core.lora import LoRAStats
 from quire_engine.core.request import SequenceTimings
 from quire_engine.core.step_time_model import Pace
@@ -102,7 +102,7 @@ class SchedulerStats:
     disk_blocks_loaded: int = 0
     disk_bytes_stored: int = 0
     disk_bytes_loaded: int = 0
-    disk_failures: Counter[DiskFailure] = field(default_factory=Counter)
+    disk_failures: Counter[TransferFailure] = field(default_factory=Counter)
     wake_ups: int = 0
     wake_seconds: float = 0.0
 
@@ -159,7 +159,7 @@ def measure_fragmentation(
 
 def count_leaked_blocks(kv_cache_manager: KVCacheManager, tables: Iterable[BlockTable]) -> int:
     """Blocks of both pools that are not free although neither ``tables``, which are all that there are, nor transfers
-    of a disk hold them. 0, or memory was lost. O(blocks held).
+    of a tier hold them. 0, or memory was lost. O(blocks held).
     """
     device: set[int] = set()
     host: set[int] = set()
@@ -167,8 +167,7 @@ def count_leaked_blocks(kv_cache_manager: KVCacheManager, tables: Iterable[Block
         for group in table.groups:
             device.update(group.block_ids[group.num_skipped :])
             host.update(group.host_block_ids)
-    if kv_cache_manager.disk is not None:
-        host.update(kv_cache_manager.disk.held_host_blocks)
+    host.update(kv_cache_manager.tiers.held_host_blocks)
     return _in_use(kv_cache_manager.device_pool) - len(device) + _in_use(kv_cache_manager.host_pool) - len(host)
 
 

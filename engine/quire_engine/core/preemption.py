@@ -10,9 +10,9 @@ from collections.abc import Callable
 from operator import attrgetter
 from typing import TYPE_CHECKING
 
-from quire_engine.core.absence import Absence, PreemptionMode, PreemptionReason, TimeAway
+from quire_engine.core.absence import Absence, PreemptionMode, PreemptionReason, SwapCost, TimeAway
 from quire_engine.core.executor import Rates
-from quire_engine.core.kv_cache_manager import KVCacheManager, SwapCost
+from quire_engine.core.kv_cache_manager import KVCacheManager
 from quire_engine.core.outputs import SchedulerStats
 from quire_engine.core.request import Sequence, SequenceEvent, SequenceGroup, SequenceStatus
 from quire_engine.core.request_queue import AdmittedQueue
@@ -63,17 +63,17 @@ def copy_beside(
     swap_ahead_part: float,
 ) -> None:
     """Has so many blocks copied to the host as are copied while the step computes: what would be preempted next, as
-    ``swap_ahead`` says, and then what goes to disk. To be called when all else of the step is scheduled.
+    ``swap_ahead`` says, and then what further tiers store. To be called when all else of the step is scheduled.
     """
     swaps_ahead = swap_ahead_part and scheduler_output.rows
-    stores = memory.disk is not None and memory.disk.is_busy
+    stores = memory.tiers.is_busy
     if not (swaps_ahead or stores):
         return
     limit = num_blocks_beside(scheduler_output, memory.block_bytes, rates, model)
     if swaps_ahead:
         limit -= swap_ahead(running, memory, part=swap_ahead_part, limit=limit)
     if stores:
-        memory.plan_stores(limit)
+        memory.begin_stores(limit)
 
 
 def num_blocks_beside(
@@ -259,7 +259,7 @@ class Preemptor:
         victim.num_computed_tokens = victim.num_scheduled_tokens
         blocks = self._kv_cache_manager.swap_out(victim.table, victim.num_computed_tokens)
         self._stats.blocks_swapped_out += blocks
-        self._stats.blocks_used_ahead = self._kv_cache_manager.num_used_ahead
+        self._stats.blocks_used_ahead = self._kv_cache_manager.host.num_used_ahead
         victim.status = SequenceStatus.SWAPPED
         self.swapped.push(victim)
         self._record(victim, "swap_out", blocks, reason)

@@ -60,7 +60,7 @@ class AdmittedQueue(list[Sequence]):
 
 class AdmissionGate(Protocol):
     """Something that an admission may have to wait for besides its turn and the memory: a slot for its adapter, blocks
-    that come from disk.
+    that come from a tier.
 
     The gate holds a sequence that it does not admit, and those behind it go first, until the gate releases it. (vLLM
     has them in a second queue, ``skipped_waiting``, each with the status of what it waits for.)

@@ -19,7 +19,7 @@ writes into them. That is safe because
 """
 
 import logging
-from collections import abc, deque
+from collections import Counter, abc, deque
 from collections.abc import Callable, Iterable
 from dataclasses import replace
 from time import time_ns
@@ -105,8 +105,8 @@ class Scheduler:
     @property
     def has_work(self) -> bool:
         """Whether there is anything to schedule, to update from or to return."""
-        disk = self.kv_cache_manager.disk
-        return bool(self._registry.groups or self._outputs or self._in_flight or (disk is not None and disk.is_busy))
+        tiers = self.kv_cache_manager.tiers
+        return bool(self._registry.groups or self._outputs or self._in_flight or tiers.is_busy)
 
     @property
     def has_requests(self) -> bool:
@@ -207,16 +207,16 @@ class Scheduler:
         absences = self._batch_scheduler.preemptor.absences
         return absences.take() if absences.ended else []
 
-    def finish_transfers(self, results: Iterable[TransferResult]) -> None:
-        """Takes what came of transfers between host and disk; called in each round while there are any."""
-        disk = self.kv_cache_manager.disk
-        assert disk is not None
-        disk.finish(results)
-        disk.check_stalled()
-        self.stats.disk_blocks_stored, self.stats.disk_blocks_loaded = disk.num_stored, disk.num_loaded
-        self.stats.disk_bytes_stored = disk.num_stored * disk.block_bytes
-        self.stats.disk_bytes_loaded = disk.num_loaded * disk.block_bytes
-        self.stats.disk_failures = disk.failures
+    def finish_transfers(self, results: abc.Sequence[TransferResult]) -> None:
+        """Takes what came of transfers between the host and further tiers; called in each round while there are any."""
+        tiers = self.kv_cache_manager.tiers
+        tiers.finish(results)
+        stats = [tier.stats for tier in tiers.asynchronous]  # metrics call them all disk, the only one
+        self.stats.disk_blocks_stored = sum(each.num_stored for each in stats)
+        self.stats.disk_blocks_loaded = sum(each.num_loaded for each in stats)
+        self.stats.disk_bytes_stored = sum(each.num_stored * each.block_bytes for each in stats)
+        self.stats.disk_bytes_loaded = sum(each.num_loaded * each.block_bytes for each in stats)
+        self.stats.disk_failures = sum((each.failures for each in stats), Counter())
 
     def request_ids(self) -> list[str]:
         """The requests whose tokens the oldest step in flight computes, in its order."""
@@ -227,7 +227,7 @@ class Scheduler:
     def get_load(self) -> EngineLoad:
         """What the engine is busy with. O(running)."""
         device, host = self.kv_cache_manager.device_pool, self.kv_cache_manager.host_pool
-        disk = self.kv_cache_manager.disk
+        tiers = self.kv_cache_manager.tiers.asynchronous
         loras = self._batch_scheduler.admission.loras
         # Of best effort, only the number counts, as of sequences that decode: nobody waits for its prompts.
         admitted = sum([1 if s.best_effort else len(s.token_ids) - s.num_computed_tokens for s in self.running])
@@ -245,8 +245,8 @@ class Scheduler:
             pace=self.step_times.pace,
             prompt_tokens_per_step=self._batch_scheduler.prompt_tokens_per_step(),
             best_effort=self._batch_scheduler.num_best_effort,
-            disk_blocks_total=0 if disk is None or not disk.is_on else disk.pool.num_blocks,
-            disk_blocks_free=0 if disk is None or not disk.is_on else disk.pool.num_free,
+            disk_blocks_total=sum([tier.num_blocks for tier in tiers]),
+            disk_blocks_free=sum([tier.num_free for tier in tiers]),
             loras=loras.get_stats() if loras.active or self.waiting.loras else LoRAStats(),
             is_sleeping=self.is_sleeping,
         )

@@ -21,7 +21,7 @@ from quire_engine.core.absence import PreemptionMode, PreemptionReason, TimeAway
 from quire_engine.core.data_parallel import DPStats
 from quire_engine.core.engine_core import EngineCoreOutputs, StepTrace
 from quire_engine.core.executor import WeightStats
-from quire_engine.core.kv_disk import DiskFailure
+from quire_engine.core.kv_transfer.connector import TransferFailure
 from quire_engine.core.outputs import EngineLoad, KVCacheFragmentation, SchedulerStats
 from quire_engine.core.startup import StartupTimer
 from quire_engine.core.step import StepTimings
@@ -208,7 +208,7 @@ def busy_engine() -> EngineMetrics:
     """Metrics that all have values."""
     statistics = SchedulerStats()
     statistics.preemptions[next(iter(PreemptionMode)), next(iter(PreemptionReason))] += 1
-    statistics.disk_failures[next(iter(DiskFailure))] += 1
+    statistics.disk_failures[next(iter(TransferFailure))] += 1
     loras = LoRARegistry(lambda lora: lora, ["m"])
     startup = StartupTimer()
     startup.end()

@@ -1,9 +1,10 @@
 """Pools and tables: which sequence gets which block, and what is copied when a sequence is swapped."""
 
 import pytest
+from quire_engine.core.absence import SwapCost
 from quire_engine.core.block_pool import BlockPool, BlockRemoved, BlockStored, KVCacheConfig, Tier
 from quire_engine.core.block_table import BlockTable, CachedBlocks, GroupTable
-from quire_engine.core.kv_cache_manager import KVCacheManager, SwapCost
+from quire_engine.core.kv_cache_manager import KVCacheManager
 
 SIZE = 4
 
@@ -120,10 +121,10 @@ def test_what_was_swapped_ahead_is_not_copied_when_the_table_is_swapped_out() ->
     assert kv.host_pool.num_free == kv.host_pool.num_blocks, "a copy is held"
     assert kv.swap_out(table, 10) == 1
     assert only(table).host_block_ids[:2] == [copy.target for copy in ahead]
-    assert kv.num_used_ahead == 2
+    assert kv.host.num_used_ahead == 2
     kv.swap_in(table)
     kv.take_pending_copies()
-    assert [kv.swap_ahead(table, 5), kv.swap_out(table, 10), kv.num_used_ahead] == [0, 1, 2], "counted twice"
+    assert [kv.swap_ahead(table, 5), kv.swap_out(table, 10), kv.host.num_used_ahead] == [0, 1, 2], "counted twice"
     kv.free(table)
     kv.check_integrity()
 
@@ -141,7 +142,7 @@ def test_a_block_swapped_ahead_that_the_host_gave_up_is_copied_again() -> None:
     kv.swap_in(table)
     kv.take_pending_copies()
     assert kv.swap_out(table, 10) == 1
-    assert kv.num_used_ahead == 0, "what an earlier swap had left on the host counts"
+    assert kv.host.num_used_ahead == 0, "what an earlier swap had left on the host counts"
 
 
 def test_blocks_that_are_still_cached_are_not_copied_again() -> None:
@@ -231,7 +232,7 @@ def test_the_hashes_of_evicted_blocks_are_bounded() -> None:
     kv = memory(device=5, host=3)
     for start in range(0, 4000, 20):
         kv.free(filled(kv, filler(start)))
-    assert len(kv._evicted_after_one_use) <= 8
+    assert len(kv.host._evicted_after_one_use) <= 8
 
 
 def test_a_reused_block_does_not_inherit_its_former_use_count() -> None:
@@ -333,7 +334,7 @@ def test_blocks_that_others_reference_cost_nothing_to_recompute() -> None:
     kv.swap_in(one)
     kv.take_pending_copies()
     assert kv.swap_cost(one, 9) == SwapCost(bytes_to_move=200, uncached_tokens=1), "what the host has moves either way"
-    kv.host_caching = False
+    kv.tiers.tiers = ()
     assert kv.swap_cost(one, 9) == SwapCost(bytes_to_move=400, uncached_tokens=9)
 
 

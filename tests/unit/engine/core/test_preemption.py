@@ -7,11 +7,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 from pydantic import ValidationError
 from quire_engine.config import PreemptionPolicy
-from quire_engine.core.absence import PreemptionMode, PreemptionReason, TimeAway
+from quire_engine.core.absence import PreemptionMode, PreemptionReason, SwapCost, TimeAway
 from quire_engine.core.block_pool import KVCacheConfig
 from quire_engine.core.config import SchedulerConfig
 from quire_engine.core.executor import Rates
-from quire_engine.core.kv_cache_manager import KVCacheManager, SwapCost
+from quire_engine.core.kv_cache_manager import KVCacheManager
 from quire_engine.core.preemption import choose_preemption_mode
 from quire_engine.core.request import Request, Sequence, SequenceStatus
 from quire_engine.core.scheduler import Scheduler

@@ -5,7 +5,7 @@ from dataclasses import replace
 import pytest
 from quire_engine.core.block_pool import BlockCopies, DiskTransfer, KVCacheConfig
 from quire_engine.core.config import SchedulerConfig
-from quire_engine.core.kv_disk import DiskFailure
+from quire_engine.core.kv_transfer.connector import TransferFailure
 from quire_engine.core.step import SchedulerOutput
 from quire_engine.simulation.report import make_report
 from quire_engine.simulation.simulated_disk import SimulatedDisk
@@ -84,5 +84,5 @@ def test_without_a_disk_that_is_fast_and_large_enough_tokens_are_computed(speed:
 
 def test_a_disk_that_stalls_in_virtual_time_is_turned_off() -> None:
     recorder = run(replace(LATENCY, disk_bytes_per_second=1000 / 11))
-    assert recorder.scheduler.stats.disk_failures == {DiskFailure.STALLED: 1}
+    assert recorder.scheduler.stats.disk_failures == {TransferFailure.STALLED: 1}
     assert make_report(recorder).completed == 11

@@ -10,9 +10,11 @@ from quire_engine.core.block_pool import BlockRemoved, KVCacheConfig, Tier
 from quire_engine.core.config import SchedulerConfig
 from quire_engine.core.engine_core import EngineCore, EngineCoreOutputs
 from quire_engine.core.executor import Rates
-from quire_engine.core.gates import DiskGate
+from quire_engine.core.gates import TransferGate
 from quire_engine.core.kv_cache_manager import KVCacheManager
-from quire_engine.core.kv_disk import STALL_SECONDS, DiskContents, DiskFailure, TransferOutcome, TransferResult
+from quire_engine.core.kv_disk import DiskContents, TransferOutcome, TransferResult
+from quire_engine.core.kv_transfer.connector import TransferFailure
+from quire_engine.core.kv_transfer.disk_tier import STALL_SECONDS
 from quire_engine.core.request import Request, Sequence
 from quire_engine.core.scheduler import Scheduler
 from quire_proto.sampling import SamplingParams
@@ -41,8 +43,7 @@ class Engine:
             self.executor.disk.slots, self.executor.parents = before.executor.disk.slots, before.executor.parents
         found = self.executor.disk.contents(slots)
         self.memory = KVCacheManager(capacity, disk=DiskContents(slots, found.stored, **disk))
-        assert self.memory.disk is not None
-        self.disk = self.memory.disk
+        (self.disk,) = self.memory.tiers.asynchronous
         config = SchedulerConfig(max_model_len=100, vocab_size=VOCAB_SIZE, max_num_batched_tokens=64, **limits)
         self.scheduler = Scheduler(config, self.memory, rates=Rates(1e3, 1e9))
         self.core = EngineCore(self.scheduler, self.executor, self.receive)
@@ -85,8 +86,8 @@ class Engine:
 EXPECTED = expected_output(PROMPT, 1, 6)
 
 
-def disk_gate(engine: Engine) -> DiskGate:
-    (gate,) = [each for each in engine.scheduler._batch_scheduler.admission._gates if isinstance(each, DiskGate)]
+def disk_gate(engine: Engine) -> TransferGate:
+    (gate,) = [each for each in engine.scheduler._batch_scheduler.admission._gates if isinstance(each, TransferGate)]
     return gate
 
 
@@ -94,7 +95,7 @@ def count_looks(engine: Engine) -> tuple[Counter[str], Counter[str]]:
     """By request: how often its gate is asked for it, and how often its blocks are looked for."""
     asked, looked_for = Counter[str](), Counter[str]()
     gate = disk_gate(engine)
-    admits, load = gate.admits, engine.memory.load_from_disk
+    admits, load = gate.admits, engine.memory.begin_load
 
     def counted_admits(sequence: Sequence) -> bool:
         asked[sequence.request.request_id] += 1
@@ -108,16 +109,16 @@ def count_looks(engine: Engine) -> tuple[Counter[str], Counter[str]]:
         return load(*args, **more)
 
     loads: list[None] = []
-    gate.admits, engine.memory.load_from_disk = counted_admits, counted_load
+    gate.admits, engine.memory.begin_load = counted_admits, counted_load
     return asked, looked_for
 
 
 def test_what_is_used_once_stays_off_the_disk_and_what_is_used_twice_survives_a_restart() -> None:
     engine = Engine()
     assert engine.run() == EXPECTED
-    assert engine.disk.num_stored == 0
+    assert engine.disk.stats.num_stored == 0
     assert engine.run() == EXPECTED
-    assert engine.disk.num_stored == WHOLE_BLOCKS
+    assert engine.disk.stats.num_stored == WHOLE_BLOCKS
     later = Engine(engine)
     assert later.run() == EXPECTED
     assert later.scheduler.stats.prefix_disk_tokens == WHOLE_BLOCKS * SIZE
@@ -175,7 +176,7 @@ def test_a_store_that_fails_turns_the_disk_off_and_the_engine_goes_on() -> None:
     engine.executor.disk.outcome = lambda is_load: TransferOutcome.FAILED
     assert [engine.run() for _ in range(3)] == [EXPECTED] * 3
     assert not engine.disk.is_on
-    assert engine.disk.num_stored == 0
+    assert engine.disk.stats.num_stored == 0
 
 
 def test_a_disk_that_answers_no_more_is_not_waited_for() -> None:
@@ -194,7 +195,7 @@ def test_a_disk_that_answers_no_more_is_not_waited_for() -> None:
     for _ in range(20):
         later.core.step()
     assert later.outputs[request_id] == EXPECTED
-    assert later.scheduler.stats.disk_failures == {DiskFailure.STALLED: 1}
+    assert later.scheduler.stats.disk_failures == {TransferFailure.STALLED: 1}
     assert not later.scheduler.has_work, "an engine that is idle goes on asking"
     assert later.disk.held_host_blocks
     assert later.scheduler.get_fragmentation().leaked_blocks == 0, "what the disk still holds is not lost"
@@ -208,7 +209,7 @@ def test_what_takes_longer_to_load_than_to_compute_is_computed() -> None:
     for block_seconds, loads in ((0.0039, True), (0.0041, False)):
         later = Engine(engine, block_seconds=block_seconds)
         assert later.run() == EXPECTED
-        assert bool(later.disk.num_loaded) == loads
+        assert bool(later.disk.stats.num_loaded) == loads
 
 
 def test_the_disk_is_bounded_and_gives_up_what_was_not_used_for_longest() -> None:
@@ -219,9 +220,9 @@ def test_the_disk_is_bounded_and_gives_up_what_was_not_used_for_longest() -> Non
         engine.run(prompt)
     later = Engine(engine, slots=2 * WHOLE_BLOCKS)
     for prompt, is_there in zip(prompts, (False, True, True), strict=True):
-        before = later.disk.num_loaded
+        before = later.disk.stats.num_loaded
         later.run(prompt)
-        assert (later.disk.num_loaded > before) == is_there
+        assert (later.disk.stats.num_loaded > before) == is_there
 
 
 def test_two_prompts_that_the_host_pool_has_no_room_for_at_once_are_loaded_one_after_the_other() -> None:
@@ -246,7 +247,7 @@ def test_a_request_that_waits_is_looked_at_only_when_a_block_of_its_own_has_come
     asked, _ = count_looks(later)
     ids = [later.add(prompt) for prompt in prompts]
     later.finish()
-    assert later.disk.num_loaded == 3 * WHOLE_BLOCKS
+    assert later.disk.stats.num_loaded == 3 * WHOLE_BLOCKS
     assert all(asked[each] <= 1 + WHOLE_BLOCKS for each in ids), "each waits for the last of its blocks first"
 
 
@@ -260,7 +261,7 @@ def test_a_request_that_waits_for_room_is_looked_at_when_there_is_some() -> None
     _, looked_for = count_looks(later)
     ids = [later.add(prompt) for prompt in prompts]
     later.finish()
-    assert later.disk.num_loaded == 3 * WHOLE_BLOCKS
+    assert later.disk.stats.num_loaded == 3 * WHOLE_BLOCKS
     assert [looked_for[each] for each in ids] == [1, 2, 3]
 
 
@@ -305,7 +306,7 @@ def test_what_needs_much_room_is_loaded_before_ever_more_that_needs_little(polic
     later.finish()
     assert later.outputs[large] == EXPECTED
     assert all(later.outputs[each] == expected_output(prompt, 1, 1) for each, prompt in zip(ids, small, strict=False))
-    assert later.disk.num_loaded >= WHOLE_BLOCKS + 2 * len(ids)
+    assert later.disk.stats.num_loaded >= WHOLE_BLOCKS + 2 * len(ids)
 
 
 @pytest.mark.parametrize("end", ["aborted", "computed"])
@@ -374,7 +375,7 @@ def test_host_blocks_are_held_until_they_are_written(holds: bool) -> None:
     later = Engine(engine)
     if holds:
         assert later.run() == EXPECTED
-        assert later.disk.num_loaded
+        assert later.disk.stats.num_loaded
     else:
         with pytest.raises(AssertionError):
             later.run()

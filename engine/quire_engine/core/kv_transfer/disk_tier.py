@@ -1,0 +1,271 @@
+"""KV blocks on disk: a tier that finds blocks by their hashes, also after a restart.
+
+It stores a block soon after the second use, and not when the host gives the block up. So the blocks that are used most
+are on disk when the engine dies.
+
+A transfer is between a block of the host pool and a block of the disk. It holds both until its result is known, so that
+nothing overwrites them, and only then do they get their names. The disk is bounded: a ``BlockPool`` gives up the least
+recently used block. SGLang's HiCache and LMCache have such a tier. vLLM's ``WAITING_FOR_REMOTE_KVS`` is the status of a
+request that waits for one.
+"""
+
+import logging
+from collections import OrderedDict
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from time import time_ns
+
+from quire_engine.core.block_pool import BlockCopies, BlockCopy, BlockPool, DiskTransfer, Tier
+from quire_engine.core.block_table import BlockTable
+from quire_engine.core.kv_disk import DiskContents, TransferOutcome, TransferResult
+from quire_engine.core.kv_transfer.connector import TransferFailure, TransferStats
+from quire_engine.core.kv_transfer.host_tier import HostTier
+
+log = logging.getLogger(__name__)
+
+MAX_STORES = 32
+"""Blocks that are written at once: each holds a block of the host pool."""
+STALL_SECONDS = 10.0
+"""If transfers are under way and none has ended for this long, the disk is turned off."""
+_DRIFT = 1 / 16  # weight of a block in the mean of the seconds that one takes
+_FORGETTING = 1 / 32  # of what was measured, at each decision against loading: slow loads may have been bad luck
+
+
+@dataclass(slots=True)
+class _InFlight:
+    transfer: DiskTransfer
+    is_load: bool
+    started: int
+
+
+class DiskTier:
+    """An ``AsyncKVConnector`` of the disk that an executor has opened. ``clock`` is in nanoseconds."""
+
+    is_async = True
+
+    def __init__(
+        self,
+        contents: DiskContents,
+        device_pool: BlockPool,
+        host: HostTier,
+        *,
+        clock: Callable[[], int] = time_ns,
+    ) -> None:
+        # Routers do not hear of this pool: no request can begin with a block before it is in the host pool.
+        self.pool = BlockPool(contents.num_blocks, Tier.HOST)
+        for disk_block, block_hash in contents.stored:
+            self.pool.restore(disk_block, block_hash)
+        self.stats = TransferStats(contents.block_bytes)
+        self.is_on = contents.num_blocks > 0
+        self._device_pool = device_pool
+        self._host = host
+        self._clock = clock
+        self._first_block_seconds = self._block_seconds = contents.block_seconds
+        self._max_stores = max(1, min(MAX_STORES, host.pool.num_blocks // 4))
+        self._max_loads = max(1, host.pool.num_blocks // 2)
+        self._max_queued = device_pool.num_blocks + host.pool.num_blocks
+        self._last_result = 0
+        self._in_flight: OrderedDict[int, _InFlight] = OrderedDict()
+        self._to_store: OrderedDict[bytes, None] = OrderedDict()
+        self._storing: set[bytes] = set()
+        self._loading: set[bytes] = set()
+        self._ended_loads: list[bytes] = []
+        self._is_stalled = False
+
+    @property
+    def num_blocks(self) -> int:
+        """See ``AsyncKVConnector.num_blocks``."""
+        return self.pool.num_blocks if self.is_on else 0
+
+    @property
+    def num_free(self) -> int:
+        """See ``AsyncKVConnector.num_free``."""
+        return self.pool.num_free if self.is_on else 0
+
+    def look_up(self, name: bytes) -> int | None:
+        """Returns the block of the disk, which may be being loaded."""
+        return self.pool.get_cached_block(name)
+
+    # Storing
+
+    def on_reuse(self, table: BlockTable) -> None:
+        """See ``KVConnector.on_reuse``."""
+        self._keep(table.block_hashes[: table.num_blocks])
+
+    def on_evict(self, copies: BlockCopies, block_id: int, name: bytes) -> bool:
+        """Queues a block that the tiers before have taken. See ``KVConnector.on_evict``."""
+        del copies, block_id
+        self._keep([name])
+        return True
+
+    def _keep(self, block_hashes: Sequence[bytes]) -> None:
+        """Keeps the blocks of a prefix that the disk has, and queues the others to be stored. The first blocks are
+        given up last, and stored first.
+        """
+        if not self.is_on:
+            return
+        missing: list[bytes] = []
+        for block_hash in reversed(block_hashes):
+            disk_block = self.pool.get_cached_block(block_hash)
+            if disk_block is not None:
+                self.pool.move_to_back(disk_block)
+            elif block_hash not in self._storing:
+                missing.append(block_hash)
+        self._to_store.update(dict.fromkeys(reversed(missing)))
+        while len(self._to_store) > self._max_queued:  # the disk is slower than new prefixes are used again
+            self._to_store.popitem(last=False)
+
+    def begin_stores(self, copies: BlockCopies, max_copies: int) -> int:
+        """Begins to store queued blocks. If only the device has a block, the step copies it to the host, which keeps
+        it. A block that both have given up, or that gets no host block, is dropped until it is used again. See
+        ``AsyncKVConnector.begin_stores``.
+        """
+        num_copies = 0
+        while self._to_store and len(self._storing) < self._max_stores and self.pool.num_free:
+            block_hash, _ = self._to_store.popitem(last=False)
+            host_block = self._host.pool.get_cached_block(block_hash)
+            if host_block is not None:
+                self._host.pool.incref(host_block)
+            else:
+                source = self._device_pool.get_cached_block(block_hash)
+                if source is None or not self._host.pool.num_free:
+                    continue
+                if num_copies >= max_copies:
+                    self._to_store[block_hash] = None
+                    self._to_store.move_to_end(block_hash, last=False)
+                    break
+                num_copies += 1
+                host_block = self._host.pool.allocate()
+                self._host.pool.cache_block(host_block, block_hash)
+                copies.blocks_to_swap_ahead.append(BlockCopy(source, host_block))
+            self._storing.add(block_hash)
+            copies.blocks_to_store.append(self._begin(host_block, self.pool.allocate(), block_hash, is_load=False))
+        if not self.pool.num_free:
+            self._to_store.clear()
+        return num_copies
+
+    # Loading
+
+    def pays(self, num_blocks: int, recompute_seconds: float) -> bool:
+        """See ``AsyncKVConnector.pays``. Each False moves the measured time towards the one at the start."""
+        if (len(self._loading) + num_blocks) * self._block_seconds <= recompute_seconds:
+            return True
+        self._block_seconds += _FORGETTING * (self._first_block_seconds - self._block_seconds)
+        return False
+
+    def has_room_for(self, num_blocks: int) -> bool:
+        """See ``AsyncKVConnector.has_room_for``. Loads use at most half of the host pool. If nothing else is loaded,
+        there is room for any number: ``begin_load`` cuts it.
+        """
+        return not self._loading or len(self._loading) + num_blocks <= self._max_loads
+
+    def begin_load(
+        self, copies: BlockCopies, names: Sequence[bytes], *, may_begin: bool = True
+    ) -> tuple[list[bytes], int]:
+        """See ``AsyncKVConnector.begin_load``."""
+        new = [name for name in names if name not in self._loading]
+        if new and not (may_begin and self.has_room_for(len(new))):
+            return [], len(new)
+        room = min(self._max_loads - len(self._loading), self._host.pool.num_free)
+        for name in new[:room]:
+            disk_block = self.pool.get_cached_block(name)
+            assert disk_block is not None, "a block is to be loaded that is not on disk"
+            self.pool.incref(disk_block)
+            self._loading.add(name)
+            copies.blocks_to_load.append(self._begin(self._host.pool.allocate(), disk_block, name, is_load=True))
+        late = set(new[max(0, room) :])
+        return [name for name in names if name not in late], 0
+
+    # Waiting
+
+    @property
+    def is_busy(self) -> bool:
+        """See ``AsyncKVConnector.is_busy``. The engine does not wait for transfers that are stalled."""
+        return bool(self._to_store or (self._in_flight and not self._is_stalled))
+
+    @property
+    def has_transfers(self) -> bool:
+        """See ``AsyncKVConnector.has_transfers``."""
+        return bool(self._in_flight)
+
+    @property
+    def held_host_blocks(self) -> list[int]:
+        """See ``AsyncKVConnector.held_host_blocks``."""
+        return [each.transfer.host_block for each in self._in_flight.values()]
+
+    def is_loading(self, names: list[bytes]) -> bool:
+        """See ``AsyncKVConnector.is_loading``."""
+        while names and (not self.is_on or names[-1] not in self._loading):
+            names.pop()
+        return bool(names)
+
+    def take_ended_loads(self) -> list[bytes]:
+        """See ``AsyncKVConnector.take_ended_loads``."""
+        ended, self._ended_loads = self._ended_loads, []
+        return ended
+
+    # Finishing
+
+    def finish(self, results: Iterable[TransferResult]) -> None:
+        """See ``AsyncKVConnector.finish``. From now on stored blocks are found on the disk, and loaded ones on the
+        host.
+        """
+        for result in results:
+            ended = self._in_flight.pop(result.transfer_id, None)
+            if ended is None:
+                continue
+            self._last_result = self._clock()
+            transfer = ended.transfer
+            if ended.is_load:
+                self._finish_load(transfer, result)
+            else:
+                self._storing.discard(transfer.block_hash)
+                if result.outcome is TransferOutcome.DONE and self.is_on:
+                    self.pool.cache_block(transfer.disk_block, transfer.block_hash)
+                    self.stats.num_stored += 1
+            self._host.pool.decref(transfer.host_block)
+            self.pool.decref(transfer.disk_block)
+            if result.outcome is TransferOutcome.FAILED:
+                self.fail(TransferFailure.FAILED, result.reason)
+        self._check_stalled()
+
+    def fail(self, failure: TransferFailure, reason: str) -> None:
+        """See ``AsyncKVConnector.fail``. Transfers that are under way keep their blocks, which may still be written."""
+        self.stats.failures[failure] += 1
+        if self.is_on:
+            log.warning("KV blocks are not kept on disk any more, because %s; restart the engine to try again", reason)
+        self.is_on = False
+        self._to_store.clear()
+        for block in self.pool.stored_blocks():
+            disk_block = self.pool.get_cached_block(block.block_hash)
+            assert disk_block is not None
+            self.pool.forget(disk_block)
+
+    def check_integrity(self) -> None:
+        """See ``AsyncKVConnector.check_integrity``."""
+        self.pool.check_integrity()
+
+    def _check_stalled(self) -> None:
+        oldest = next(iter(self._in_flight.values()), None)
+        if oldest is None:
+            self._is_stalled = False
+        elif not self._is_stalled and self._clock() - max(oldest.started, self._last_result) > STALL_SECONDS * 1e9:
+            self._is_stalled = True
+            self.fail(TransferFailure.STALLED, f"no transfer has ended for {STALL_SECONDS:g} seconds")
+
+    def _finish_load(self, transfer: DiskTransfer, result: TransferResult) -> None:
+        self._loading.discard(transfer.block_hash)
+        self._ended_loads.append(transfer.block_hash)
+        if result.outcome is TransferOutcome.DONE:
+            self._block_seconds += _DRIFT * (result.seconds - self._block_seconds)
+            self._host.cache_loaded(transfer.host_block, transfer.block_hash)
+            self.stats.num_loaded += 1
+        elif result.outcome is TransferOutcome.DAMAGED:
+            self.stats.failures[TransferFailure.DAMAGED] += 1
+            self.pool.forget(transfer.disk_block)
+
+    def _begin(self, host_block: int, disk_block: int, block_hash: bytes, *, is_load: bool) -> DiskTransfer:
+        """Returns a transfer, which holds its blocks until its result."""
+        transfer = DiskTransfer(next(self._host.transfer_ids), host_block, disk_block, block_hash)
+        self._in_flight[transfer.transfer_id] = _InFlight(transfer, is_load, self._clock())
+        return transfer
