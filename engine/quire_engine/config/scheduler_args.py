@@ -1,0 +1,103 @@
+"""Settings of the scheduler: its limits, its order, preemption and speculation."""
+
+from typing import Self
+
+from pydantic import Field, model_validator
+from quire_proto.units import Seconds
+
+from quire_engine.config.cache_args import CacheConfig
+from quire_engine.config.fields import Frozen, MaxNumSeqs, MaxWaiting, Policy, PreemptionPolicy, SpeculativeMethod
+
+
+class SchedulerArgs(Frozen):
+    """The limits and the order that a scheduler keeps.
+
+    ``max_num_seqs``: sequences that hold device blocks. ``max_swapped``: a victim beyond is computed again.
+    ``max_overtakes``: how often a waiting request can be overtaken by a later one, under ``sjf`` by a shorter one, by
+    one with an adapter that is in use where its own is not, and by one that has room to load blocks from disk.
+    """
+
+    max_model_len: int | None = Field(
+        default=None,
+        ge=1,
+        description="Most tokens of prompt and output together; by default what model and KV memory allow.",
+    )
+    max_num_seqs: MaxNumSeqs = 64
+    max_num_batched_tokens: int = Field(
+        default=2048, ge=1, le=1 << 20, description="Most tokens that one step computes."
+    )
+    max_step_seconds: Seconds | None = Field(
+        default=None,
+        ge=0,
+        allow_inf_nan=False,
+        description="Seconds that a step may take while sequences decode; prompts get as many of its tokens as fit. 0 "
+        "removes the bound; the default is a multiple of what decoding alone takes.",
+    )
+    max_waiting: MaxWaiting = 16384
+    max_overtakes: int = Field(
+        default=64,
+        ge=1,
+        description="How often later requests may overtake one: shorter ones with --scheduling-policy sjf, those for "
+        "adapters that are in use, and those with room to load blocks from disk.",
+    )
+    max_swapped: int = Field(default=64, ge=0, description="Sequences that may be swapped out at once.")
+    preemption_mode: PreemptionPolicy = Field(
+        default="auto",
+        description="How a sequence is preempted when KV memory runs out: swapped to the host if that has room, or "
+        "recomputed; auto takes the cheaper way for each.",
+    )
+    swap_ahead: float = Field(
+        default=0.0,
+        ge=0,
+        lt=1,
+        description="Fraction of KV blocks in use above which the blocks of the next victims are copied to the host "
+        "ahead of need, while steps compute; 0 turns this off.",
+    )
+    max_loras: int = Field(
+        default=1, ge=1, le=1024, description="Different adapters in one step; requests for others wait."
+    )
+    scheduling_policy: Policy = Field(
+        default="fcfs",
+        description="Which request is admitted next: the first to come, the shortest job, or by priority.",
+    )
+    speculative_method: SpeculativeMethod = Field(
+        default="none",
+        description="Guess next tokens where text repeats, as long as it pays: ngram from the last place with the "
+        "same tokens, suffix from all of them. Steps do not overlap then.",
+    )
+    num_speculative_tokens: int = Field(
+        default=10, ge=1, le=64, description="Most tokens to guess for a sequence in one step."
+    )
+    prompt_lookup_min: int = Field(
+        default=3,
+        ge=1,
+        le=64,
+        description="Fewest last tokens that must occur earlier, for --speculative-method ngram.",
+    )
+    prompt_lookup_max: int = Field(
+        default=16, ge=1, le=64, description="Most last tokens that are compared, for --speculative-method ngram."
+    )
+
+    @model_validator(mode="after")
+    def _lookup_is_a_range(self) -> Self:
+        if self.prompt_lookup_min > self.prompt_lookup_max:
+            raise ValueError("--prompt-lookup-min is above --prompt-lookup-max.")
+        return self
+
+
+class CoreArgs(CacheConfig, SchedulerArgs):
+    """The settings of an engine's core, whatever it is that executes its steps."""
+
+    @model_validator(mode="after")
+    def _blocks_swapped_ahead_have_names(self) -> Self:
+        if self.swap_ahead and not self.enable_prefix_caching:
+            raise ValueError("--swap-ahead needs --enable-prefix-caching: what is on the host is found by its hash.")
+        return self
+
+    @model_validator(mode="after")
+    def _swaps_are_possible(self) -> Self:
+        if self.preemption_mode == "swap" and not (self.swap_space and self.max_swapped):
+            raise ValueError("--preemption-mode swap needs --swap-space and --max-swapped.")
+        if self.preemption_mode == "recompute" and self.swap_ahead:
+            raise ValueError("--preemption-mode recompute and --swap-ahead exclude each other.")
+        return self
