@@ -17,8 +17,8 @@ from quire_engine.errors import ModelError
 from quire_engine.executor.node_hub import node_rendezvous
 from quire_engine.executor.node_link import Frame, FrameKind, LinkEndedError, NodeLink
 from quire_engine.executor.rank_processes import EXIT_TIMEOUT_SECONDS, RankProcess
-from quire_engine.executor.rank_worker import check_parallel_sizes
 from quire_engine.executor.rendezvous import facts_in_common, join
+from quire_engine.executor.start_checks import check_parallel_sizes
 from quire_engine.models.loader import read_model_config
 
 log = logging.getLogger(__name__)

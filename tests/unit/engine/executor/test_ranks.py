@@ -29,10 +29,10 @@ from quire_engine.core.kv_disk import TransferOutcome, TransferResult
 from quire_engine.core.lora import LoRARequest
 from quire_engine.distributed.communicator import Communicator, GroupCoordinator, largest_shard_size, shard
 from quire_engine.errors import ModelError
-from quire_engine.executor import rank_worker, rpc
+from quire_engine.executor import rpc, start_checks
 from quire_engine.executor.multiproc import RankCacheSizes, compute_rank_cache_sizes, sum_profiles
 from quire_engine.executor.rank_processes import RankFailure, RankFailureTracker
-from quire_engine.executor.rank_worker import RankSettings, check_parallel_sizes
+from quire_engine.executor.rank_worker import RankSettings
 from quire_engine.executor.rpc import (
     MessageError,
     RpcMessage,
@@ -50,6 +50,7 @@ from quire_engine.executor.rpc import (
     rows_to_arrays,
     send,
 )
+from quire_engine.executor.start_checks import check_parallel_sizes
 from quire_engine.models.transformers_backend import TransformersConfig
 from quire_engine.worker.input_batch import ModelInput
 from quire_engine.worker.memory import CacheBudget, CacheSizes, MemoryProfile, compute_cache_sizes
@@ -417,7 +418,7 @@ def test_there_must_be_a_gpu_for_each_rank(monkeypatch: pytest.MonkeyPatch) -> N
 
 
 def test_more_ranks_than_cores_are_warned_of(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
-    monkeypatch.setattr(rank_worker, "usable_cores", lambda: 2)
+    monkeypatch.setattr(start_checks, "usable_cores", lambda: 2)
     with caplog.at_level(logging.WARNING):
         check_parallel_sizes(args(2), CONFIG, CPU)
         assert not caplog.records
