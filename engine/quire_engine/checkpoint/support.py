@@ -49,9 +49,11 @@ def check_support(path: Path, raw: dict[str, Any], quantization: str | None = No
     _check_kind(path, architecture, raw)
     name = quantization or (stored and stored.get("quant_method"))
     if name is not None:
+        # Imports all settings, which a fetcher of models seldom needs.
+        from quire_engine.config.capabilities import THROUGH_TRANSFORMERS, Feature
+
         raise UnsupportedModelError(
-            f"The quantization {name} is for models with code of their own, "
-            f"and {architecture} runs through transformers.",
+            THROUGH_TRANSFORMERS.refused[Feature.QUANTIZATION].format(quantization=name, architecture=architecture),
             "serve it without --quantization" if stored is None else "take its checkpoint that is not quantised",
         )
 

@@ -4,7 +4,8 @@ from typing import Self
 
 from pydantic import Field, model_validator
 
-from quire_engine.config.fields import BlockSize, Frozen, KVCacheMemory, KVDiskSpace, OptionalPath, SwapSpace
+from quire_engine.config.capabilities import Feature
+from quire_engine.config.fields import BlockSize, Frozen, KVCacheMemory, KVDiskSpace, OptionalPath, SwapSpace, chosen
 
 
 class CacheConfig(Frozen):
@@ -24,6 +25,17 @@ class CacheConfig(Frozen):
     def swap_bytes(self) -> int:
         """``swap_space`` in bytes."""
         return int(self.swap_space * (1 << 30))
+
+    @property
+    def features(self) -> frozenset[Feature]:
+        """See ``Frozen.features``."""
+        return super().features | chosen(
+            {
+                Feature.PREFIX_CACHING: self.enable_prefix_caching,
+                Feature.HOST_CACHING: self.enable_host_caching,
+                Feature.SWAP_SPACE: self.swap_space,
+            }
+        )
 
 
 class KVDiskArgs(Frozen):
@@ -45,3 +57,8 @@ class KVDiskArgs(Frozen):
         if bool(self.kv_disk_space) != (self.kv_disk_path is not None):
             raise ValueError("--kv-disk-space and --kv-disk-path belong together.")
         return self
+
+    @property
+    def features(self) -> frozenset[Feature]:
+        """See ``Frozen.features``."""
+        return super().features | chosen({Feature.KV_DISK: self.kv_disk_path is not None})

@@ -5,7 +5,8 @@ from typing import Literal, Self
 from pydantic import Field, model_validator
 
 from quire_engine.config.cache_args import KVDiskArgs
-from quire_engine.config.fields import Frozen
+from quire_engine.config.capabilities import Feature
+from quire_engine.config.fields import Frozen, chosen
 from quire_engine.config.model_args import LoRAArgs, ModelArgs, ServedModel
 from quire_engine.config.parallel_args import ParallelArgs
 from quire_engine.config.scheduler_args import CoreArgs
@@ -36,6 +37,18 @@ class ExecutionArgs(Frozen):
         "default), else of the machine (by default KV pools take a quarter of what is free, at most 4 GiB).",
     )
 
+    @property
+    def features(self) -> frozenset[Feature]:
+        """See ``Frozen.features``."""
+        return super().features | chosen(
+            {
+                Feature.ASYNC_SCHEDULING: self.async_scheduling,
+                Feature.DETERMINISTIC: self.deterministic,
+                Feature.CPU_ATTENTION: self.attention == "cpu",
+                Feature.FLASHINFER: self.attention == "flashinfer",
+            }
+        )
+
 
 class ExecutorConfig(ExecutionArgs, KVDiskArgs, LoRAArgs, ParallelArgs, ModelArgs):
     """Where and how the model is loaded and run."""
@@ -45,70 +58,6 @@ class EngineArgs(CoreArgs, ExecutorConfig, ServedModel):
     """All settings of an engine, with or without a server. ``quire-engine --help`` lists the fields of the bases from
     the last to the first.
     """
-
-    @model_validator(mode="after")
-    def _speculation_is_not_overlapped(self) -> Self:
-        if self.async_scheduling and self.speculative_method != "none":
-            raise ValueError("--async-scheduling and --speculative-method exclude each other.")
-        return self
-
-    @model_validator(mode="after")
-    def _pipeline_knows_its_tokens(self) -> Self:
-        if self.pipeline_parallel_size > 1 and self.async_scheduling:
-            raise ValueError("--async-scheduling and --pipeline-parallel-size exclude each other.")
-        if self.pipeline_parallel_size > 1 and self.speculative_method != "none":
-            raise ValueError("--speculative-method and --pipeline-parallel-size exclude each other.")
-        return self
-
-    @model_validator(mode="after")
-    def _pools_in_one_piece(self) -> Self:
-        if self.pipeline_parallel_size > 1 and self.asks_for_pooling:
-            raise ValueError(
-                "--pipeline-parallel-size is for models that continue prompts: hidden states are pooled where the "
-                "layers end."
-            )
-        return self
-
-    @model_validator(mode="after")
-    def _disk_has_a_host_pool(self) -> Self:
-        if self.kv_disk_path is None:
-            return self
-        if not (self.enable_prefix_caching and self.enable_host_caching and self.swap_space):
-            raise ValueError(
-                "--kv-disk-path needs --enable-prefix-caching, --enable-host-caching and --swap-space: blocks are "
-                "found by their hashes, and pass through the host's pool."
-            )
-        return self
-
-    @model_validator(mode="after")
-    def _tokens_have_other_ranks_to_go_to(self) -> Self:
-        if self.all2all_backend == "alltoall" and self.tensor_parallel_size == self.data_parallel_size == 1:
-            raise ValueError(
-                "--all2all-backend alltoall needs a --tensor-parallel-size or a --data-parallel-size above 1: it is "
-                "for experts that several ranks share."
-            )
-        return self
-
-    @model_validator(mode="after")
-    def _engines_of_a_group_have_no_stages(self) -> Self:
-        if self.data_parallel_size > 1 and self.pipeline_parallel_size > 1:
-            raise ValueError(
-                "--data-parallel-size and --pipeline-parallel-size exclude each other: stages would wait for each "
-                "other's experts."
-            )
-        return self
-
-    @model_validator(mode="after")
-    def _halves_have_sums_to_overlap(self) -> Self:
-        if self.enable_dbo and self.tensor_parallel_size == 1:
-            raise ValueError(
-                "--enable-dbo needs a --tensor-parallel-size above 1: it hides the sums of ranks that share layers."
-            )
-        if self.enable_dbo and self.all2all_backend == "alltoall":
-            raise ValueError("--enable-dbo and --all2all-backend alltoall exclude each other.")
-        if self.enable_dbo and self.data_parallel_size > 1:
-            raise ValueError("--enable-dbo and --data-parallel-size exclude each other: tokens are sent.")
-        return self
 
     @property
     def num_loras_held(self) -> int:

@@ -11,8 +11,9 @@ from quire_proto.local_hosts import is_loopback
 from quire_proto.logs import LogFormat
 from quire_proto.units import Gib, Seconds
 
+from quire_engine.config.capabilities import Feature
 from quire_engine.config.engine_args import EngineArgs
-from quire_engine.config.fields import OptionalPath
+from quire_engine.config.fields import OptionalPath, chosen
 from quire_engine.config.foreign_flags import FOREIGN_FLAGS
 from quire_engine.config.parallel_args import NodeArgs
 
@@ -107,6 +108,11 @@ class EngineConfig(CliSettings, NodeArgs, EngineArgs):
     )
     log_format: LogFormat = Field(default="text", description="Format of log lines: text for people, or JSON.")
 
+    @property
+    def features(self) -> frozenset[Feature]:
+        """See ``Frozen.features``."""
+        return super().features | chosen({Feature.RECORDING: self.record_steps is not None})
+
     @model_validator(mode="after")
     def _strangers_are_kept_out(self) -> Self:
         if self.tls_optional and self.tls_cert is None:
@@ -131,23 +137,11 @@ class EngineConfig(CliSettings, NodeArgs, EngineArgs):
         return self
 
     @model_validator(mode="after")
-    def _disk_is_of_one_machine(self) -> Self:
-        if self.record_steps is not None and self.kv_disk_path is not None:
-            raise ValueError("--record-steps is for engines without --kv-disk-path: what the disk had is not recorded.")
-        if self.nnodes > 1 and self.kv_disk_path is not None:
-            raise ValueError("--kv-disk-path and --nnodes exclude each other: all ranks have to see one folder.")
-        return self
-
-    @model_validator(mode="after")
     def _engines_of_a_group_know_each_other(self) -> Self:
         if self.data_parallel_rank >= self.data_parallel_size:
             raise ValueError("--data-parallel-rank is not below --data-parallel-size.")
         if self.data_parallel_size == 1:
             return self
-        if self.nnodes > 1:
-            raise ValueError(
-                "--data-parallel-size and --nnodes exclude each other: each engine of a group is on one machine."
-            )
         on_one_machine = all(map(is_loopback, filter(None, (self.data_parallel_address, self.node_addr))))
         if not on_one_machine and self.tls_client_ca is None:
             raise ValueError(

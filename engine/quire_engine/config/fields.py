@@ -1,11 +1,14 @@
 """Types of fields: names of choices, and ranges and help that more than one command shows."""
 
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Annotated, Literal
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field
 from pydantic_settings import NoDecode
 from quire_proto.units import Bytes, Gib
+
+from quire_engine.config.capabilities import Feature
 
 Policy = Literal["fcfs", "sjf", "priority"]
 PreemptionPolicy = Literal["auto", "swap", "recompute"]
@@ -52,3 +55,13 @@ class Frozen(BaseModel):
     """Settings of one subject, which never change."""
 
     model_config = ConfigDict(frozen=True, protected_namespaces=())
+
+    @property
+    def features(self) -> frozenset[Feature]:
+        """The features that these settings ask for, as the table of capabilities has them."""
+        return frozenset()
+
+
+def chosen(features: Mapping[Feature, object]) -> frozenset[Feature]:
+    """Returns the features whose value is true."""
+    return frozenset(feature for feature, is_asked in features.items() if is_asked)

@@ -6,6 +6,7 @@ from typing import Annotated, Literal, Self
 from pydantic import BeforeValidator, Field, model_validator
 from quire_proto.units import Gib
 
+from quire_engine.config.capabilities import Feature
 from quire_engine.config.fields import (
     MAX_GIB,
     Convert,
@@ -16,6 +17,7 @@ from quire_engine.config.fields import (
     PoolingMode,
     Quantization,
     Runner,
+    chosen,
 )
 
 
@@ -104,15 +106,6 @@ class ModelArgs(Frozen):
     )
 
     @model_validator(mode="after")
-    def _weights_leave_one_device(self) -> Self:
-        if self.weights_memory_gb is not None and self.cpu_offload_gb:
-            raise ValueError(
-                "--weights-memory-gb and --cpu-offload-gb exclude each other: the former is for the CPU, whose layers "
-                "go to disk, and the latter for GPUs, whose layers go to the host's memory."
-            )
-        return self
-
-    @model_validator(mode="after")
     def _is_used_in_one_way(self) -> Self:
         if self.runner == "generate" and self.convert in ("embed", "classify"):
             raise ValueError(f"--runner generate and --convert {self.convert} exclude each other.")
@@ -121,9 +114,18 @@ class ModelArgs(Frozen):
         return self
 
     @property
-    def asks_for_pooling(self) -> bool:
-        """Whether these settings say that prompts are pooled; with ``auto`` the model decides."""
-        return self.runner == "pooling" or self.convert in ("embed", "classify")
+    def features(self) -> frozenset[Feature]:
+        """See ``Frozen.features``."""
+        return super().features | chosen(
+            {
+                Feature.POOLING: self.runner == "pooling" or self.convert in ("embed", "classify"),
+                Feature.KV_CACHE_INT8: self.kv_cache_dtype == "int8",
+                Feature.KV_CACHE_FP8: self.kv_cache_dtype == "fp8",
+                Feature.QUANTIZATION: self.quantization,
+                Feature.WEIGHTS_MEMORY: self.weights_memory_gb is not None,
+                Feature.CPU_OFFLOAD: self.cpu_offload_gb,
+            }
+        )
 
 
 class LoRAArgs(Frozen):
@@ -139,3 +141,8 @@ class LoRAArgs(Frozen):
         description="Adapters to hold in host memory, at least --max-loras, which is the default. Others are read "
         "again when they are requested.",
     )
+
+    @property
+    def features(self) -> frozenset[Feature]:
+        """See ``Frozen.features``."""
+        return super().features | chosen({Feature.LORA: self.enable_lora})

@@ -9,7 +9,8 @@ from quire_proto.local_hosts import is_loopback
 from quire_proto.tls import CaFile, CertificateFile, KeyFile, ServerTls, check_cert_key, server_tls
 from quire_proto.units import Seconds
 
-from quire_engine.config.fields import All2AllBackend, Frozen
+from quire_engine.config.capabilities import Feature
+from quire_engine.config.fields import All2AllBackend, Frozen, chosen
 
 
 class ParallelArgs(Frozen):
@@ -53,6 +54,20 @@ class ParallelArgs(Frozen):
     def num_ranks(self) -> int:
         """The processes that share the model."""
         return self.tensor_parallel_size * self.pipeline_parallel_size
+
+    @property
+    def features(self) -> frozenset[Feature]:
+        """See ``Frozen.features``."""
+        return super().features | chosen(
+            {
+                Feature.TENSOR_PARALLEL: self.tensor_parallel_size > 1,
+                Feature.PIPELINE_PARALLEL: self.pipeline_parallel_size > 1,
+                Feature.DATA_PARALLEL: self.data_parallel_size > 1,
+                Feature.EXPERT_PARALLEL: self.tensor_parallel_size > 1 or self.data_parallel_size > 1,
+                Feature.ALL_TO_ALL: self.all2all_backend == "alltoall",
+                Feature.DUAL_BATCH_OVERLAP: self.enable_dbo,
+            }
+        )
 
 
 class NodeArgs(Frozen):
@@ -115,6 +130,11 @@ class NodeArgs(Frozen):
         description="File with the tokens that the gRPC port accepts, one per line; node or engine 0 of a group asks "
         "the others for it too. Read again when it changes. See docs/tls.md.",
     )
+
+    @property
+    def features(self) -> frozenset[Feature]:
+        """See ``Frozen.features``."""
+        return super().features | chosen({Feature.NODES: self.nnodes > 1})
 
     @property
     def tls(self) -> ServerTls | None:

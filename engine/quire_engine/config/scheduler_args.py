@@ -6,7 +6,16 @@ from pydantic import Field, model_validator
 from quire_proto.units import Seconds
 
 from quire_engine.config.cache_args import CacheConfig
-from quire_engine.config.fields import Frozen, MaxNumSeqs, MaxWaiting, Policy, PreemptionPolicy, SpeculativeMethod
+from quire_engine.config.capabilities import Feature, find_conflict
+from quire_engine.config.fields import (
+    Frozen,
+    MaxNumSeqs,
+    MaxWaiting,
+    Policy,
+    PreemptionPolicy,
+    SpeculativeMethod,
+    chosen,
+)
 
 
 class SchedulerArgs(Frozen):
@@ -84,20 +93,26 @@ class SchedulerArgs(Frozen):
             raise ValueError("--prompt-lookup-min is above --prompt-lookup-max.")
         return self
 
+    @property
+    def features(self) -> frozenset[Feature]:
+        """See ``Frozen.features``."""
+        return super().features | chosen(
+            {
+                Feature.SPECULATION: self.speculative_method != "none",
+                Feature.MAX_SWAPPED: self.max_swapped,
+                Feature.SWAP_AHEAD: self.swap_ahead,
+                Feature.SWAP_ONLY: self.preemption_mode == "swap",
+                Feature.RECOMPUTE_ONLY: self.preemption_mode == "recompute",
+            }
+        )
+
 
 class CoreArgs(CacheConfig, SchedulerArgs):
     """The settings of an engine's core, whatever it is that executes its steps."""
 
     @model_validator(mode="after")
-    def _blocks_swapped_ahead_have_names(self) -> Self:
-        if self.swap_ahead and not self.enable_prefix_caching:
-            raise ValueError("--swap-ahead needs --enable-prefix-caching: what is on the host is found by its hash.")
-        return self
-
-    @model_validator(mode="after")
-    def _swaps_are_possible(self) -> Self:
-        if self.preemption_mode == "swap" and not (self.swap_space and self.max_swapped):
-            raise ValueError("--preemption-mode swap needs --swap-space and --max-swapped.")
-        if self.preemption_mode == "recompute" and self.swap_ahead:
-            raise ValueError("--preemption-mode recompute and --swap-ahead exclude each other.")
+    def _features_go_together(self) -> Self:
+        conflict = find_conflict(self.features)
+        if conflict is not None:
+            raise ValueError(conflict)
         return self

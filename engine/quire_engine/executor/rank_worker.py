@@ -22,7 +22,6 @@ from quire_engine.device.host import tune_malloc
 from quire_engine.distributed.pipeline import is_first
 from quire_engine.distributed.rank_group import EnginePlace, RankGroup, RankStore, file_store
 from quire_engine.errors import LoRAError, ModelError
-from quire_engine.executor import start_checks
 from quire_engine.executor.rank_processes import describe_error
 from quire_engine.executor.rpc import (
     MessageError,
@@ -43,6 +42,7 @@ from quire_engine.executor.rpc import (
     stored_from_arrays,
     stored_to_arrays,
 )
+from quire_engine.executor.start_checks import check_start
 from quire_engine.lora.adapter import adapter_bytes
 from quire_engine.models.loader import model_class
 from quire_engine.worker.memory import GIB, CpuMemory, MemoryProfiler, check_host_memory
@@ -50,7 +50,7 @@ from quire_engine.worker.model_runner import LoadedModel, ModelRunner, load_mode
 
 log = logging.getLogger(__name__)
 
-check_parallel_sizes = start_checks.check_parallel_sizes  # as ``TorchExecutor`` calls it
+check_parallel_sizes = check_start  # as ``TorchExecutor`` calls it
 
 
 @dataclass(frozen=True, slots=True)

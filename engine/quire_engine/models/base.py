@@ -3,11 +3,12 @@
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, ClassVar, NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 
 from quire_engine.attention.base import AttentionBackend, LayerAttention, LayerKV
+from quire_engine.config.capabilities import CapabilityRow
 from quire_engine.core.executor import WeightStats
 from quire_engine.distributed.communicator import SINGLE_RANK, Communicator
 from quire_engine.distributed.pipeline import divide
@@ -55,12 +56,6 @@ class Model(ABC):
     ``weight_stats`` count what is read of layers that lie on disk or in host memory; None if all stay.
     """
 
-    supports_deterministic: ClassVar[bool] = False
-    supports_lora: ClassVar[bool] = False
-    supports_offload: ClassVar[bool] = False
-    """Whether layers may lie on disk or in host memory."""
-    supports_quantization: ClassVar[bool] = False
-
     attention_layers: Sequence[LayerAttention]
     dtype: torch.dtype
     capturable: bool = False
@@ -68,6 +63,11 @@ class Model(ABC):
     communicator: Communicator = SINGLE_RANK
     loras: LoRALayers | None = None
     weight_stats: WeightStats | None = None
+
+    @classmethod
+    @abstractmethod
+    def capability_rows(cls, config: Any) -> Sequence[CapabilityRow]:
+        """Returns the rows of the table of capabilities that the model of ``config`` has for what it is."""
 
     @classmethod
     def shard_table(cls, config: Any) -> ShardTable | None:

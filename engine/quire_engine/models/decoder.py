@@ -8,13 +8,13 @@ from typing import Any, ClassVar
 
 import torch
 
-from quire_engine.attention.base import MAX_GRAPH_BATCH_SIZE, AttentionBackend, LayerKV
+from quire_engine.attention.base import AttentionBackend, LayerKV
 from quire_engine.checkpoint.config import DecoderConfig
 from quire_engine.checkpoint.gguf_checkpoint import GgufTensors
+from quire_engine.config.capabilities import NO_EXPERTS, OWN_CODE, CapabilityRow
 from quire_engine.core.executor import WeightStats
 from quire_engine.distributed.communicator import PendingSum, shard
 from quire_engine.distributed.pipeline import is_first, is_last
-from quire_engine.errors import ModelError
 from quire_engine.layers.decoder_layer import updated
 from quire_engine.layers.norm import RMSNorm
 from quire_engine.layers.offloaded import load_offloaded_layers
@@ -33,11 +33,6 @@ class DecoderModel(Model):
     any, compute everything but what adapters add.
     """
 
-    supports_deterministic = True
-    supports_lora = True
-    supports_offload = True
-    supports_quantization = True
-
     gguf: ClassVar[GgufTensors]
     """The tensors of its GGUF files, if those are read."""
 
@@ -52,6 +47,11 @@ class DecoderModel(Model):
     @abstractmethod
     def load_layer(cls, config: DecoderConfig, weights: WeightLoader, index: int) -> Layer:
         """Loads layer ``index``."""
+
+    @classmethod
+    def capability_rows(cls, config: DecoderConfig) -> Sequence[CapabilityRow]:
+        """See ``Model``."""
+        return (OWN_CODE,) if cls.shard_table(config).has_experts else (OWN_CODE, NO_EXPERTS)
 
     @classmethod
     def shard_table(cls, config: DecoderConfig) -> ShardTable:
@@ -189,15 +189,9 @@ class DecoderModel(Model):
 
 def _split_above(weights: WeightLoader) -> int:
     """Returns the most tokens of a step that is not computed in two halves. On a GPU, steps that may be captured as
-    CUDA graphs are whole. Raises ``ModelError`` for a threshold that would divide them.
+    CUDA graphs are whole.
     """
     config = weights.options.config
     if not config.enable_dbo or weights.communicator.size == 1:
         return sys.maxsize
-    threshold = config.dbo_prefill_token_threshold
-    if weights.device.type == "cuda" and threshold < MAX_GRAPH_BATCH_SIZE:
-        raise ModelError(
-            f"--dbo-prefill-token-threshold {threshold} would divide steps that are CUDA graphs: give at least "
-            f"{MAX_GRAPH_BATCH_SIZE}."
-        )
-    return threshold
+    return config.dbo_prefill_token_threshold

@@ -1,11 +1,10 @@
 """Loads the model of a folder: by the class of the registry that has its architecture, else by transformers' code."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
 from importlib import import_module
 from pathlib import Path
-from typing import Any
 
 import torch
 from quire_proto.pooling import Task
@@ -27,6 +26,7 @@ from quire_engine.checkpoint.stored_schemes import is_dequantized
 from quire_engine.checkpoint.support import check_support
 from quire_engine.checkpoint.weights import Checkpoint, LoadOptions, resolve_dtype
 from quire_engine.config import ExecutorConfig
+from quire_engine.config.capabilities import ENCODER, POOLS, CapabilityRow
 from quire_engine.errors import ModelError, first_line
 from quire_engine.layers.weight_loader import WeightLoader
 from quire_engine.lora.layers import LoRALayers
@@ -35,7 +35,7 @@ from quire_engine.models.decoder import DecoderModel
 from quire_engine.models.encoder import EncoderConfig
 from quire_engine.models.registry import ARCHITECTURES, registered_name
 from quire_engine.models.transformers_backend import TransformersConfig, TransformersModel, load_transformers_model
-from quire_engine.quantization.schemes import check_quantization
+from quire_engine.quantization.schemes import check_stored_bits
 
 EMBEDDING_WEIGHT = "model.embed_tokens.weight"
 _SCORE, _HEAD = "score.weight", "lm_head.weight"
@@ -82,6 +82,12 @@ def model_class(config: ModelConfig) -> type[Model]:
     return decoder_class(config.architecture) if isinstance(config, DecoderConfig) else TransformersModel
 
 
+def capability_rows(config: ModelConfig) -> Sequence[CapabilityRow]:
+    """Returns the rows of the table of capabilities that the model of ``config`` has for what it is and does."""
+    rows = model_class(config).capability_rows(config) if config.is_causal else (ENCODER,)
+    return rows if config.pooler_config is None else (*rows, POOLS)
+
+
 def load_model(
     config: ModelConfig,
     folder: Path,
@@ -96,11 +102,7 @@ def load_model(
     quantized = quantization_of(folder, read_config_json(folder))
     if quantized is not None and is_dequantized(config.architecture, quantized):
         quantized = None
-    _check_quantization(config, options, quantized)
-    _check_deterministic(config, options)
-    _check_lora(config, options)
-    _check_weights_memory(config, options)
-    _check_cpu_offload(config, options)
+    check_stored_bits(options.config.quantization, quantized)
     gguf = find_gguf(folder)
     checkpoint = Checkpoint(folder) if gguf is None else GgufCheckpoint(gguf, decoder_class(config.architecture).gguf)
     dtype = _model_dtype(config, checkpoint, options)
@@ -154,53 +156,3 @@ def _model_dtype(config: ModelConfig, checkpoint: Checkpoint, options: LoadOptio
 def _table_name(checkpoint: Checkpoint) -> str:
     """The tensor of the embedding, or of a head that is tied to it and stored in its place."""
     return _HEAD if EMBEDDING_WEIGHT not in checkpoint and _HEAD in checkpoint else EMBEDDING_WEIGHT
-
-
-def _require(supported: bool, feature: str, config: ModelConfig) -> None:
-    """Raises ``ModelError`` unless the model of ``config`` supports ``feature``."""
-    if not supported:
-        raise ModelError(
-            f"{feature} is for models with code of their own, and {config.architecture} runs through transformers."
-        )
-
-
-def _check_deterministic(config: ModelConfig, options: LoadOptions) -> None:
-    """Raises ``ModelError`` when the result of a row would depend on other rows."""
-    if options.config.deterministic:
-        _require(model_class(config).supports_deterministic, "--deterministic", config)
-
-
-def _check_lora(config: ModelConfig, options: LoadOptions) -> None:
-    """Raises ``ModelError`` when adapters are asked for and cannot be had."""
-    if options.num_lora_slots:
-        _require(model_class(config).supports_lora, "--enable-lora", config)
-    if options.num_lora_slots and options.config.deterministic:
-        raise ModelError("--deterministic and --enable-lora exclude each other: adapters' products are grouped.")
-
-
-def _check_weights_memory(config: ModelConfig, options: LoadOptions) -> None:
-    """Raises ``ModelError`` when layers are to be read from disk in each step, and cannot be."""
-    if options.config.weights_memory_gb is None:
-        return
-    if options.device.type != "cpu":
-        raise ModelError(
-            "--weights-memory-gb is for --device cpu: on a GPU, --cpu-offload-gb moves layers to the host."
-        )
-    _require(model_class(config).supports_offload, "--weights-memory-gb", config)
-
-
-def _check_cpu_offload(config: ModelConfig, options: LoadOptions) -> None:
-    """Raises ``ModelError`` when layers are to be copied from the host's memory in each step, and cannot be."""
-    if not options.config.cpu_offload_gb:
-        return
-    if options.device.type == "cpu":
-        raise ModelError("--cpu-offload-gb is for --device cuda: on the CPU, --weights-memory-gb keeps layers on disk.")
-    _require(model_class(config).supports_offload, "--cpu-offload-gb", config)
-
-
-def _check_quantization(config: ModelConfig, options: LoadOptions, quantized: dict[str, Any] | None) -> None:
-    """Raises ``ModelError`` when the weights, stored as ``quantized`` says, cannot be held as ``options`` do."""
-    check_quantization(options, quantized)
-    name = options.config.quantization or (quantized and quantized["quant_method"])
-    if name is not None:
-        _require(model_class(config).supports_quantization, f"The quantization {name}", config)

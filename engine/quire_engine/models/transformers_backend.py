@@ -31,6 +31,7 @@ from quire_engine.checkpoint.config import (
 )
 from quire_engine.checkpoint.support import STATE_LAYER_TYPES, SUPPORTED_LAYER_TYPES
 from quire_engine.checkpoint.weights import Checkpoint
+from quire_engine.config.capabilities import KEEPS_STATE, THROUGH_TRANSFORMERS, CapabilityRow
 from quire_engine.errors import ModelError
 from quire_engine.models.base import Model
 from quire_engine.models.registry import ARCHITECTURES
@@ -87,6 +88,11 @@ class TransformersConfig(ModelConfig):
             model_class=model_class,
         )
 
+    @property
+    def keeps_state(self) -> bool:
+        """Whether some layers keep a state in place of keys and values."""
+        return any(kind in STATE_LAYER_TYPES for kind in _layer_types(self.hf_config))
+
 
 def _classes(path: Path, architecture: str, raw: dict[str, Any]) -> tuple[str, Any]:
     """The name of the model's class, and the class of its configuration: those of its model type, as transformers has
@@ -111,8 +117,9 @@ def _model_class(path: Path, architecture: str, parsed: Any) -> Any:
     import transformers
 
     model_class = getattr(transformers, architecture)
-    kinds = getattr(parsed, "layer_types", None) or ()
-    keeps_state = getattr(model_class, "_is_stateful", False) or any(kind in STATE_LAYER_TYPES for kind in kinds)
+    keeps_state = getattr(model_class, "_is_stateful", False) or any(
+        kind in STATE_LAYER_TYPES for kind in _layer_types(parsed)
+    )
     if keeps_state and parsed.model_type not in STATE_MODEL_TYPES:
         raise ModelError(f"{path} names {architecture}, which keeps a state that KV blocks cannot hold.")
     # The hybrids do not say that it can, and the probe finds out.
@@ -128,11 +135,15 @@ def _check_text_only(path: Path, parsed: Any) -> None:
         text_only = False
     if not text_only:
         raise ModelError(f"{path} describes a model of more than text ({parsed.model_type}), which is not supported.")
-    for kind in getattr(parsed, "layer_types", None) or ():
+    for kind in _layer_types(parsed):
         if kind not in SUPPORTED_LAYER_TYPES:
             raise ModelError(
                 f"{path} has layers of type {kind!r}, and supported are {', '.join(SUPPORTED_LAYER_TYPES)}."
             )
+
+
+def _layer_types(parsed: Any) -> Sequence[str]:
+    return getattr(parsed, "layer_types", None) or ()
 
 
 def _positive_int(path: Path, parsed: Any, name: str) -> int:
@@ -157,7 +168,7 @@ def max_sequence_length(parsed: Any) -> int:
     4) it is a chunk, in which such attention is causal.
     """
     length = int(parsed.max_position_embeddings)
-    if "chunked_attention" in (getattr(parsed, "layer_types", None) or ()):
+    if "chunked_attention" in _layer_types(parsed):
         length = min(length, int(parsed.attention_chunk_size))
     return min([MAX_PROBED_LENGTH, *(rope_max_length(length, rope) for rope in _rope_parameters(parsed))])
 
@@ -204,6 +215,11 @@ class TransformersModel(Model):
     called separately: the decoder for all tokens, the head for those whose logits are needed. Raises ``ModelError`` for
     an attention that no backend supports.
     """
+
+    @classmethod
+    def capability_rows(cls, config: TransformersConfig) -> Sequence[CapabilityRow]:
+        """See ``Model``."""
+        return (THROUGH_TRANSFORMERS, KEEPS_STATE) if config.keeps_state else (THROUGH_TRANSFORMERS,)
 
     def __init__(self, causal: Any) -> None:
         self._causal = causal

@@ -85,14 +85,8 @@ def stored_scheme(config: StoredConfig) -> StoredScheme:
     return STORED_SCHEMES[config["quant_method"]]
 
 
-def check_quantization(options: LoadOptions, stored: StoredConfig | None = None) -> None:
-    """Raises ``ModelError`` where the quantization of ``options`` does not run on their device, or is not that of the
-    checkpoint.
-    """
-    name = options.config.quantization
-    devices = make_quantization(options, torch.float32).linear.devices
-    if options.device.type not in devices:
-        raise ModelError(f"The quantization {name} is for the CPU, and the device is {options.device}.")
+def check_stored_bits(name: Quantization | None, stored: StoredConfig | None) -> None:
+    """Raises ``ModelError`` if the checkpoint is quantised already, in other bits than ``--quantization`` names."""
     bits = set() if stored is None else stored_scheme(stored).bits(stored)
     if name is not None and bits and {f"int{count}" for count in bits} != {name}:
         listed = " and ".join(map(str, sorted(bits)))

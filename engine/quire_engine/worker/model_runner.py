@@ -31,12 +31,7 @@ from quire_engine.errors import ModelError
 from quire_engine.lora.manager import LoRAManager
 from quire_engine.models.base import Model
 from quire_engine.models.loader import Classifier, load_classifier, load_model
-from quire_engine.worker.attention_selector import (
-    check_attention,
-    check_kv_cache_dtype,
-    make_attention,
-    resolve_kv_cache_dtype,
-)
+from quire_engine.worker.attention_selector import check_attention, make_attention, resolve_kv_cache_dtype
 from quire_engine.worker.cpu_graph import make_cpu_graphs
 from quire_engine.worker.cuda_graph import (
     NO_GRAPHS,
@@ -128,20 +123,18 @@ def load_model_and_attention(
 ) -> LoadedModel:
     """The model of ``config``, described by ``model_config``, on ``device``, and its attention; of a model that several
     ``ranks`` share, this one's part of the layers of ``stage``, and of the experts, which ``expert_ranks`` share, by
-    default the same. Raises ``ModelError``, for settings that cannot be before the weights are read.
+    default the same. ``check_start`` allows the settings. Raises ``ModelError``.
     """
     check_max_model_len(config.max_model_len, model_config.max_length)
     length = config.max_model_len or model_config.max_length
     deterministic = config.deterministic
     check = partial(check_attention, config.attention, device, deterministic=deterministic)
-    check_kv_cache_dtype(config.kv_cache_dtype, device)
     num_lora_slots = config.max_loras if config.enable_lora else 0
     options = LoadOptions(config, device, ranks, stage, num_lora_slots, expert_ranks)
     model = load_model(model_config, config.model, options, check)
     if model.state_bytes:
-        _check_state(config)
         log.info(STATE_IN_BLOCKS, model.state_bytes / 2**20, config.block_size)
-    kv_dtype = resolve_kv_cache_dtype(config.kv_cache_dtype, model.dtype, device)
+    kv_dtype = resolve_kv_cache_dtype(config.kv_cache_dtype, model.dtype)
 
     def make(shape: AttentionShape) -> AttentionBackend:
         return make_attention(config.attention, shape, device, model.dtype, kv_dtype, deterministic=deterministic)
@@ -193,16 +186,6 @@ def _log_groups(layout: BlockLayout) -> None:
     counts = [layout.layer_groups.count(number) for number in range(len(layout.windows))]
     seen = ["all tokens" if window is None else f"the last {window}" for window in layout.windows]
     log.info(FREES_WINDOWS, ", ".join(f"{count} ({tokens})" for count, tokens in zip(counts, seen, strict=True)))
-
-
-def _check_state(config: EngineArgs) -> None:
-    """Raises ``ModelError`` for settings under which the layers of a model would compute tokens that are taken back, as
-    a state that has seen them cannot forget them.
-    """
-    if config.speculative_method != "none":
-        raise ModelError("--speculative-method is for models whose layers keep no state, and this one's do.")
-    if config.async_scheduling:
-        raise ModelError("--async-scheduling is for models whose layers keep no state, and this one's do.")
 
 
 class Runner(Protocol):
