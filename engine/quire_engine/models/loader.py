@@ -2,13 +2,10 @@
 
 from collections.abc import Callable, Sequence
 from dataclasses import replace
-from functools import partial
 from importlib import import_module
 from pathlib import Path
 
 import torch
-from quire_proto.pooling import Task
-from torch.nn.functional import linear
 
 from quire_engine.checkpoint.architecture import architecture_of
 from quire_engine.checkpoint.config import (
@@ -21,27 +18,19 @@ from quire_engine.checkpoint.config import (
 )
 from quire_engine.checkpoint.gguf import find_gguf
 from quire_engine.checkpoint.gguf_checkpoint import GgufCheckpoint
-from quire_engine.checkpoint.pooler_config import is_causal, max_seq_length, read_pooler_config, read_sentence_modules
+from quire_engine.checkpoint.pooler_config import is_causal, max_seq_length, read_pooler_config
 from quire_engine.checkpoint.stored_schemes import is_dequantized
 from quire_engine.checkpoint.support import check_support
 from quire_engine.checkpoint.weights import Checkpoint, LoadOptions, resolve_dtype
 from quire_engine.config import ExecutorConfig
 from quire_engine.config.capabilities import ENCODER, POOLS, CapabilityRow
-from quire_engine.errors import ModelError, first_line
 from quire_engine.layers.weight_loader import WeightLoader
-from quire_engine.lora.layers import LoRALayers
 from quire_engine.models.base import Model
 from quire_engine.models.decoder import DecoderModel
 from quire_engine.models.encoder import EncoderConfig
 from quire_engine.models.registry import ARCHITECTURES, registered_name
-from quire_engine.models.transformers_backend import TransformersConfig, TransformersModel, load_transformers_model
+from quire_engine.models.transformers_backend import TransformersConfig, TransformersModel
 from quire_engine.quantization.schemes import check_stored_bits
-
-EMBEDDING_WEIGHT = "model.embed_tokens.weight"
-_SCORE, _HEAD = "score.weight", "lm_head.weight"
-_HEADS = (_SCORE, _HEAD)
-Classifier = Callable[[torch.Tensor], torch.Tensor]
-"""Scores [S, classes] of pooled hidden states [S, hidden], both float32."""
 
 
 def read_model_config(folder: Path, settings: ExecutorConfig | None = None) -> ModelConfig:
@@ -79,7 +68,7 @@ def decoder_class(architecture: str) -> type[DecoderModel]:
 
 def model_class(config: ModelConfig) -> type[Model]:
     """Returns the class of the model that ``config`` describes, which says what it supports."""
-    return decoder_class(config.architecture) if isinstance(config, DecoderConfig) else TransformersModel
+    return decoder_class(config.architecture) if config.has_own_code else TransformersModel
 
 
 def capability_rows(config: ModelConfig) -> Sequence[CapabilityRow]:
@@ -103,56 +92,9 @@ def load_model(
     if quantized is not None and is_dequantized(config.architecture, quantized):
         quantized = None
     check_stored_bits(options.config.quantization, quantized)
-    gguf = find_gguf(folder)
+    model, gguf = model_class(config), find_gguf(folder)
     checkpoint = Checkpoint(folder) if gguf is None else GgufCheckpoint(gguf, decoder_class(config.architecture).gguf)
-    dtype = _model_dtype(config, checkpoint, options)
+    dtype = resolve_dtype(options.config.dtype, model.stored_dtype(checkpoint), options.device)
     if check is not None:
         check(dtype)
-    if isinstance(config, TransformersConfig):
-        return load_transformers_model(config, folder, checkpoint, dtype, options.device)
-    assert isinstance(config, DecoderConfig)
-    num_slots, max_rank = options.num_lora_slots, options.config.max_lora_rank
-    with torch.inference_mode():
-        loras = LoRALayers(num_slots, max_rank, dtype, options.device) if num_slots else None
-        try:
-            model = decoder_class(config.architecture)(
-                config, WeightLoader(checkpoint, dtype, options, quantized, loras)
-            )
-        except torch.OutOfMemoryError as error:
-            reason = f"The weights do not fit into the GPU's memory: {first_line(error)}"
-            raise ModelError(f"{reason}; --cpu-offload-gb keeps some in the host's.") from None
-    if options.communicator.rank == 0 and options.stage is None:
-        checkpoint.mark_used(_HEADS if config.pooler_config is not None else ())
-        checkpoint.log_unused()
-    return model
-
-
-def load_classifier(config: ModelConfig, folder: Path, device: torch.device) -> Classifier | None:
-    """What scores the pooled hidden states of the decoder in ``folder``: its ``score`` layer, or the rows of its head
-    for the tokens that sentence-transformers' ``LogitScore`` compares, of which the second one counts against the
-    first. None where it makes embeddings. Raises ``ModelError``.
-    """
-    pooler = config.pooler_config
-    if pooler is None or pooler.task is not Task.CLASSIFY or not isinstance(config, DecoderConfig):
-        return None
-    checkpoint, modules = Checkpoint(folder), read_sentence_modules(folder)
-    if modules is None or not modules.score_tokens:
-        shape = (pooler.pooled_size, config.hidden_size)
-        weight = checkpoint.load_fused([_SCORE], [shape], torch.float32, device)
-        return partial(linear, weight=weight)
-    head = _HEAD if _HEAD in checkpoint else EMBEDDING_WEIGHT
-    shape = (config.vocab_size, config.hidden_size)
-    first, *others = [checkpoint.load_row(head, shape, token, torch.float32, device) for token in modules.score_tokens]
-    return partial(linear, weight=(first - others[0] if others else first)[None])
-
-
-def _model_dtype(config: ModelConfig, checkpoint: Checkpoint, options: LoadOptions) -> torch.dtype:
-    """The dtype to compute in."""
-    by_transformers = isinstance(config, TransformersConfig)
-    stored = checkpoint.dominant_dtype() if by_transformers else checkpoint.dtype(_table_name(checkpoint))
-    return resolve_dtype(options.config.dtype, stored, options.device)
-
-
-def _table_name(checkpoint: Checkpoint) -> str:
-    """The tensor of the embedding, or of a head that is tied to it and stored in its place."""
-    return _HEAD if EMBEDDING_WEIGHT not in checkpoint and _HEAD in checkpoint else EMBEDDING_WEIGHT
+    return model.load(config, folder, WeightLoader(checkpoint, dtype, options, quantized))

@@ -29,8 +29,8 @@ from quire_engine.distributed.communicator import SINGLE_RANK, Communicator
 from quire_engine.distributed.pipeline import PipelineStage
 from quire_engine.errors import ModelError
 from quire_engine.lora.manager import LoRAManager
-from quire_engine.models.base import Model
-from quire_engine.models.loader import Classifier, load_classifier, load_model
+from quire_engine.models.base import Classifier, Model
+from quire_engine.models.loader import load_model
 from quire_engine.worker.attention_selector import check_attention, make_attention, resolve_kv_cache_dtype
 from quire_engine.worker.cpu_graph import make_cpu_graphs
 from quire_engine.worker.cuda_graph import (
@@ -139,7 +139,7 @@ def load_model_and_attention(
     def make(shape: AttentionShape) -> AttentionBackend:
         return make_attention(config.attention, shape, device, model.dtype, kv_dtype, deterministic=deterministic)
 
-    backend = attention_of(model.attention_layers, config.block_size, make, keeps_batch=model.state_bytes > 0)
+    backend = attention_of(model.attention_layers, config.block_size, make)
     graph_sizes = () if config.enforce_eager else capture_sizes(config.max_num_seqs)
     loras = None
     if model.loras is not None:
@@ -157,7 +157,7 @@ def load_model_and_attention(
         graph_sizes=graph_sizes,
         stage=stage,
         loras=loras,
-        classifier=load_classifier(model_config, config.model, device) if ranks.rank == 0 else None,
+        classifier=model.load_classifier(model_config, config.model, device) if ranks.rank == 0 else None,
     )
     if loaded.frees_windows:
         _log_groups(loaded.block_layout)
@@ -278,7 +278,8 @@ class ModelRunner:
         self._vocab_size = model.config.vocab_size
         self._loras = model.loras
         self._kv_cache = model.make_kv_cache(sizes)
-        if capture is None and model.device.type == "cuda" and model.graph_sizes:
+        self._captures_itself = capture is None and model.device.type == "cuda" and bool(model.graph_sizes)
+        if self._captures_itself:
             capture = CudaGraphCapturer()
         self._loaded = model
         self._capture = capture
@@ -398,7 +399,7 @@ class ModelRunner:
         self._put_away = None
         if self._capture is not None:
             # Another memory pool, as that of the former graphs is gone with them.
-            again = CudaGraphCapturer() if isinstance(self._capture, CudaGraphCapturer) else self._capture
+            again = CudaGraphCapturer() if self._captures_itself else self._capture
             self._cuda_graphs = self._capture_graphs(self._loaded, again, alone=True)
 
     def close(self) -> None:
