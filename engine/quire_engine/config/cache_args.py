@@ -23,7 +23,7 @@ class CacheConfig(Frozen):
 
     @property
     def swap_bytes(self) -> int:
-        """``swap_space`` in bytes."""
+        """Returns ``swap_space`` in bytes."""
         return int(self.swap_space * (1 << 30))
 
     @property

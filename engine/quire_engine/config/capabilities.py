@@ -4,7 +4,7 @@ that refuses each combination.
 Settings are checked for features that exclude or need each other when they are read (``CoreArgs``). An engine is
 checked for its model and its device when it starts (``executor/start_checks.py``). docs/configuration.md has the table
 as ``python -m tests.support.pages`` writes it. Refusals that depend on numbers, such as heads that ranks cannot divide,
-are no combinations and stand where the numbers are known.
+stand where the numbers are known.
 """
 
 from collections.abc import Iterable, Iterator, Mapping, Set

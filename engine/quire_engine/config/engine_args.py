@@ -61,7 +61,7 @@ class EngineArgs(CoreArgs, ExecutorConfig, ServedModel):
 
     @property
     def num_loras_held(self) -> int:
-        """``max_cpu_loras``, or its default."""
+        """Returns ``max_cpu_loras``, or its default."""
         return self.max_loras if self.max_cpu_loras is None else self.max_cpu_loras
 
     @model_validator(mode="after")

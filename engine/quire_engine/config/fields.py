@@ -30,7 +30,7 @@ def split_names(value: object) -> object:
 
 
 def not_empty(value: object) -> object:
-    """Raises ``ValueError`` for an empty variable: it is no path, least of all that of the working directory."""
+    """Raises ``ValueError`` for an empty value, which pydantic would read as the working directory."""
     if value == "":
         raise ValueError("it is empty")
     return value
@@ -58,7 +58,7 @@ class Frozen(BaseModel):
 
     @property
     def features(self) -> frozenset[Feature]:
-        """The features that these settings ask for, as the table of capabilities has them."""
+        """Returns the features that these settings ask for."""
         return frozenset()
 
 

@@ -36,7 +36,7 @@ class ServedModel(Frozen):
 
     @property
     def lora_folders(self) -> dict[str, Path]:
-        """The folders of ``lora_modules`` by their names. Raises ``ValueError``."""
+        """Returns the folders of ``lora_modules`` by name. Raises ``ValueError``."""
         pairs = [module.partition("=") for module in self.lora_modules]
         if not all(name and folder for name, _, folder in pairs):
             raise ValueError("--lora-modules takes NAME=FOLDER, or several with commas between them.")
@@ -47,12 +47,12 @@ class ServedModel(Frozen):
 
     @property
     def names(self) -> list[str]:
-        """The names under which the model is served, the preferred one first."""
+        """Returns the names under which the model is served, the preferred one first."""
         return self.served_model_name or [self.model.resolve().name]
 
 
 def _not_of_checkpoints(value: object) -> object:
-    """Refuses vLLM's names for the quantisation of a checkpoint, which is read from its files."""
+    """Raises ``ValueError`` for vLLM's names of stored quantisation schemes, which the checkpoint's files name."""
     if str(value).lower() in ("awq", "awq_marlin", "gptq", "gptq_marlin", "compressed-tensors", "fp8", "gguf"):
         raise ValueError("a checkpoint says itself how it is quantised: leave it out; int8 and int4 are made of others")
     return value

@@ -52,7 +52,7 @@ class ParallelArgs(Frozen):
 
     @property
     def num_ranks(self) -> int:
-        """The processes that share the model."""
+        """Returns the number of processes that share the model."""
         return self.tensor_parallel_size * self.pipeline_parallel_size
 
     @property
@@ -71,9 +71,8 @@ class ParallelArgs(Frozen):
 
 
 class NodeArgs(Frozen):
-    """The machines that run one engine together, the place of an engine among those that share experts, and the
-    certificates by which either know each other, which are also the server's. Of the nodes of an engine, node 0 has the
-    scheduler and the server, and the others run ranks alone.
+    """The machines (nodes) of one engine, the engine's place in a data-parallel group, and the certificates that nodes,
+    engines and the server show. Node 0 has the scheduler and the server; the other nodes only run ranks.
     """
 
     nnodes: int = Field(
@@ -138,12 +137,12 @@ class NodeArgs(Frozen):
 
     @property
     def tls(self) -> ServerTls | None:
-        """What the gRPC port does with TLS; None for plain text. Raises ``ValueError`` where half of it is missing."""
+        """Returns the TLS settings of the gRPC port; None for plain text. Raises ``ValueError`` if one is missing."""
         return server_tls(self.tls_cert, self.tls_key, self.tls_client_ca, "--tls")
 
     @property
     def own_addr(self) -> str | None:
-        """The address of this machine for the other nodes, where it is known."""
+        """Returns the address of this machine for other nodes; None if it is not known."""
         return self.node_addr or (self.master_addr if self.node_rank == 0 else None)
 
     @model_validator(mode="after")

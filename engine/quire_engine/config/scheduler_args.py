@@ -19,11 +19,11 @@ from quire_engine.config.fields import (
 
 
 class SchedulerArgs(Frozen):
-    """The limits and the order that a scheduler keeps.
+    """The limits and the order of a scheduler.
 
-    ``max_num_seqs``: sequences that hold device blocks. ``max_swapped``: a victim beyond is computed again.
-    ``max_overtakes``: how often a waiting request can be overtaken by a later one, under ``sjf`` by a shorter one, by
-    one with an adapter that is in use where its own is not, and by one that has room to load blocks from disk.
+    ``max_num_seqs`` counts sequences that hold device blocks. Victims beyond ``max_swapped`` are recomputed. A waiting
+    request can be overtaken ``max_overtakes`` times: under ``sjf`` by shorter requests, by requests whose adapters are
+    in use, and by requests that have room to load blocks from disk.
     """
 
     max_model_len: int | None = Field(
@@ -108,7 +108,7 @@ class SchedulerArgs(Frozen):
 
 
 class CoreArgs(CacheConfig, SchedulerArgs):
-    """The settings of an engine's core, whatever it is that executes its steps."""
+    """Settings of an engine's core, with a model or a simulated executor."""
 
     @model_validator(mode="after")
     def _features_go_together(self) -> Self:

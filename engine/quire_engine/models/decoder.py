@@ -103,7 +103,7 @@ class DecoderModel(LayeredModel):
 
     @classmethod
     def stored_dtype(cls, checkpoint: Checkpoint) -> torch.dtype:
-        """See ``Model``: that of the embedding, or of a head that is tied to it and stored in its place."""
+        """See ``Model``: the embedding's, or the head's if it is tied to the embedding and stored in its place."""
         has_head_alone = EMBEDDING_WEIGHT not in checkpoint and _HEAD in checkpoint
         return checkpoint.dtype(_HEAD if has_head_alone else EMBEDDING_WEIGHT)
 
