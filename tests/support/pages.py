@@ -10,7 +10,7 @@ from pydantic_core import PydanticUndefined
 from pydantic_settings import BaseSettings
 from quire_cli import commands
 from quire_engine.config import EngineConfig
-from quire_engine.config.capabilities import DEVICES, EXCLUDES, NEEDS, OFFLINE, REFERENCE_ON_CUDA, Feature
+from quire_engine.config.capabilities import DEVICES, EXCLUDES, NEEDS, OFFLINE, OTHER_BITS, REFERENCE_ON_CUDA, Feature
 from quire_engine.config.capabilities import MODELS as MODEL_ROWS
 from quire_engine.models.registry import ARCHITECTURES
 from quire_router.config import Settings
@@ -102,8 +102,9 @@ def pair_rows() -> Iterator[list[str]]:
             yield [feature.value, "not", other.value, sentence]
         for other, sentence in NEEDS.get(feature, {}).items():
             yield [feature.value, "only", other.value, sentence]
-    for row in (REFERENCE_ON_CUDA, OFFLINE):
-        yield from ([feature.value, "not", row.name, sentence] for feature, sentence in row.refused.items())
+    for row in (OTHER_BITS, REFERENCE_ON_CUDA, OFFLINE):
+        for feature, sentence in row.refused.items():
+            yield [feature.value, "not", row.name, sentence.format(bits=4, quantization="int8")]
 
 
 def table_below(page: Path, head: Sequence[str]) -> list[str]:

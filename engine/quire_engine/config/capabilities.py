@@ -147,6 +147,13 @@ REFERENCE_ON_CUDA = CapabilityRow(
     "`--attention reference` on CUDA",
     {Feature.DETERMINISTIC: "The attention backend reference is not deterministic on a GPU; use flashinfer."},
 )
+OTHER_BITS = CapabilityRow(
+    "weights stored in other bits",
+    {
+        Feature.QUANTIZATION: "The weights are quantised already, in {bits} bits, which --quantization {quantization} "
+        "is not.",
+    },
+)
 OFFLINE = CapabilityRow(
     "`LLM`, the offline API",
     {Feature.DATA_PARALLEL: "--data-parallel-size is for engines with a server of their own."},

@@ -8,6 +8,7 @@ import torch
 
 from quire_engine.attention.base import MAX_GRAPH_BATCH_SIZE
 from quire_engine.checkpoint.config import ModelConfig
+from quire_engine.checkpoint.support import check_max_model_len
 from quire_engine.config import EngineArgs
 from quire_engine.config.capabilities import DEVICES, REFERENCE_ON_CUDA, find_refusal
 from quire_engine.device.host import usable_cores
@@ -35,6 +36,8 @@ def check_start(engine: EngineArgs, config: ModelConfig, device: torch.device, n
             f"--dbo-prefill-token-threshold {engine.dbo_prefill_token_threshold} would divide steps that are CUDA "
             f"graphs: give at least {MAX_GRAPH_BATCH_SIZE}."
         )
+    if config.is_causal:
+        check_max_model_len(engine.max_model_len, config.max_length)
     _check_ranks(engine, config, device, nnodes)
 
 

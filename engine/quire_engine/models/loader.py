@@ -20,7 +20,7 @@ from quire_engine.checkpoint.gguf import find_gguf
 from quire_engine.checkpoint.gguf_checkpoint import GgufCheckpoint
 from quire_engine.checkpoint.pooler_config import is_causal, max_seq_length, read_pooler_config
 from quire_engine.checkpoint.stored_schemes import is_dequantized
-from quire_engine.checkpoint.support import check_support
+from quire_engine.checkpoint.support import check_stored_bits, check_support
 from quire_engine.checkpoint.weights import Checkpoint, LoadOptions, resolve_dtype
 from quire_engine.config import ExecutorConfig
 from quire_engine.config.capabilities import ENCODER, POOLS, CapabilityRow
@@ -30,17 +30,18 @@ from quire_engine.models.decoder import DecoderModel
 from quire_engine.models.encoder import EncoderConfig
 from quire_engine.models.registry import ARCHITECTURES, registered_name
 from quire_engine.models.transformers_backend import TransformersConfig, TransformersModel
-from quire_engine.quantization.schemes import check_stored_bits
 
 
 def read_model_config(folder: Path, settings: ExecutorConfig | None = None) -> ModelConfig:
     """Reads and checks ``config.json``, for an engine with these ``settings``. Raises ``ModelError`` for a model that
     cannot be served.
     """
-    raw = read_config_json(folder)
+    raw, settings = read_config_json(folder), settings or ExecutorConfig()
     check_support(config_path(folder), raw)
-    pooler = read_pooler_config(folder, raw, settings or ExecutorConfig())
+    pooler = read_pooler_config(folder, raw, settings)
     supported = is_supported(architecture_of(config_path(folder), raw), raw)
+    if supported:
+        check_stored_bits(quantization_of(folder, raw), settings.quantization)
     if pooler is None:
         return read_decoder_config(folder) if supported else TransformersConfig.read(folder)
     config: ModelConfig
@@ -91,7 +92,6 @@ def load_model(
     quantized = quantization_of(folder, read_config_json(folder))
     if quantized is not None and is_dequantized(config.architecture, quantized):
         quantized = None
-    check_stored_bits(options.config.quantization, quantized)
     model, gguf = model_class(config), find_gguf(folder)
     checkpoint = Checkpoint(folder) if gguf is None else GgufCheckpoint(gguf, decoder_class(config.architecture).gguf)
     dtype = resolve_dtype(options.config.dtype, model.stored_dtype(checkpoint), options.device)

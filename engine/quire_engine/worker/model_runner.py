@@ -17,7 +17,6 @@ from quire_engine.attention.base import AttentionBackend, AttentionShape
 from quire_engine.attention.kv_cache_spec import BlockLayout
 from quire_engine.attention.mixed import attention_of
 from quire_engine.checkpoint.config import ModelConfig
-from quire_engine.checkpoint.support import check_max_model_len
 from quire_engine.checkpoint.weights import LoadOptions
 from quire_engine.config import EngineArgs
 from quire_engine.core.block_pool import BlockCopies, KVCacheConfig
@@ -125,7 +124,6 @@ def load_model_and_attention(
     ``ranks`` share, this one's part of the layers of ``stage``, and of the experts, which ``expert_ranks`` share, by
     default the same. ``check_start`` allows the settings. Raises ``ModelError``.
     """
-    check_max_model_len(config.max_model_len, model_config.max_length)
     length = config.max_model_len or model_config.max_length
     deterministic = config.deterministic
     check = partial(check_attention, config.attention, device, deterministic=deterministic)
