@@ -12,6 +12,7 @@ import torch
 from quire_engine.config import EngineArgs
 from quire_engine.errors import ModelError
 from quire_engine.executor.rank_worker import RankSettings
+from quire_engine.executor.start_checks import check_start
 from quire_engine.executor.torch_executor import TorchExecutor
 from quire_engine.kernels.packed_linear import in_arena, is_fast
 from quire_engine.layers.streamed import StreamedLayer
@@ -246,15 +247,15 @@ def test_on_the_cpu_it_is_refused_with_the_flag_for_it(small_models: SmallModels
         load(small_models.folder("llama3"), **OFFLOAD)
 
 
-def test_models_of_transformers_are_refused(small_models: SmallModels, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_models_of_transformers_are_refused(small_models: SmallModels) -> None:
     folder = small_models.folder("gpt2")
     config = EngineArgs(model=folder, **OFFLOAD)
     with pytest.raises(ModelError, match="--cpu-offload-gb is for models with code of their own, and GPT2"):
-        load_model_and_attention(config, read_model_config(folder), torch.device("cuda"))
+        check_start(config, read_model_config(folder), torch.device("cuda"))
 
 
 def test_on_a_gpu_layers_on_disk_are_refused_with_the_flag_for_it(small_models: SmallModels) -> None:
     folder = small_models.folder("llama3")
     config = EngineArgs(model=folder, weights_memory_gb=1)
     with pytest.raises(ModelError, match=r"--weights-memory-gb is for --device cpu: .* --cpu-offload-gb"):
-        load_model_and_attention(config, read_model_config(folder), torch.device("cuda"))
+        check_start(config, read_model_config(folder), torch.device("cuda"))

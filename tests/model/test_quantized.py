@@ -3,18 +3,17 @@ refusals.
 """
 
 import shutil
-from dataclasses import replace
 from functools import cache
 from pathlib import Path
 
 import pytest
 import torch
-from quire_engine.checkpoint.weights import LoadOptions
-from quire_engine.config import ExecutorConfig, Quantization
+from quire_engine.config import EngineArgs, Quantization
 from quire_engine.errors import ModelError
+from quire_engine.executor.start_checks import check_start
 from quire_engine.executor.torch_executor import TorchExecutor
 from quire_engine.kernels.bindings import library
-from quire_engine.models.loader import load_model, read_model_config
+from quire_engine.models.loader import read_model_config
 from quire_proto.sampling import SamplingParams
 from transformers import AutoTokenizer
 
@@ -29,7 +28,6 @@ from tests.support.variants import one_in
 BITWISE = (("mixtral", "bfloat16", "int8"), ("qwen3", "float32", "int8"), ("mixtral", "bfloat16", "int4"))
 PARAMS = SamplingParams(temperature=0, max_tokens=48, ignore_eos=True, logprobs=2)
 needs_kernel = pytest.mark.skipif(library() is None, reason="the kernels cannot be compiled here")
-INT8 = LoadOptions(ExecutorConfig(quantization="int8"))
 
 
 @cache
@@ -119,18 +117,18 @@ def test_the_demo_model_still_answers_right(dtype: str, quantization: Quantizati
 
 
 @pytest.mark.parametrize(
-    ("model_name", "options", "complaint"),
+    ("model_name", "device", "complaint"),
     [
-        ("llama3", replace(INT8, device=torch.device("cuda")), "is for the CPU, and the device is cuda"),
-        ("gpt2", INT8, "GPT2LMHeadModel runs through transformers"),
+        ("llama3", "cuda", "is for the CPU, and the device is cuda"),
+        ("gpt2", "cpu", "GPT2LMHeadModel runs through transformers"),
     ],
 )
 def test_what_cannot_be_is_refused_in_a_sentence_before_weights_are_read(
-    small_models: SmallModels, tmp_path: Path, model_name: str, options: LoadOptions, complaint: str
+    small_models: SmallModels, tmp_path: Path, model_name: str, device: str, complaint: str
 ) -> None:
     shutil.copytree(small_models.folder(model_name), tmp_path, dirs_exist_ok=True)
     config = read_model_config(tmp_path)
     for weights in tmp_path.glob("*.safetensors*"):
         weights.unlink()
     with pytest.raises(ModelError, match=complaint):
-        load_model(config, tmp_path, options)
+        check_start(EngineArgs(model=tmp_path, quantization="int8"), config, torch.device(device))

@@ -10,11 +10,11 @@ from typing import Any
 
 import pytest
 import torch
+from quire_engine.config.capabilities import DEVICES, CapabilityRow
 from quire_engine.executor.torch_executor import TorchExecutor
 from quire_engine.layers import offloaded
 from quire_engine.layers.offloaded import HostWeights
 from quire_engine.layers.streamed import StreamedLayer
-from quire_engine.models import loader
 from quire_engine.worker.model_runner import ModelRunner
 
 from tests.support.fake_streams import FakeDevice, FakeEvent, FakeStream, Work
@@ -81,7 +81,7 @@ def offloads_on_the_cpu(number: int, device: FakeDevice | None, left_out: Wait |
     they are on the CPU. Copies are made as ``device`` does it, or at once.
     """
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(loader, "_check_cpu_offload", lambda *_: None)
+        patch.setitem(DEVICES, "cpu", CapabilityRow("CPU", {}))  # type: ignore[arg-type]  # a table that nothing else writes
         patch.setattr(offloaded, "_number_offloaded", lambda *_: number)
         patch.setattr(offloaded, "HostWeights", partial(HostWeightsWithout, left_out))
         if device is not None:

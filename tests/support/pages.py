@@ -10,6 +10,8 @@ from pydantic_core import PydanticUndefined
 from pydantic_settings import BaseSettings
 from quire_cli import commands
 from quire_engine.config import EngineConfig
+from quire_engine.config.capabilities import DEVICES, EXCLUDES, NEEDS, OFFLINE, OTHER_BITS, REFERENCE_ON_CUDA, Feature
+from quire_engine.config.capabilities import MODELS as MODEL_ROWS
 from quire_engine.models.registry import ARCHITECTURES
 from quire_router.config import Settings
 
@@ -22,6 +24,11 @@ CLI = ROOT / "docs" / "cli.md"
 CLI_HEAD = ["| command | |", "|---|---|"]
 MODELS = ROOT / "docs" / "models.md"
 MODELS_HEAD = ["| architecture | `model_type` | file in `quire_engine/models/` | GGUF |", "|---|---|---|---|"]
+FEATURES_HEAD = [
+    f"| flag | {' | '.join(row.name for row in (*MODEL_ROWS, *DEVICES.values()))} |",
+    f"|---{'|---' * (len(MODEL_ROWS) + len(DEVICES))}|",
+]
+PAIRS_HEAD = ["| flag | | with | the engine says |", "|---|---|---|---|"]
 
 
 def section(page: Path, heading: str) -> list[str]:
@@ -80,6 +87,26 @@ def model_rows() -> Iterator[list[str]]:
         yield [f"`{name}`", f"`{own.model_type}`", f"`{own.module}.py`", f"`{own.gguf}`" if own.gguf else "–"]
 
 
+def feature_rows() -> Iterator[list[str]]:
+    """Each feature that some models or devices refuse as a row, with which of them do."""
+    columns = (*MODEL_ROWS, *DEVICES.values())
+    for feature in Feature:
+        if any(feature in column.refused for column in columns):
+            yield [feature.value, *("refused" if feature in column.refused else "" for column in columns)]
+
+
+def pair_rows() -> Iterator[list[str]]:
+    """Each pair of features that exclude or need each other as a row, with the sentence that refuses it."""
+    for feature in Feature:
+        for other, sentence in EXCLUDES.get(feature, {}).items():
+            yield [feature.value, "not", other.value, sentence]
+        for other, sentence in NEEDS.get(feature, {}).items():
+            yield [feature.value, "only", other.value, sentence]
+    for row in (OTHER_BITS, REFERENCE_ON_CUDA, OFFLINE):
+        for feature, sentence in row.refused.items():
+            yield [feature.value, "not", row.name, sentence.format(bits=4, quantization="int8")]
+
+
 def table_below(page: Path, head: Sequence[str]) -> list[str]:
     """The lines of the table of a page that begins with ``head``."""
     lines = page.read_text().splitlines()
@@ -94,9 +121,11 @@ def _write_table(page: Path, head: Sequence[str], cells: Iterable[Iterable[str]]
 
 
 def write() -> None:
-    """Writes the tables of commands and of models, and that under each service's heading, again."""
+    """Writes the tables of commands, of models and of capabilities, and that under each service's heading, again."""
     _write_table(CLI, CLI_HEAD, command_rows())
     _write_table(MODELS, MODELS_HEAD, model_rows())
+    _write_table(CONFIGURATION, FEATURES_HEAD, feature_rows())
+    _write_table(CONFIGURATION, PAIRS_HEAD, pair_rows())
     for command in COMMANDS:
         lines = CONFIGURATION.read_text().splitlines()
         begin = lines.index(f"## `{command}`") + 2

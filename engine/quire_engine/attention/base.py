@@ -8,6 +8,7 @@ reads the same plan.
 Layers are in groups, most often in one: those of a group share the blocks of a sequence, and so one batch of pages.
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NamedTuple, Protocol
 
@@ -96,6 +97,11 @@ class AttentionBatch:
 
 class AttentionBackend(Protocol):
     """One way to compute attention. Used by one thread, one step at a time."""
+
+    @property
+    def batches(self) -> Sequence[AttentionBatch]:
+        """The batches of the step that it is prepared for, one for each group of layers."""
+        ...
 
     def prepare(self, *batches: AttentionBatch) -> None:
         """Takes the plan of the step, a batch for each group of layers; everything that is equal for all layers of a

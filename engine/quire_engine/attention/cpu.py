@@ -11,6 +11,7 @@ tiles of long chunks, with the same bits.
 """
 
 import ctypes
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import numpy as np
@@ -44,6 +45,7 @@ class CpuAttention:
         self._kernels = None if use_kernel is False else library()
         if use_kernel and self._kernels is None:
             raise RuntimeError("the CPU attention kernel is not available")
+        self.batches: Sequence[AttentionBatch] = ()
         self._plans: list[_Plan] = []
         # All calls of a group's layers point here, those of a CPU graph too: what stands here is the plan of the step.
         self._current: list[AttentionPlan] = []
@@ -59,10 +61,11 @@ class CpuAttention:
         Raises:
             ValueError: the plan contradicts itself; nothing of it is kept.
         """
-        self._plans = []
+        self.batches, self._plans = (), []
         while len(self._current) < len(batches):
             self._current.append(AttentionPlan())
         self._plans = [_Plan(*each, self._shape) for each in zip(batches, self._current, strict=False)]
+        self.batches = batches
 
     def check_pages(self, kv: torch.Tensor) -> None:
         """Checks the prepared plan before captured calls are replayed on ``kv``, a layer's view or the whole memory.

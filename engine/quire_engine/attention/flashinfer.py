@@ -115,7 +115,7 @@ class _PlannedAttention:
 
     def __init__(self, shared: "_SharedState") -> None:
         self._shared = shared
-        self._batches: Sequence[AttentionBatch] = ()
+        self.batches: Sequence[AttentionBatch] = ()
         # Of the groups that its layers are of: with heads of several shapes, no backend has layers of all.
         self._parts: dict[int, list[_PreparedPart]] = {}
         self._planned: dict[_Kind, list[Any]] = {}
@@ -123,7 +123,7 @@ class _PlannedAttention:
 
     def prepare(self, *batches: AttentionBatch) -> None:
         """See ``AttentionBackend.prepare``. Waits for the copies of the previous plans, and for nothing else."""
-        self._batches, self._parts, self._planned = batches, {}, {}
+        self.batches, self._parts, self._planned = batches, {}, {}
         self._shared.fence.wait()
         try:
             for kind in self._shared.kinds:
@@ -148,7 +148,7 @@ class _PlannedAttention:
         Raises:
             ValueError: no step was prepared, or the tensors do not match it.
         """
-        if group >= len(self._batches):
+        if group >= len(self.batches):
             raise ValueError("attention: prepare comes before forward")
         kind = _Kind(window, sinks is not None, group)
         if kind not in self._planned:
@@ -232,7 +232,7 @@ class FlashInferAttention(_PlannedAttention):
 
     def _stage(self, group: int) -> list[_PreparedPart]:
         parts, start = [], 0
-        for each in self._shared.divide(self._batches[group]):
+        for each in self._shared.divide(self.batches[group]):
             host, device = self._shared.stage(each)
             parts.append(_PreparedPart(slice(start, start + len(each.positions)), host, device, device))
             start += len(each.positions)
@@ -252,7 +252,7 @@ class _GraphDecode(_PlannedAttention):
 
     def prepare(self, *batches: AttentionBatch) -> None:
         """See ``AttentionBackend.prepare``."""
-        self._batches = ()
+        self.batches = ()
         for batch in batches:
             if not len(batch.positions) == len(batch.last_page_len) == self._batch_size:
                 raise ValueError(f"attention: a graph of {self._batch_size} tokens was given {len(batch.positions)}")
@@ -263,7 +263,7 @@ class _GraphDecode(_PlannedAttention):
         if group not in self._fixed:
             self._fixed[group] = self._shared.graph_arrays(group, self._batch_size, self._max_pages)
         fixed = self._fixed[group]
-        host, device = self._shared.stage(self._batches[group])
+        host, device = self._shared.stage(self.batches[group])
         fixed.positions.copy_(device.positions)
         return [_PreparedPart(slice(self._batch_size), host, device, fixed)]
 

@@ -14,9 +14,11 @@ class MixedAttention:
 
     def __init__(self, backends: dict[tuple[int, int, int], AttentionBackend]) -> None:
         self._backends = backends
+        self.batches: Sequence[AttentionBatch] = ()
 
     def prepare(self, *batches: AttentionBatch) -> None:
         """See ``AttentionBackend.prepare``."""
+        self.batches = batches
         for backend in self._backends.values():
             backend.prepare(*batches)
 
@@ -36,48 +38,17 @@ class MixedAttention:
         return backend.forward(query, key, value, kv, window, group=group, sinks=sinks)
 
 
-class BatchAttention:
-    """An ``AttentionBackend`` that keeps the ``batch`` which it is prepared for, for layers that keep a state."""
-
-    def __init__(self, backend: AttentionBackend) -> None:
-        self._backend = backend
-        self.batch: AttentionBatch | None = None
-
-    def prepare(self, *batches: AttentionBatch) -> None:
-        """See ``AttentionBackend.prepare``. Layers that keep a state are all in one group."""
-        self._backend.prepare(*batches)
-        (self.batch,) = batches
-
-    def forward(
-        self,
-        query: torch.Tensor,
-        key: torch.Tensor,
-        value: torch.Tensor,
-        kv: torch.Tensor,
-        window: int | None,
-        *,
-        group: int = 0,
-        sinks: torch.Tensor | None = None,
-    ) -> torch.Tensor:
-        """See ``AttentionBackend.forward``."""
-        return self._backend.forward(query, key, value, kv, window, group=group, sinks=sinks)
-
-
 def attention_of(
     layers: Sequence[LayerAttention],
     block_size: int,
     make: Callable[[AttentionShape], AttentionBackend],
-    *,
-    keeps_batch: bool = False,
 ) -> AttentionBackend:
-    """The backend for ``layers``, made by ``make``: one alone where all have the same heads, else a ``MixedAttention``;
-    with ``keeps_batch`` in a ``BatchAttention``.
+    """Returns the backend for ``layers``, made by ``make``: one alone if all have the same heads, else a
+    ``MixedAttention``.
 
-    Raises ``ValueError`` where layers of the same heads differ in scale or soft cap, which nothing tells apart.
+    Raises ``ValueError`` if layers of the same heads differ in scale or soft cap, which nothing tells apart.
     """
     shapes = list(dict.fromkeys(layer.shape(block_size) for layer in layers))
-    if keeps_batch:
-        return BatchAttention(attention_of(layers, block_size, make))
     if len(shapes) == 1:
         return make(shapes[0])
     kinds = [(shape.num_heads, shape.num_kv_heads, shape.head_dim) for shape in shapes]

@@ -2,6 +2,7 @@
 dtype.
 """
 
+from collections.abc import Sequence
 from itertools import pairwise
 
 import torch
@@ -20,9 +21,11 @@ class ReferenceAttention:
 
     def __init__(self, shape: AttentionShape) -> None:
         self._shape = shape
+        self.batches: Sequence[AttentionBatch] = ()
 
     def prepare(self, *batches: AttentionBatch) -> None:
         """See ``AttentionBackend.prepare``."""
+        self.batches = batches
         self._plans = [_ChunkPlan(batch, self._shape.block_size) for batch in batches]
 
     def forward(

@@ -256,7 +256,7 @@ class Limits:
         model = read_decoder_config(config.model)
         dtype: torch.dtype = getattr(torch, self._engine[0].executor.dtype_name)
         options = LoadOptions(config, self._device)
-        widths = Widths.of(options, dtype, resolve_kv_cache_dtype(config.kv_cache_dtype, dtype, self._device))
+        widths = Widths.of(options, dtype, resolve_kv_cache_dtype(config.kv_cache_dtype, dtype))
         costs = Costs.of(model, widths)
         return costs, Machine(dtype, options, costs.weights)
 

@@ -13,7 +13,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from hashlib import blake2b
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, ClassVar
 
 from quire_proto.folders import no_such_path
 
@@ -53,6 +53,9 @@ class ModelConfig:
     folder's contents: it is equal for equal folders. ``pooler_config`` says how it pools prompts; None if it continues
     them.
     """
+
+    has_own_code: ClassVar[bool] = False
+    """Whether a class of the registry runs the model, not transformers."""
 
     architecture: str
     vocab_size: int
@@ -97,6 +100,8 @@ class DecoderConfig(ModelConfig):
     norms. With a ``logit_soft_cap`` a logit becomes ``logit_soft_cap * tanh(logit / logit_soft_cap)``. A model that
     pools prompts makes no logits, and may have no head.
     """
+
+    has_own_code = True
 
     hidden_size: int
     num_layers: int

@@ -81,6 +81,12 @@ def compressed_bits(config: Mapping[str, Any]) -> set[int]:
     return {weights["num_bits"] for weights in compressed_weights(config) if weights.get("type", "int") == "int"}
 
 
+def stored_bits(config: Mapping[str, Any]) -> set[int]:
+    """Returns the bits of weights that are stored as whole numbers; none if they are stored otherwise."""
+    bits = _BITS.get(config["quant_method"])
+    return set() if bits is None else bits(config)
+
+
 def compressed_weights(config: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
     """What the groups of a compressed-tensors configuration say of their weights."""
     yield from (group["weights"] for group in _groups(config) if isinstance(group.get("weights"), dict))
@@ -115,3 +121,8 @@ STORED_CHECKS: Mapping[str, Callable[[Mapping[str, Any]], None]] = {
     "fp8": check_fp8,
 }
 """The values of ``quant_method`` that are read, with what raises ``ModelError`` for configurations that are not."""
+_BITS: Mapping[str, Callable[[Mapping[str, Any]], set[int]]] = {
+    "awq": lambda _: {4},
+    "gptq": lambda config: {config["bits"]},
+    "compressed-tensors": compressed_bits,
+}

@@ -4,6 +4,7 @@ The engine asks first, and so does what fetches a model: it refuses with the sam
 only transformers knows of a model without own code (``checked_by_transformers``), ``read_model_config`` finds.
 """
 
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +16,7 @@ from quire_engine.checkpoint.architecture import (
 )
 from quire_engine.checkpoint.config import check_sizes, is_supported, quantization_of, rope_max_length
 from quire_engine.checkpoint.plain_config import plain_config
-from quire_engine.checkpoint.stored_schemes import check_stored_scheme, is_dequantized
+from quire_engine.checkpoint.stored_schemes import check_stored_scheme, is_dequantized, stored_bits
 from quire_engine.errors import ModelError
 from quire_engine.models.registry import POOLED_FORMS
 
@@ -45,15 +46,32 @@ def check_support(path: Path, raw: dict[str, Any], quantization: str | None = No
         _check_stored(path, stored)
     if is_supported(architecture, raw):
         check_sizes(path, raw)
+        check_stored_bits(stored, quantization)
         return
     _check_kind(path, architecture, raw)
     name = quantization or (stored and stored.get("quant_method"))
     if name is not None:
+        # Imports all settings, which a fetcher of models seldom needs.
+        from quire_engine.config.capabilities import THROUGH_TRANSFORMERS, Feature
+
         raise UnsupportedModelError(
-            f"The quantization {name} is for models with code of their own, "
-            f"and {architecture} runs through transformers.",
+            THROUGH_TRANSFORMERS.refused[Feature.QUANTIZATION].format(quantization=name, architecture=architecture),
             "serve it without --quantization" if stored is None else "take its checkpoint that is not quantised",
         )
+
+
+def check_stored_bits(stored: Mapping[str, Any] | None, quantization: str | None) -> None:
+    """Raises ``ModelError`` if a checkpoint is quantised already, in other bits than ``--quantization`` names."""
+    bits = set() if stored is None else stored_bits(stored)
+    if quantization is None or not bits or {f"int{count}" for count in bits} == {quantization}:
+        return
+    from quire_engine.config.capabilities import OTHER_BITS, Feature
+
+    listed = " and ".join(map(str, sorted(bits)))
+    raise UnsupportedModelError(
+        OTHER_BITS.refused[Feature.QUANTIZATION].format(bits=listed, quantization=quantization),
+        "leave --quantization out",
+    )
 
 
 def checked_by_transformers(path: Path, raw: dict[str, Any]) -> bool:

@@ -37,9 +37,7 @@ from quire_engine.core.step_time_model import StepWork
 log = logging.getLogger(__name__)
 
 FRAGMENTATION_INTERVAL = 64
-CANNOT_SLEEP = (
-    "This engine does not sleep: one that shares its model with other processes or engines, or streams weights, cannot."
-)
+CANNOT_SLEEP = "This engine does not sleep: one that shares experts with other engines, or streams weights, cannot."
 DISK_WAIT_SECONDS = 0.01
 """How long a round without a step waits for the disk, and a new request for the round."""
 

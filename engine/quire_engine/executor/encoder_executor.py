@@ -16,6 +16,7 @@ from quire_engine.core.startup import StartupPhase, StartupTimer
 from quire_engine.core.step import ModelOutput, SchedulerOutput
 from quire_engine.device.accelerator import configure_threads, inference_on, resolve_device
 from quire_engine.errors import LoRAError, ModelError
+from quire_engine.executor.start_checks import check_start
 from quire_engine.models.encoder import EncoderModel, PackedPrompts, load_encoder
 from quire_engine.worker.input_batch import prepare_inputs
 from quire_engine.worker.pooler import Pooler
@@ -62,12 +63,18 @@ class EncoderExecutor:
         """Loads the model of ``args``, described by ``config``. An engine that ``owns_process`` sets the number of
         torch's threads for all of it. ``startup`` times the phases. Raises ``ModelError``.
         """
-        _check_settings(args, config)
+        device = resolve_device(args.device)
+        check_start(args, config, device)
+        length = args.max_model_len
+        if length is not None and length > config.max_length:
+            raise ModelError(
+                f"--max-model-len is {length}, and this model's prompts have 1 to {config.max_length} tokens."
+            )
         if owns_process:
             configure_threads()
         timer = startup or StartupTimer()
         timer.begin(StartupPhase.WEIGHTS)
-        model = load_encoder(config, args.model, args.dtype, resolve_device(args.device))
+        model = load_encoder(config, args.model, args.dtype, device)
         timer.begin(StartupPhase.WARMUP)
         return cls(model, config, args)
 
@@ -134,23 +141,3 @@ class EncoderExecutor:
             begun = perf_counter()
             self._model.forward(PackedPrompts(tokens, [count], [0])).sum().item()
         return count / max(perf_counter() - begun, 1e-6)
-
-
-def _check_settings(args: EngineArgs, config: ModelConfig) -> None:
-    length = args.max_model_len
-    if length is not None and length > config.max_length:
-        raise ModelError(f"--max-model-len is {length}, and this model's prompts have 1 to {config.max_length} tokens.")
-    name = config.architecture
-    refused = {
-        "--tensor-parallel-size": args.tensor_parallel_size > 1,
-        "--pipeline-parallel-size": args.pipeline_parallel_size > 1,
-        "--data-parallel-size": args.data_parallel_size > 1,
-        "--quantization": args.quantization is not None,
-        "--weights-memory-gb": args.weights_memory_gb is not None,
-        "--cpu-offload-gb": bool(args.cpu_offload_gb),
-        "--enable-lora": args.enable_lora,
-        "--deterministic": args.deterministic,
-    }
-    for flag, is_given in refused.items():
-        if is_given:
-            raise ModelError(f"{flag} is for decoders, and {name} is an encoder, which runs through transformers.")

@@ -17,6 +17,7 @@ from quire_proto.tls import TlsError
 
 from quire_engine.checkpoint.config import ModelConfig
 from quire_engine.config import EngineArgs, NodeArgs
+from quire_engine.config.capabilities import OFFLINE, Feature
 from quire_engine.core.data_parallel import SERVING, DPCoordinator, DPMessage, DPMessageKind, Lockstep
 from quire_engine.core.executor import ExecutorError
 from quire_engine.distributed.rank_group import EnginePlace, RankGroup, RankStore
@@ -53,7 +54,7 @@ def join_engines(
 ) -> "EngineGroup":
     """The group of an engine with these settings, once all its engines are there. Raises ``ModelError``."""
     if nodes is None:
-        raise ModelError("--data-parallel-size is for engines with a server of their own.")
+        raise ModelError(OFFLINE.refused[Feature.DATA_PARALLEL])
     facts = facts_in_common(config, model_config, device, {})
     try:
         return EngineGroup(engine_rendezvous(config, nodes), facts, on_lost)

@@ -17,8 +17,8 @@ from quire_engine.errors import ModelError
 from quire_engine.executor.node_hub import node_rendezvous
 from quire_engine.executor.node_link import Frame, FrameKind, LinkEndedError, NodeLink
 from quire_engine.executor.rank_processes import EXIT_TIMEOUT_SECONDS, RankProcess
-from quire_engine.executor.rank_worker import check_parallel_sizes
 from quire_engine.executor.rendezvous import facts_in_common, join
+from quire_engine.executor.start_checks import check_start
 from quire_engine.models.loader import read_model_config
 
 log = logging.getLogger(__name__)
@@ -37,7 +37,7 @@ class NodeAgent:
         self._config = config
         self._place = node_rendezvous(config)
         model_config, device = read_model_config(config.model, config), resolve_device(config.device)
-        check_parallel_sizes(config, model_config, device, config.nnodes)
+        check_start(config, model_config, device, config.nnodes)
         self._facts = node_facts(config, model_config, device, config.nnodes)
         self._processes: dict[int, RankProcess] = {}
         self._is_over = False

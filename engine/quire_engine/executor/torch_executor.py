@@ -24,7 +24,8 @@ from quire_engine.device.host import tune_malloc
 from quire_engine.errors import ModelError
 from quire_engine.executor.engine_group import EngineGroup, join_engines
 from quire_engine.executor.multiproc import MultiprocLeader, compute_rank_cache_sizes
-from quire_engine.executor.rank_worker import RankSettings, check_parallel_sizes
+from quire_engine.executor.rank_worker import RankSettings
+from quire_engine.executor.start_checks import check_start
 from quire_engine.kernels.bindings import library
 from quire_engine.models.loader import read_model_config
 from quire_engine.worker.block_file import FolderLock
@@ -115,7 +116,7 @@ class TorchExecutor:
         nnodes = 1 if nodes is None else nodes.nnodes
         threads = (configure_threads if owns_process else usable_threads)(config.num_ranks // nnodes)
         model_config, device = read_model_config(config.model, config), resolve_device(config.device)
-        check_parallel_sizes(config, model_config, device, nnodes)
+        check_start(config, model_config, device, nnodes)
         settings = RankSettings(config, model_config, str(device), threads, nnodes)
         with ExitStack() as opened:
             engines, leader = None, None

@@ -46,6 +46,8 @@ class ExpertsKernel:
     ``silu_mul`` unless it is ``clamped``. One thread calls at a time.
     """
 
+    is_capturable = True
+
     def __init__(
         self,
         gate_up: Sequence[Packed],

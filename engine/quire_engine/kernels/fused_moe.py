@@ -160,6 +160,8 @@ class FusedExperts:
     every number of tokens, and so are a token's results, bit for bit.
     """
 
+    is_capturable = True
+
     def __init__(
         self,
         gate_up: torch.Tensor,

@@ -71,6 +71,11 @@ class GatedMLP:
 class Experts(Protocol):
     """Experts of a mixture: all, or those that one rank holds."""
 
+    @property
+    def is_capturable(self) -> bool:
+        """Whether a graph can repeat them: the host reads no number of tokens."""
+        ...
+
     def __call__(self, states: torch.Tensor, topk_weights: torch.Tensor, topk_ids: torch.Tensor) -> torch.Tensor:
         """The sum of what a token's experts make of it, as far as they are held here, each times its weight, in the
         order of the router's choice, whatever else is in the batch.
@@ -156,7 +161,7 @@ class MoE:
     @property
     def is_capturable(self) -> bool:
         """Whether no number of tokens is read by the host."""
-        return not isinstance(self._experts, ExpertLoop | AllToAllExperts)
+        return self._experts.is_capturable
 
     def __call__(self, states: torch.Tensor) -> torch.Tensor:
         """``states`` [T, hidden] -> [T, hidden], of all tokens or of this rank's."""
@@ -184,6 +189,8 @@ class AllToAllExperts:
     sums of a token's ranks are added in the order of the ranks, in float32, as ordered sums of all ranks are: its
     result has the same bits as with ``Communicator.all_reduce``.
     """
+
+    is_capturable = False
 
     def __init__(self, local: Experts, num_experts: int, communicator: Communicator) -> None:
         self._local = local
@@ -224,6 +231,8 @@ class ExpertLoop:
     ``experts`` are those of the indices ``own`` among ``num_experts``. With ``round_weights`` weights and products with
     them are of the states' dtype.
     """
+
+    is_capturable = False
 
     def __init__(self, experts: Sequence[GatedMLP], own: slice, num_experts: int, *, round_weights: bool) -> None:
         self._experts = experts

@@ -1,17 +1,24 @@
 """``Model``: what the engine needs to know of a model, so that nothing outside of ``models`` asks for its class."""
 
 from abc import ABC, abstractmethod
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, ClassVar, NamedTuple
+from pathlib import Path
+from typing import Any, NamedTuple
 
 import torch
 
 from quire_engine.attention.base import AttentionBackend, LayerAttention, LayerKV
+from quire_engine.checkpoint.weights import Checkpoint
+from quire_engine.config.capabilities import CapabilityRow
 from quire_engine.core.executor import WeightStats
 from quire_engine.distributed.communicator import SINGLE_RANK, Communicator
 from quire_engine.distributed.pipeline import divide
+from quire_engine.layers.weight_loader import WeightLoader
 from quire_engine.lora.layers import LoRALayers
+
+Classifier = Callable[[torch.Tensor], torch.Tensor]
+"""Scores [S, classes] of pooled hidden states [S, hidden], both float32."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,12 +62,6 @@ class Model(ABC):
     ``weight_stats`` count what is read of layers that lie on disk or in host memory; None if all stay.
     """
 
-    supports_deterministic: ClassVar[bool] = False
-    supports_lora: ClassVar[bool] = False
-    supports_offload: ClassVar[bool] = False
-    """Whether layers may lie on disk or in host memory."""
-    supports_quantization: ClassVar[bool] = False
-
     attention_layers: Sequence[LayerAttention]
     dtype: torch.dtype
     capturable: bool = False
@@ -68,6 +69,29 @@ class Model(ABC):
     communicator: Communicator = SINGLE_RANK
     loras: LoRALayers | None = None
     weight_stats: WeightStats | None = None
+
+    @classmethod
+    @abstractmethod
+    def capability_rows(cls, config: Any) -> Sequence[CapabilityRow]:
+        """Returns the rows of the table of capabilities that the model of ``config`` has for what it is."""
+
+    @classmethod
+    @abstractmethod
+    def load(cls, config: Any, folder: Path, weights: WeightLoader) -> "Model":
+        """Loads the model of ``folder``, which ``config`` describes, with its ``weights``. Raises ``ModelError``."""
+
+    @classmethod
+    def load_classifier(cls, config: Any, folder: Path, device: torch.device) -> Classifier | None:
+        """Returns what scores pooled hidden states, for a model whose head is left out; None if nothing does. Raises
+        ``ModelError``.
+        """
+        del config, folder, device
+        return None
+
+    @classmethod
+    def stored_dtype(cls, checkpoint: Checkpoint) -> torch.dtype:
+        """Returns the dtype that a model of ``checkpoint`` computes in by default. Raises ``ModelError``."""
+        return checkpoint.dominant_dtype()
 
     @classmethod
     def shard_table(cls, config: Any) -> ShardTable | None:
@@ -84,7 +108,7 @@ class Model(ABC):
     @property
     def state_bytes(self) -> int:
         """Bytes of each block of KV memory that hold the state of layers without keys and values, behind its last
-        token; 0 without such layers. The model's attention is then a ``BatchAttention``.
+        token; 0 without such layers.
         """
         return 0
 
@@ -102,14 +126,34 @@ class Model(ABC):
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
         """Returns logits [R, vocabulary] of hidden states [R, hidden]. Pass only the rows that sample."""
 
-    def inputs(self, token_ids: torch.Tensor, positions: torch.Tensor) -> LayerInputs:
-        """Returns what ``layers`` takes for tokens [T] at positions [T], both integers. Of capturable models."""
-        raise NotImplementedError
-
-    def layers(self, inputs: LayerInputs, kv: Sequence[LayerKV], attention: AttentionBackend) -> torch.Tensor:
-        """Returns hidden states [T, hidden], as ``forward`` does. Of capturable models."""
-        raise NotImplementedError
-
     def execute_dummy_batch(self, device: torch.device) -> None:
-        """Takes part in a forward pass of other engines without tokens. Of models whose engines share experts."""
-        raise NotImplementedError
+        """Takes part in a forward pass of other engines without tokens. A model without experts has no part in it."""
+        del device
+
+    @property
+    def layered(self) -> "LayeredModel | None":
+        """This model, if its forward pass is ``layers`` of ``inputs``; else None."""
+        return None
+
+
+class LayeredModel(Model):
+    """A model whose forward pass is ``layers`` of ``inputs``, of which the layers alone may be captured."""
+
+    @property
+    def layered(self) -> "LayeredModel":
+        """See ``Model.layered``."""
+        return self
+
+    def forward(
+        self, token_ids: torch.Tensor, positions: torch.Tensor, kv: Sequence[LayerKV], attention: AttentionBackend
+    ) -> torch.Tensor:
+        """See ``Model.forward``."""
+        return self.layers(self.inputs(token_ids, positions), kv, attention)
+
+    @abstractmethod
+    def inputs(self, token_ids: torch.Tensor, positions: torch.Tensor) -> LayerInputs:
+        """Returns what ``layers`` takes for tokens [T] at positions [T], both integers."""
+
+    @abstractmethod
+    def layers(self, inputs: LayerInputs, kv: Sequence[LayerKV], attention: AttentionBackend) -> torch.Tensor:
+        """Returns hidden states [T, hidden], as ``forward`` does."""

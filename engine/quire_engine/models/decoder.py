@@ -3,39 +3,46 @@
 import sys
 from abc import abstractmethod
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from functools import partial
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Self
 
 import torch
+from quire_proto.pooling import Task
+from torch.nn.functional import linear
 
-from quire_engine.attention.base import MAX_GRAPH_BATCH_SIZE, AttentionBackend, LayerKV
+from quire_engine.attention.base import AttentionBackend, LayerKV
 from quire_engine.checkpoint.config import DecoderConfig
 from quire_engine.checkpoint.gguf_checkpoint import GgufTensors
+from quire_engine.checkpoint.pooler_config import read_sentence_modules
+from quire_engine.checkpoint.weights import Checkpoint
+from quire_engine.config.capabilities import NO_EXPERTS, OWN_CODE, CapabilityRow
 from quire_engine.core.executor import WeightStats
 from quire_engine.distributed.communicator import PendingSum, shard
 from quire_engine.distributed.pipeline import is_last
-from quire_engine.errors import ModelError
+from quire_engine.errors import ModelError, first_line
 from quire_engine.layers.decoder_layer import updated
 from quire_engine.layers.norm import RMSNorm
 from quire_engine.layers.offloaded import load_offloaded_layers
 from quire_engine.layers.rotary import RotaryEmbedding
 from quire_engine.layers.streamed import Layer, load_layers
 from quire_engine.layers.weight_loader import WeightLoader
-from quire_engine.models.base import LayerInputs, Model, ShardTable
+from quire_engine.lora.layers import LoRALayers
+from quire_engine.models.base import Classifier, LayeredModel, LayerInputs, ShardTable
+
+EMBEDDING_WEIGHT = "model.embed_tokens.weight"
+_SCORE, _HEAD = "score.weight", "lm_head.weight"
+_HEADS = (_SCORE, _HEAD)
 
 
-class DecoderModel(Model):
-    """A decoder with its weights, or a rank's shard of it; ``forward`` is ``layers`` of ``inputs``.
+class DecoderModel(LayeredModel):
+    """A decoder with its weights, or a rank's shard of it.
 
     A subclass says what a layer is, how ``config.json`` describes it, and what GGUF files call its tensors. If it is
     ``capturable`` and on the CPU, its layers use torch for memory and views only: compiled kernels, where there are
     any, compute everything but what adapters add.
     """
-
-    supports_deterministic = True
-    supports_lora = True
-    supports_offload = True
-    supports_quantization = True
 
     gguf: ClassVar[GgufTensors]
     """The tensors of its GGUF files, if those are read."""
@@ -51,6 +58,53 @@ class DecoderModel(Model):
     @abstractmethod
     def load_layer(cls, config: DecoderConfig, weights: WeightLoader, index: int) -> Layer:
         """Loads layer ``index``."""
+
+    @classmethod
+    def capability_rows(cls, config: DecoderConfig) -> Sequence[CapabilityRow]:
+        """See ``Model``."""
+        return (OWN_CODE,) if cls.shard_table(config).has_experts else (OWN_CODE, NO_EXPERTS)
+
+    @classmethod
+    def load(cls, config: DecoderConfig, folder: Path, weights: WeightLoader) -> Self:
+        """See ``Model``. With slots for adapters, if the options of ``weights`` have some."""
+        del folder
+        options = weights.options
+        with torch.inference_mode():
+            if options.num_lora_slots:
+                rank, slots = options.config.max_lora_rank, options.num_lora_slots
+                weights = replace(weights, loras=LoRALayers(slots, rank, weights.dtype, weights.device))
+            try:
+                model = cls(config, weights)
+            except torch.OutOfMemoryError as error:
+                reason = f"The weights do not fit into the GPU's memory: {first_line(error)}"
+                raise ModelError(f"{reason}; --cpu-offload-gb keeps some in the host's.") from None
+        if weights.communicator.rank == 0 and weights.stage is None:
+            weights.checkpoint.mark_used(_HEADS if config.pooler_config is not None else ())
+            weights.checkpoint.log_unused()
+        return model
+
+    @classmethod
+    def load_classifier(cls, config: DecoderConfig, folder: Path, device: torch.device) -> Classifier | None:
+        """See ``Model``: the ``score`` layer of ``folder``, or the rows of its head for the tokens that
+        sentence-transformers' ``LogitScore`` compares, of which the second one counts against the first. None if the
+        model makes embeddings.
+        """
+        pooler = config.pooler_config
+        if pooler is None or pooler.task is not Task.CLASSIFY:
+            return None
+        checkpoint, modules = Checkpoint(folder), read_sentence_modules(folder)
+        if modules is None or not modules.score_tokens:
+            weight = checkpoint.load_fused([_SCORE], [(pooler.pooled_size, config.hidden_size)], torch.float32, device)
+            return partial(linear, weight=weight)
+        head, shape = _HEAD if _HEAD in checkpoint else EMBEDDING_WEIGHT, (config.vocab_size, config.hidden_size)
+        rows = [checkpoint.load_row(head, shape, token, torch.float32, device) for token in modules.score_tokens]
+        return partial(linear, weight=(rows[0] - rows[1] if len(rows) > 1 else rows[0])[None])
+
+    @classmethod
+    def stored_dtype(cls, checkpoint: Checkpoint) -> torch.dtype:
+        """See ``Model``: the embedding's, or the head's if it is tied to the embedding and stored in its place."""
+        has_head_alone = EMBEDDING_WEIGHT not in checkpoint and _HEAD in checkpoint
+        return checkpoint.dtype(_HEAD if has_head_alone else EMBEDDING_WEIGHT)
 
     @classmethod
     def shard_table(cls, config: DecoderConfig) -> ShardTable:
@@ -125,15 +179,9 @@ class DecoderModel(Model):
             return load_offloaded_layers(indices, load, settings.cpu_offload_gb, weights.device)
         return load_layers(indices, load, settings.weights_memory_gb)
 
-    def forward(
-        self, token_ids: torch.Tensor, positions: torch.Tensor, kv: Sequence[LayerKV], attention: AttentionBackend
-    ) -> torch.Tensor:
-        """See ``Model.forward``."""
-        return self.layers(self.inputs(token_ids, positions), kv, attention)
-
     def inputs(self, token_ids: torch.Tensor, positions: torch.Tensor) -> LayerInputs:
-        """See ``Model.inputs``: the embedding on the first stage, on another what the stage before has sent. Raises
-        ``IndexError`` as ``forward``.
+        """See ``LayeredModel.inputs``: the embedding on the first stage, on another what the stage before has sent.
+        Raises ``IndexError`` as ``forward``.
         """
         if self._embedding is not None:
             states = self._embedding(token_ids)
@@ -144,7 +192,7 @@ class DecoderModel(Model):
         return LayerInputs(states, *self._rope.cos_sin(positions))
 
     def layers(self, inputs: LayerInputs, kv: Sequence[LayerKV], attention: AttentionBackend) -> torch.Tensor:
-        """See ``Model.layers``. A stage that is not the last one returns what the next one takes."""
+        """See ``LayeredModel.layers``. A stage that is not the last one returns what the next one takes."""
         ranks, tokens = self._token_communicator, len(inputs.hidden_states)
         if tokens > self._split_above and self._can_overlap():
             return self._overlapped_layers(inputs, kv, attention)
@@ -187,15 +235,9 @@ class DecoderModel(Model):
 
 def _split_above(weights: WeightLoader) -> int:
     """Returns the most tokens of a step that is not computed in two halves. On a GPU, steps that may be captured as
-    CUDA graphs are whole. Raises ``ModelError`` for a threshold that would divide them.
+    CUDA graphs are whole.
     """
     config = weights.options.config
     if not config.enable_dbo or weights.communicator.size == 1:
         return sys.maxsize
-    threshold = config.dbo_prefill_token_threshold
-    if weights.device.type == "cuda" and threshold < MAX_GRAPH_BATCH_SIZE:
-        raise ModelError(
-            f"--dbo-prefill-token-threshold {threshold} would divide steps that are CUDA graphs: give at least "
-            f"{MAX_GRAPH_BATCH_SIZE}."
-        )
-    return threshold
+    return config.dbo_prefill_token_threshold

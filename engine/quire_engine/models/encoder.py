@@ -153,13 +153,12 @@ def _token_types(prompts: PackedPrompts) -> torch.Tensor:
     return torch.cat(parts)
 
 
-def load_encoder(config: ModelConfig, folder: Path, dtype_name: str, device: torch.device) -> EncoderModel:
-    """Loads the model of ``folder``, whose ``config`` is not causal. Raises ``ModelError`` for weights that cannot be
-    loaded, and for a model whose prompts cannot be packed.
+def load_encoder(config: Any, folder: Path, dtype_name: str, device: torch.device) -> EncoderModel:
+    """Loads the model of ``folder``, whose ``config`` is an ``EncoderConfig``. Raises ``ModelError`` for weights that
+    cannot be loaded, and for a model whose prompts cannot be packed.
     """
     from transformers import AttentionInterface
 
-    assert isinstance(config, EncoderConfig), "models that are not causal are encoders"
     AttentionInterface.register(PACKED_ATTENTION, packed_attention)
     checkpoint = Checkpoint(folder)
     dtype = resolve_dtype(dtype_name, checkpoint.dominant_dtype(), device)

@@ -1,15 +1,11 @@
 """Loads the model of a folder: by the class of the registry that has its architecture, else by transformers' code."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
-from functools import partial
 from importlib import import_module
 from pathlib import Path
-from typing import Any
 
 import torch
-from quire_proto.pooling import Task
-from torch.nn.functional import linear
 
 from quire_engine.checkpoint.architecture import architecture_of
 from quire_engine.checkpoint.config import (
@@ -22,36 +18,30 @@ from quire_engine.checkpoint.config import (
 )
 from quire_engine.checkpoint.gguf import find_gguf
 from quire_engine.checkpoint.gguf_checkpoint import GgufCheckpoint
-from quire_engine.checkpoint.pooler_config import is_causal, max_seq_length, read_pooler_config, read_sentence_modules
+from quire_engine.checkpoint.pooler_config import is_causal, max_seq_length, read_pooler_config
 from quire_engine.checkpoint.stored_schemes import is_dequantized
-from quire_engine.checkpoint.support import check_support
+from quire_engine.checkpoint.support import check_stored_bits, check_support
 from quire_engine.checkpoint.weights import Checkpoint, LoadOptions, resolve_dtype
 from quire_engine.config import ExecutorConfig
-from quire_engine.errors import ModelError, first_line
+from quire_engine.config.capabilities import ENCODER, POOLS, CapabilityRow
 from quire_engine.layers.weight_loader import WeightLoader
-from quire_engine.lora.layers import LoRALayers
 from quire_engine.models.base import Model
 from quire_engine.models.decoder import DecoderModel
 from quire_engine.models.encoder import EncoderConfig
 from quire_engine.models.registry import ARCHITECTURES, registered_name
-from quire_engine.models.transformers_backend import TransformersConfig, TransformersModel, load_transformers_model
-from quire_engine.quantization.schemes import check_quantization
-
-EMBEDDING_WEIGHT = "model.embed_tokens.weight"
-_SCORE, _HEAD = "score.weight", "lm_head.weight"
-_HEADS = (_SCORE, _HEAD)
-Classifier = Callable[[torch.Tensor], torch.Tensor]
-"""Scores [S, classes] of pooled hidden states [S, hidden], both float32."""
+from quire_engine.models.transformers_backend import TransformersConfig, TransformersModel
 
 
 def read_model_config(folder: Path, settings: ExecutorConfig | None = None) -> ModelConfig:
     """Reads and checks ``config.json``, for an engine with these ``settings``. Raises ``ModelError`` for a model that
     cannot be served.
     """
-    raw = read_config_json(folder)
+    raw, settings = read_config_json(folder), settings or ExecutorConfig()
     check_support(config_path(folder), raw)
-    pooler = read_pooler_config(folder, raw, settings or ExecutorConfig())
+    pooler = read_pooler_config(folder, raw, settings)
     supported = is_supported(architecture_of(config_path(folder), raw), raw)
+    if supported:
+        check_stored_bits(quantization_of(folder, raw), settings.quantization)
     if pooler is None:
         return read_decoder_config(folder) if supported else TransformersConfig.read(folder)
     config: ModelConfig
@@ -79,7 +69,13 @@ def decoder_class(architecture: str) -> type[DecoderModel]:
 
 def model_class(config: ModelConfig) -> type[Model]:
     """Returns the class of the model that ``config`` describes, which says what it supports."""
-    return decoder_class(config.architecture) if isinstance(config, DecoderConfig) else TransformersModel
+    return decoder_class(config.architecture) if config.has_own_code else TransformersModel
+
+
+def capability_rows(config: ModelConfig) -> Sequence[CapabilityRow]:
+    """Returns the rows of the table of capabilities that the model of ``config`` has for what it is and does."""
+    rows = model_class(config).capability_rows(config) if config.is_causal else (ENCODER,)
+    return rows if config.pooler_config is None else (*rows, POOLS)
 
 
 def load_model(
@@ -96,111 +92,9 @@ def load_model(
     quantized = quantization_of(folder, read_config_json(folder))
     if quantized is not None and is_dequantized(config.architecture, quantized):
         quantized = None
-    _check_quantization(config, options, quantized)
-    _check_deterministic(config, options)
-    _check_lora(config, options)
-    _check_weights_memory(config, options)
-    _check_cpu_offload(config, options)
-    gguf = find_gguf(folder)
+    model, gguf = model_class(config), find_gguf(folder)
     checkpoint = Checkpoint(folder) if gguf is None else GgufCheckpoint(gguf, decoder_class(config.architecture).gguf)
-    dtype = _model_dtype(config, checkpoint, options)
+    dtype = resolve_dtype(options.config.dtype, model.stored_dtype(checkpoint), options.device)
     if check is not None:
         check(dtype)
-    if isinstance(config, TransformersConfig):
-        return load_transformers_model(config, folder, checkpoint, dtype, options.device)
-    assert isinstance(config, DecoderConfig)
-    num_slots, max_rank = options.num_lora_slots, options.config.max_lora_rank
-    with torch.inference_mode():
-        loras = LoRALayers(num_slots, max_rank, dtype, options.device) if num_slots else None
-        try:
-            model = decoder_class(config.architecture)(
-                config, WeightLoader(checkpoint, dtype, options, quantized, loras)
-            )
-        except torch.OutOfMemoryError as error:
-            reason = f"The weights do not fit into the GPU's memory: {first_line(error)}"
-            raise ModelError(f"{reason}; --cpu-offload-gb keeps some in the host's.") from None
-    if options.communicator.rank == 0 and options.stage is None:
-        checkpoint.mark_used(_HEADS if config.pooler_config is not None else ())
-        checkpoint.log_unused()
-    return model
-
-
-def load_classifier(config: ModelConfig, folder: Path, device: torch.device) -> Classifier | None:
-    """What scores the pooled hidden states of the decoder in ``folder``: its ``score`` layer, or the rows of its head
-    for the tokens that sentence-transformers' ``LogitScore`` compares, of which the second one counts against the
-    first. None where it makes embeddings. Raises ``ModelError``.
-    """
-    pooler = config.pooler_config
-    if pooler is None or pooler.task is not Task.CLASSIFY or not isinstance(config, DecoderConfig):
-        return None
-    checkpoint, modules = Checkpoint(folder), read_sentence_modules(folder)
-    if modules is None or not modules.score_tokens:
-        shape = (pooler.pooled_size, config.hidden_size)
-        weight = checkpoint.load_fused([_SCORE], [shape], torch.float32, device)
-        return partial(linear, weight=weight)
-    head = _HEAD if _HEAD in checkpoint else EMBEDDING_WEIGHT
-    shape = (config.vocab_size, config.hidden_size)
-    first, *others = [checkpoint.load_row(head, shape, token, torch.float32, device) for token in modules.score_tokens]
-    return partial(linear, weight=(first - others[0] if others else first)[None])
-
-
-def _model_dtype(config: ModelConfig, checkpoint: Checkpoint, options: LoadOptions) -> torch.dtype:
-    """The dtype to compute in."""
-    by_transformers = isinstance(config, TransformersConfig)
-    stored = checkpoint.dominant_dtype() if by_transformers else checkpoint.dtype(_table_name(checkpoint))
-    return resolve_dtype(options.config.dtype, stored, options.device)
-
-
-def _table_name(checkpoint: Checkpoint) -> str:
-    """The tensor of the embedding, or of a head that is tied to it and stored in its place."""
-    return _HEAD if EMBEDDING_WEIGHT not in checkpoint and _HEAD in checkpoint else EMBEDDING_WEIGHT
-
-
-def _require(supported: bool, feature: str, config: ModelConfig) -> None:
-    """Raises ``ModelError`` unless the model of ``config`` supports ``feature``."""
-    if not supported:
-        raise ModelError(
-            f"{feature} is for models with code of their own, and {config.architecture} runs through transformers."
-        )
-
-
-def _check_deterministic(config: ModelConfig, options: LoadOptions) -> None:
-    """Raises ``ModelError`` when the result of a row would depend on other rows."""
-    if options.config.deterministic:
-        _require(model_class(config).supports_deterministic, "--deterministic", config)
-
-
-def _check_lora(config: ModelConfig, options: LoadOptions) -> None:
-    """Raises ``ModelError`` when adapters are asked for and cannot be had."""
-    if options.num_lora_slots:
-        _require(model_class(config).supports_lora, "--enable-lora", config)
-    if options.num_lora_slots and options.config.deterministic:
-        raise ModelError("--deterministic and --enable-lora exclude each other: adapters' products are grouped.")
-
-
-def _check_weights_memory(config: ModelConfig, options: LoadOptions) -> None:
-    """Raises ``ModelError`` when layers are to be read from disk in each step, and cannot be."""
-    if options.config.weights_memory_gb is None:
-        return
-    if options.device.type != "cpu":
-        raise ModelError(
-            "--weights-memory-gb is for --device cpu: on a GPU, --cpu-offload-gb moves layers to the host."
-        )
-    _require(model_class(config).supports_offload, "--weights-memory-gb", config)
-
-
-def _check_cpu_offload(config: ModelConfig, options: LoadOptions) -> None:
-    """Raises ``ModelError`` when layers are to be copied from the host's memory in each step, and cannot be."""
-    if not options.config.cpu_offload_gb:
-        return
-    if options.device.type == "cpu":
-        raise ModelError("--cpu-offload-gb is for --device cuda: on the CPU, --weights-memory-gb keeps layers on disk.")
-    _require(model_class(config).supports_offload, "--cpu-offload-gb", config)
-
-
-def _check_quantization(config: ModelConfig, options: LoadOptions, quantized: dict[str, Any] | None) -> None:
-    """Raises ``ModelError`` when the weights, stored as ``quantized`` says, cannot be held as ``options`` do."""
-    check_quantization(options, quantized)
-    name = options.config.quantization or (quantized and quantized["quant_method"])
-    if name is not None:
-        _require(model_class(config).supports_quantization, f"The quantization {name}", config)
+    return model.load(config, folder, WeightLoader(checkpoint, dtype, options, quantized))

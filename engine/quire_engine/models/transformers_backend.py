@@ -1,7 +1,7 @@
 """Models without own code: any causal language model of transformers, unmodified, on paged KV memory.
 
 ``TransformersConfig`` reads the folder and refuses what KV blocks or attention backends cannot serve.
-``load_transformers_model`` loads the weights, and proves on two short sequences that paged attention changes nothing
+``TransformersModel.load`` loads the weights, and proves on two short sequences that paged attention changes nothing
 (see ``transformers_check``). transformers calls attention through two functions that are registered under own names:
 ``paged_attention`` stores and attends in paged memory, ``probe_attention`` records what each layer requires.
 """
@@ -17,7 +17,6 @@ import torch
 from torch.nn.functional import pad
 
 from quire_engine.attention.base import AttentionBackend, LayerAttention, LayerKV
-from quire_engine.attention.mixed import BatchAttention
 from quire_engine.checkpoint.architecture import GENERATING_FORMS, architecture_of, refuse_code
 from quire_engine.checkpoint.config import (
     ModelConfig,
@@ -31,7 +30,9 @@ from quire_engine.checkpoint.config import (
 )
 from quire_engine.checkpoint.support import STATE_LAYER_TYPES, SUPPORTED_LAYER_TYPES
 from quire_engine.checkpoint.weights import Checkpoint
+from quire_engine.config.capabilities import KEEPS_STATE, THROUGH_TRANSFORMERS, CapabilityRow
 from quire_engine.errors import ModelError
+from quire_engine.layers.weight_loader import WeightLoader
 from quire_engine.models.base import Model
 from quire_engine.models.registry import ARCHITECTURES
 from quire_engine.models.transformers_check import check_paged_logits, reference_logits, sample_sequences
@@ -87,6 +88,11 @@ class TransformersConfig(ModelConfig):
             model_class=model_class,
         )
 
+    @property
+    def keeps_state(self) -> bool:
+        """Whether some layers keep a state in place of keys and values."""
+        return any(kind in STATE_LAYER_TYPES for kind in _layer_types(self.hf_config))
+
 
 def _classes(path: Path, architecture: str, raw: dict[str, Any]) -> tuple[str, Any]:
     """The name of the model's class, and the class of its configuration: those of its model type, as transformers has
@@ -111,8 +117,9 @@ def _model_class(path: Path, architecture: str, parsed: Any) -> Any:
     import transformers
 
     model_class = getattr(transformers, architecture)
-    kinds = getattr(parsed, "layer_types", None) or ()
-    keeps_state = getattr(model_class, "_is_stateful", False) or any(kind in STATE_LAYER_TYPES for kind in kinds)
+    keeps_state = getattr(model_class, "_is_stateful", False) or any(
+        kind in STATE_LAYER_TYPES for kind in _layer_types(parsed)
+    )
     if keeps_state and parsed.model_type not in STATE_MODEL_TYPES:
         raise ModelError(f"{path} names {architecture}, which keeps a state that KV blocks cannot hold.")
     # The hybrids do not say that it can, and the probe finds out.
@@ -128,11 +135,15 @@ def _check_text_only(path: Path, parsed: Any) -> None:
         text_only = False
     if not text_only:
         raise ModelError(f"{path} describes a model of more than text ({parsed.model_type}), which is not supported.")
-    for kind in getattr(parsed, "layer_types", None) or ():
+    for kind in _layer_types(parsed):
         if kind not in SUPPORTED_LAYER_TYPES:
             raise ModelError(
                 f"{path} has layers of type {kind!r}, and supported are {', '.join(SUPPORTED_LAYER_TYPES)}."
             )
+
+
+def _layer_types(parsed: Any) -> Sequence[str]:
+    return getattr(parsed, "layer_types", None) or ()
 
 
 def _positive_int(path: Path, parsed: Any, name: str) -> int:
@@ -157,7 +168,7 @@ def max_sequence_length(parsed: Any) -> int:
     4) it is a chunk, in which such attention is causal.
     """
     length = int(parsed.max_position_embeddings)
-    if "chunked_attention" in (getattr(parsed, "layer_types", None) or ()):
+    if "chunked_attention" in _layer_types(parsed):
         length = min(length, int(parsed.attention_chunk_size))
     return min([MAX_PROBED_LENGTH, *(rope_max_length(length, rope) for rope in _rope_parameters(parsed))])
 
@@ -205,6 +216,25 @@ class TransformersModel(Model):
     an attention that no backend supports.
     """
 
+    @classmethod
+    def capability_rows(cls, config: TransformersConfig) -> Sequence[CapabilityRow]:
+        """See ``Model``."""
+        return (THROUGH_TRANSFORMERS, KEEPS_STATE) if config.keeps_state else (THROUGH_TRANSFORMERS,)
+
+    @classmethod
+    def load(cls, config: TransformersConfig, folder: Path, weights: WeightLoader) -> "TransformersModel":
+        """See ``Model``. Raises ``ModelError`` also for a model that paged attention cannot serve."""
+        register_attention()
+        causal = load_weights(config, folder, weights.checkpoint, weights.dtype).to(weights.device).eval()
+        try:
+            with torch.inference_mode():
+                return _make_checked(causal, config)
+        except ModelError as error:
+            reason = str(error)
+        except Exception as error:  # noqa: BLE001 - a model's code raises whatever it likes
+            reason = f"It does not run: {one_line(error)}."
+        raise ModelError(f"{folder} holds a {config.architecture}, which cannot be served. {reason}")
+
     def __init__(self, causal: Any) -> None:
         self._causal = causal
         self._decoder: Any = causal.base_model.get_decoder()
@@ -231,9 +261,8 @@ class TransformersModel(Model):
         if not self.state_bytes:
             output = self._run_decoder(token_ids, positions, quire_step=context)
         else:
-            assert isinstance(attention, BatchAttention)
-            assert attention.batch is not None
-            with self._states.step(attention.batch, kv[0].pages.shape[3], kv[-1].pages):
+            (batch,) = attention.batches  # layers that keep a state are all in one group
+            with self._states.step(batch, kv[0].pages.shape[3], kv[-1].pages):
                 output = self._run_decoder(token_ids, positions, quire_step=context)
         self._output_class = type(output)
         hidden: torch.Tensor = output.last_hidden_state[0]
@@ -287,24 +316,6 @@ def _checked_layers(probe: AttentionProbe, others: Set[int]) -> tuple[LayerAtten
         if scales.setdefault(heads, scale) != scale:
             raise ModelError("Its layers differ in scales or soft caps where they have the same heads.")
     return tuple(layers)
-
-
-def load_transformers_model(
-    config: TransformersConfig, folder: Path, checkpoint: Checkpoint, dtype: torch.dtype, device: torch.device
-) -> TransformersModel:
-    """The model of ``folder``, whose tensors are those of ``checkpoint``. Raises ``ModelError`` for weights that cannot
-    be loaded, and for a model that paged attention cannot serve.
-    """
-    register_attention()
-    causal = load_weights(config, folder, checkpoint, dtype).to(device).eval()
-    try:
-        with torch.inference_mode():
-            return _make_checked(causal, config)
-    except ModelError as error:
-        reason = str(error)
-    except Exception as error:  # noqa: BLE001 - a model's code raises whatever it likes
-        reason = f"It does not run: {one_line(error)}."
-    raise ModelError(f"{folder} holds a {config.architecture}, which cannot be served. {reason}")
 
 
 def _make_checked(causal: Any, config: TransformersConfig) -> TransformersModel:

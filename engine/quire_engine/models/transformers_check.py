@@ -89,7 +89,7 @@ def _paged_logits(
     layers, states = model.attention_layers, model.state_bytes
     layout = BlockLayout.of(layers, BLOCK_SIZE, model.dtype, states)
     kv = layout.views(torch.zeros(NUM_BLOCKS, layout.elements, dtype=model.dtype, device=device))
-    attention = attention_of(layers, BLOCK_SIZE, ReferenceAttention, keeps_batch=states > 0)
+    attention = attention_of(layers, BLOCK_SIZE, ReferenceAttention)
     by_sequence: list[list[torch.Tensor]] = [[], []]
     for spans in steps:
         batch = _attention_batch(spans)

@@ -14,7 +14,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, ClassVar, Generic, Protocol, TypeVar
+from typing import Any, Generic, Protocol, TypeVar
 
 import torch
 from torch.nn import functional as F
@@ -88,9 +88,6 @@ class LinearMethod(ABC, Generic[WeightT]):
     scales that a quantised checkpoint stores. It has the rows of all fused layers, and only this rank's shard.
     Methods raise ``ModelError``.
     """
-
-    devices: ClassVar[tuple[str, ...]] = ("cpu",)
-    """The kinds of devices that the layers run on."""
 
     def __init__(self, options: LoadOptions, dtype: torch.dtype) -> None:
         self.options = options

@@ -3,15 +3,13 @@ checkpoint's ``quantization_config`` names.
 """
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
 from typing import Any
 
 import torch
 
-from quire_engine.checkpoint.stored_schemes import check_stored_scheme, compressed_bits
+from quire_engine.checkpoint.stored_schemes import check_stored_scheme
 from quire_engine.checkpoint.weights import LoadOptions
 from quire_engine.config import Quantization
-from quire_engine.errors import ModelError
 from quire_engine.quantization.awq import AwqMethod
 from quire_engine.quantization.base import DenseMethod, Linear, QuantizationConfig
 from quire_engine.quantization.compressed_tensors import CompressedTensorsMethod
@@ -47,23 +45,17 @@ def _int4(options: LoadOptions, dtype: torch.dtype) -> QuantizationConfig:
 SCHEMES: Mapping[Quantization | None, Scheme] = {None: _unquantized, "int8": _int8, "int4": _int4}
 
 
-@dataclass(frozen=True, slots=True)
-class StoredScheme:
-    """A ``quant_method`` of checkpoints, one of ``STORED_CHECKS``. ``bits`` are those of weights that are stored as
-    whole numbers. ``make`` takes what holds the layers in plain numbers.
-    """
-
-    bits: Callable[[StoredConfig], set[int]]
-    make: Callable[[LoadOptions, torch.dtype, DenseMethod, StoredConfig], StoredMethod]
-
+StoredScheme = Callable[[LoadOptions, torch.dtype, DenseMethod, StoredConfig], StoredMethod]
+"""Makes a method for a ``quant_method`` of checkpoints, with the method that holds layers in plain numbers."""
 
 STORED_SCHEMES: Mapping[str, StoredScheme] = {
-    "awq": StoredScheme(lambda _: {4}, lambda options, dtype, dense, _: AwqMethod(options, dtype, dense)),
-    "gptq": StoredScheme(lambda config: {config["bits"]}, GptqMethod),
-    "compressed-tensors": StoredScheme(compressed_bits, CompressedTensorsMethod),
-    "gguf": StoredScheme(lambda _: set(), lambda options, dtype, dense, _: GgufMethod(options, dtype, dense)),
-    "fp8": StoredScheme(lambda _: set(), Fp8Method),
+    "awq": lambda options, dtype, dense, _: AwqMethod(options, dtype, dense),
+    "gptq": GptqMethod,
+    "compressed-tensors": CompressedTensorsMethod,
+    "gguf": lambda options, dtype, dense, _: GgufMethod(options, dtype, dense),
+    "fp8": Fp8Method,
 }
+"""The schemes of ``STORED_CHECKS``, which are read."""
 
 
 def make_quantization(
@@ -74,29 +66,15 @@ def make_quantization(
     if stored is None:
         return made
     assert isinstance(made.linear, DenseMethod)
-    method = stored_scheme(stored).make(options, dtype, made.linear, stored)
+    method = stored_scheme(stored)(options, dtype, made.linear, stored)
     head, router = StoredDenseMethod(method, made.head), StoredDenseMethod(method, made.router)
     return QuantizationConfig(method, head, router)
 
 
 def stored_scheme(config: StoredConfig) -> StoredScheme:
-    """How a checkpoint is quantised. Raises ``ModelError`` where that is not read."""
+    """Returns the scheme of a checkpoint. Raises ``ModelError`` if it is not read."""
     check_stored_scheme(config)
     return STORED_SCHEMES[config["quant_method"]]
-
-
-def check_quantization(options: LoadOptions, stored: StoredConfig | None = None) -> None:
-    """Raises ``ModelError`` where the quantization of ``options`` does not run on their device, or is not that of the
-    checkpoint.
-    """
-    name = options.config.quantization
-    devices = make_quantization(options, torch.float32).linear.devices
-    if options.device.type not in devices:
-        raise ModelError(f"The quantization {name} is for the CPU, and the device is {options.device}.")
-    bits = set() if stored is None else stored_scheme(stored).bits(stored)
-    if name is not None and bits and {f"int{count}" for count in bits} != {name}:
-        listed = " and ".join(map(str, sorted(bits)))
-        raise ModelError(f"The weights are quantised already, in {listed} bits, which --quantization {name} is not.")
 
 
 def make_linear(weight: torch.Tensor, bias: torch.Tensor | None, options: LoadOptions) -> Linear:

@@ -93,7 +93,6 @@ class StoredMethod(LinearMethod[Stored]):
     leave the head and the routers of experts, is held like those of plain checkpoints.
     """
 
-    devices = ("cpu", "cuda")
     suffixes: ClassVar[tuple[str, ...]]
     """Of the tensors that a quantised layer has, in the order of their need. The first shows that it is quantised."""
 
@@ -193,8 +192,6 @@ class StoredDenseMethod(DenseMethod):
     """The layers that are needed as plain numbers (head, embedding, routers) of a checkpoint that may store them as
     ``stored`` reads them. They are held as ``dense`` holds them.
     """
-
-    devices = ("cpu", "cuda")
 
     def __init__(self, stored: StoredMethod, dense: DenseMethod) -> None:
         super().__init__(stored.options, stored.dtype)

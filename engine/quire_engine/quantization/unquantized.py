@@ -53,8 +53,6 @@ MatMul = Callable[[torch.Tensor], torch.Tensor]
 class UnquantizedMethod(DenseMethod):
     """Layers hold their weight in the model's dtype."""
 
-    devices = ("cpu", "cuda")
-
     def pack(self, weight: torch.Tensor, bias: torch.Tensor | None) -> Linear:
         """See ``LinearMethod.pack``."""
         config = self.options.config

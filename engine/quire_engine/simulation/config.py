@@ -24,6 +24,8 @@ from quire_engine.config import (
     Policy,
     SwapSpace,
 )
+from quire_engine.config.capabilities import Feature
+from quire_engine.config.fields import chosen
 from quire_engine.core.block_pool import KVCacheConfig
 from quire_engine.core.config import SchedulerConfig
 from quire_engine.simulation.reservation import Memory
@@ -261,12 +263,6 @@ class SimulationConfig(SimulatedEngineConfig):
         return list(dict.fromkeys(names))
 
     @model_validator(mode="after")
-    def _pipeline_knows_its_tokens(self) -> "SimulationConfig":
-        if self.pipeline_parallel_size > 1 and self.speculative_method != "none":
-            raise ValueError("--speculative-method and --pipeline-parallel-size exclude each other.")
-        return self
-
-    @model_validator(mode="after")
     def _what_is_reserved_has_no_room_for_drafts(self) -> "SimulationConfig":
         if self.memory != ["paged"] and self.speculative_method != "none":
             raise ValueError("--speculative-method needs --memory paged.")
@@ -277,6 +273,11 @@ class SimulationConfig(SimulatedEngineConfig):
         if self.memory != ["paged"] and self.kv_disk_space:
             raise ValueError("--kv-disk-space needs --memory paged.")
         return self
+
+    @property
+    def features(self) -> frozenset[Feature]:
+        """See ``CoreArgs.features``."""
+        return super().features | chosen({Feature.PIPELINE_PARALLEL: self.pipeline_parallel_size > 1})
 
     @property
     def num_stages(self) -> int:

@@ -18,38 +18,15 @@ log = logging.getLogger(__name__)
 
 
 def check_attention(name: str, device: torch.device, dtype: torch.dtype, *, deterministic: bool = False) -> None:
-    """Raises ``ModelError`` when ``make_attention`` would for a model of any shape. It can be called before a model is
-    loaded.
+    """Raises ``ModelError`` if FlashInfer has to be used, for its name or as ``deterministic``, and does not run here.
+    Can be called before a model is loaded.
     """
-    on_gpu = device.type == "cuda"
-    match name:
-        case "auto" if on_gpu and deterministic:
-            _check_flashinfer(device, dtype, deterministic=True)
-        case "flashinfer" if on_gpu:
-            _check_flashinfer(device, dtype, deterministic=deterministic)
-        case "reference" if on_gpu and deterministic:
-            raise ModelError("The attention backend reference is not deterministic on a GPU; use flashinfer.")
-        case "cpu" if on_gpu:
-            raise ModelError("The attention backend cpu does not run on a GPU.")
-        case "flashinfer":
-            raise ModelError("The attention backend flashinfer does not run on the CPU.")
-        case "auto" | "cpu" | "reference":
-            pass
-        case _:
-            raise ModelError(f"The attention backend {name!r} does not exist; use auto, cpu, flashinfer or reference.")
+    if device.type == "cuda" and (name == "flashinfer" or (name == "auto" and deterministic)):
+        _check_flashinfer(device, dtype, deterministic=deterministic)
 
 
-def check_kv_cache_dtype(name: KVCacheDtype, device: torch.device) -> None:
-    """Raises ``ModelError`` where KV memory cannot be held so on ``device``."""
-    if name == "int8" and device.type != "cpu":
-        raise ModelError("KV memory in int8 is for the CPU; on a GPU, --kv-cache-dtype fp8 takes the same memory.")
-    if name == "fp8" and device.type != "cuda":
-        raise ModelError("KV memory in fp8 is for GPUs; on the CPU, --kv-cache-dtype int8 takes the same memory.")
-
-
-def resolve_kv_cache_dtype(name: KVCacheDtype, dtype: torch.dtype, device: torch.device) -> torch.dtype:
-    """What the rows of KV memory are held in for a model of ``dtype``. Raises ``ModelError``."""
-    check_kv_cache_dtype(name, device)
+def resolve_kv_cache_dtype(name: KVCacheDtype, dtype: torch.dtype) -> torch.dtype:
+    """Returns the dtype of the rows of KV memory for a model of ``dtype``."""
     return {"auto": dtype, "int8": torch.int8, "fp8": FP8}[name]
 
 
@@ -68,7 +45,6 @@ def make_attention(
     is not usable reference, with a warning. With ``deterministic``, the result for a token depends on its sequence
     alone. ``kv_dtype`` is that of KV memory, the model's ``dtype`` by default. Raises ``ModelError``.
     """
-    check_attention(name, device, dtype, deterministic=deterministic)
     match name:
         case "auto" if device.type == "cuda":
             return _auto_for_gpu(shape, device, dtype, kv_dtype or dtype, deterministic)
@@ -78,7 +54,9 @@ def make_attention(
             return _compiled_cpu(shape)
         case "flashinfer":
             return _flashinfer(shape, device, dtype, kv_dtype or dtype, deterministic)
-    return ReferenceAttention(shape)
+        case "reference":
+            return ReferenceAttention(shape)
+    raise ModelError(f"The attention backend {name!r} does not exist; use auto, cpu, flashinfer or reference.")
 
 
 def _auto_for_gpu(

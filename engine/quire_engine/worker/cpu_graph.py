@@ -23,7 +23,7 @@ from quire_engine.attention.base import AttentionBackend, LayerKV
 from quire_engine.attention.cpu import CpuAttention
 from quire_engine.kernels.bindings import library
 from quire_engine.kernels.host_call import HostCall, recorded_host_calls
-from quire_engine.models.base import LayerInputs, Model
+from quire_engine.models.base import LayeredModel, LayerInputs, Model
 
 log = logging.getLogger(__name__)
 
@@ -233,17 +233,18 @@ class _CapturedStep(NamedTuple):
 
 def make_cpu_graphs(model: Model, kv: Sequence[LayerKV], attention: AttentionBackend) -> "CpuGraphRunner | None":
     """The graphs of ``model`` over ``kv``; None where it computes with more than the compiled kernels."""
-    if not (model.capturable and model.communicator.is_capturable):
+    layered = model.layered
+    if layered is None or not (model.capturable and model.communicator.is_capturable):
         return None
     if not getattr(attention, "is_compiled", False):
         return None
-    return CpuGraphRunner(model, kv, cast(CpuAttention, attention))
+    return CpuGraphRunner(layered, kv, cast(CpuAttention, attention))
 
 
 class CpuGraphRunner:
     """The graphs of one model over one KV memory. Used by one thread, in inference mode."""
 
-    def __init__(self, model: Model, kv: Sequence[LayerKV], attention: CpuAttention) -> None:
+    def __init__(self, model: LayeredModel, kv: Sequence[LayerKV], attention: CpuAttention) -> None:
         self._model = model
         self._ranks = model.communicator if model.communicator.size > 1 else None
         self._kv = kv

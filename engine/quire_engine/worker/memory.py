@@ -91,7 +91,7 @@ class MemoryProfiler:
     def __init__(self, device: torch.device, lora_bytes: int = 0) -> None:
         self._lora_bytes = lora_bytes
         self._memory = device_memory(device)
-        self._host = None if isinstance(self._memory, CpuMemory) else CpuMemory()
+        self._host = None if device.type == "cpu" else CpuMemory()
         self._used_before = self._memory.used()
 
     def profile(self, largest_step: Callable[[], object] | None, kept_bytes: int = 0) -> MemoryProfile:

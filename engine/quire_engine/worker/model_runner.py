@@ -16,7 +16,6 @@ from quire_engine.attention.base import AttentionBackend, AttentionShape
 from quire_engine.attention.kv_cache_spec import BlockLayout
 from quire_engine.attention.mixed import attention_of
 from quire_engine.checkpoint.config import ModelConfig
-from quire_engine.checkpoint.support import check_max_model_len
 from quire_engine.checkpoint.weights import LoadOptions
 from quire_engine.config import EngineArgs
 from quire_engine.core.block_pool import BlockCopies, KVCacheConfig
@@ -28,14 +27,9 @@ from quire_engine.distributed.communicator import SINGLE_RANK, Communicator
 from quire_engine.distributed.pipeline import PipelineStage, is_last
 from quire_engine.errors import ModelError
 from quire_engine.lora.manager import LoRAManager
-from quire_engine.models.base import Model
-from quire_engine.models.loader import Classifier, load_classifier, load_model
-from quire_engine.worker.attention_selector import (
-    check_attention,
-    check_kv_cache_dtype,
-    make_attention,
-    resolve_kv_cache_dtype,
-)
+from quire_engine.models.base import Classifier, Model
+from quire_engine.models.loader import load_model
+from quire_engine.worker.attention_selector import check_attention, make_attention, resolve_kv_cache_dtype
 from quire_engine.worker.cpu_graph import make_cpu_graphs
 from quire_engine.worker.cuda_graph import (
     NO_GRAPHS,
@@ -127,25 +121,22 @@ def load_model_and_attention(
 ) -> LoadedModel:
     """The model of ``config``, described by ``model_config``, on ``device``, and its attention; of a model that several
     ``ranks`` share, this one's part of the layers of ``stage``, and of the experts, which ``expert_ranks`` share, by
-    default the same. Raises ``ModelError``, for settings that cannot be before the weights are read.
+    default the same. ``check_start`` allows the settings. Raises ``ModelError``.
     """
-    check_max_model_len(config.max_model_len, model_config.max_length)
     length = config.max_model_len or model_config.max_length
     deterministic = config.deterministic
     check = partial(check_attention, config.attention, device, deterministic=deterministic)
-    check_kv_cache_dtype(config.kv_cache_dtype, device)
     num_lora_slots = config.max_loras if config.enable_lora else 0
     options = LoadOptions(config, device, ranks, stage, num_lora_slots, expert_ranks)
     model = load_model(model_config, config.model, options, check)
     if model.state_bytes:
-        _check_state(config)
         log.info(STATE_IN_BLOCKS, model.state_bytes / 2**20, config.block_size)
-    kv_dtype = resolve_kv_cache_dtype(config.kv_cache_dtype, model.dtype, device)
+    kv_dtype = resolve_kv_cache_dtype(config.kv_cache_dtype, model.dtype)
 
     def make(shape: AttentionShape) -> AttentionBackend:
         return make_attention(config.attention, shape, device, model.dtype, kv_dtype, deterministic=deterministic)
 
-    backend = attention_of(model.attention_layers, config.block_size, make, keeps_batch=model.state_bytes > 0)
+    backend = attention_of(model.attention_layers, config.block_size, make)
     graph_sizes = () if config.enforce_eager else capture_sizes(config.max_num_seqs)
     loras = None
     if model.loras is not None:
@@ -163,7 +154,9 @@ def load_model_and_attention(
         graph_sizes=graph_sizes,
         stage=stage,
         loras=loras,
-        classifier=load_classifier(model_config, config.model, device) if ranks.rank == 0 and is_last(stage) else None,
+        classifier=(
+            model.load_classifier(model_config, config.model, device) if ranks.rank == 0 and is_last(stage) else None
+        ),
     )
     if loaded.frees_windows:
         _log_groups(loaded.block_layout)
@@ -194,16 +187,6 @@ def _log_groups(layout: BlockLayout) -> None:
     log.info(FREES_WINDOWS, ", ".join(f"{count} ({tokens})" for count, tokens in zip(counts, seen, strict=True)))
 
 
-def _check_state(config: EngineArgs) -> None:
-    """Raises ``ModelError`` for settings under which the layers of a model would compute tokens that are taken back, as
-    a state that has seen them cannot forget them.
-    """
-    if config.speculative_method != "none":
-        raise ModelError("--speculative-method is for models whose layers keep no state, and this one's do.")
-    if config.async_scheduling:
-        raise ModelError("--async-scheduling is for models whose layers keep no state, and this one's do.")
-
-
 class ModelRunner:
     """Computes batches on one device, in inference mode. Used by one thread. ``capture`` captures the CUDA graphs of
     decode steps; by default a ``CudaGraphCapturer`` does.
@@ -223,7 +206,8 @@ class ModelRunner:
         self._vocab_size = model.config.vocab_size
         self._loras = model.loras
         self._kv_cache = model.make_kv_cache(sizes)
-        if capture is None and model.device.type == "cuda" and model.graph_sizes:
+        self._captures_itself = capture is None and model.device.type == "cuda" and bool(model.graph_sizes)
+        if self._captures_itself:
             capture = CudaGraphCapturer()
         self._loaded = model
         self._capture = capture
@@ -352,7 +336,7 @@ class ModelRunner:
         self._put_away = None
         if self._capture is not None:
             # Another memory pool, as that of the former graphs is gone with them.
-            again = CudaGraphCapturer() if isinstance(self._capture, CudaGraphCapturer) else self._capture
+            again = CudaGraphCapturer() if self._captures_itself else self._capture
             self._cuda_graphs = self._capture_graphs(self._loaded, again, alone=True)
 
     def close(self) -> None:

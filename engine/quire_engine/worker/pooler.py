@@ -11,7 +11,7 @@ from torch.nn.functional import normalize
 from quire_engine.core.pooling import PoolerConfig, PoolingType
 from quire_engine.core.step import ModelOutput
 from quire_engine.device.accelerator import HostCopy, upload
-from quire_engine.models.loader import Classifier
+from quire_engine.models.base import Classifier
 from quire_engine.sampling.sampler import non_finite_error
 from quire_engine.worker.input_batch import PooledChunk
 

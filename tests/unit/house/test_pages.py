@@ -83,6 +83,17 @@ def test_the_page_of_models_has_every_architecture_with_code_of_its_own() -> Non
     )
 
 
+@pytest.mark.parametrize(
+    ("head", "rows"), [(pages.FEATURES_HEAD, pages.feature_rows), (pages.PAIRS_HEAD, pages.pair_rows)]
+)
+def test_the_page_of_settings_has_the_table_of_capabilities(
+    head: Sequence[str], rows: Callable[[], Iterator[list[str]]]
+) -> None:
+    assert list(pages.rows(pages.table_below(pages.CONFIGURATION, head))) == list(rows()), (
+        "write the tables again: .venv/bin/python -m tests.support.pages"
+    )
+
+
 @pytest.mark.parametrize("command", pages.COMMANDS)
 def test_its_flags_are_those_of_the_commands(command: str, capsys: pytest.CaptureFixture[str]) -> None:
     with suppress(SystemExit):

@@ -152,6 +152,13 @@ def test_quantisation_that_the_model_cannot_have_is_refused_before(user: User) -
     assert weights_sent(user) == 0
 
 
+def test_another_quantisation_than_the_checkpoints_is_refused_before(user: User) -> None:
+    user.hub.add("org/awq", model_files(quantization_config={"quant_method": "awq", "bits": 4}))
+    refused = user.refused("org/awq", quantization="int8")
+    assert "quantised already, in 4 bits, which --quantization int8 is not: leave --quantization out." in refused
+    assert weights_sent(user) == 0
+
+
 @pytest.mark.parametrize(
     ("without", "others", "part"),
     [

@@ -6,12 +6,13 @@ from pathlib import Path
 
 import pytest
 import torch
-from quire_engine.checkpoint.weights import LoadOptions, resolve_dtype
-from quire_engine.config import EngineArgs, ExecutorConfig
+from quire_engine.checkpoint.weights import resolve_dtype
+from quire_engine.config import EngineArgs
 from quire_engine.device.accelerator import inference_on, resolve_device
 from quire_engine.errors import ModelError
-from quire_engine.models.loader import load_model, read_model_config
-from quire_engine.worker.model_runner import load_model_and_attention
+from quire_engine.executor.start_checks import check_start
+from quire_engine.executor.torch_executor import TorchExecutor
+from quire_engine.models.loader import read_model_config
 from transformers import GPT2Config
 
 CUDA = torch.device("cuda", 0)
@@ -89,19 +90,15 @@ def test_an_attention_that_cannot_be_is_refused_before_weights_are_read(monkeypa
     monkeypatch.setattr(
         "quire_engine.models.decoder.DecoderModel.__init__", lambda *_: pytest.fail("weights were read")
     )
-    config = EngineArgs(model=DEMO)
-    for attention, complaint in (("flashinfer", "flashinfer does not run on the CPU"), ("flush", "'flush' does not")):
-        with pytest.raises(ModelError, match=complaint):
-            load_model_and_attention(
-                config.model_copy(update={"attention": attention}), read_model_config(DEMO), torch.device("cpu")
-            )
+    with pytest.raises(ModelError, match="flashinfer does not run on the CPU"):
+        TorchExecutor.load(EngineArgs(model=DEMO, device="cpu", attention="flashinfer"))
 
 
 def test_a_model_that_runs_through_transformers_is_reported_as_not_deterministic(tmp_path: Path) -> None:
     """There are no weights in the folder: nobody has looked for them."""
     GPT2Config(architectures=["GPT2LMHeadModel"]).save_pretrained(tmp_path)
-    options = LoadOptions(ExecutorConfig(deterministic=True))
+    engine = EngineArgs(model=tmp_path, deterministic=True)
     with pytest.raises(
         ModelError, match=r"^--deterministic is for models .*, and GPT2LMHeadModel runs through transformers\.$"
     ):
-        load_model(read_model_config(tmp_path), tmp_path, options)
+        check_start(engine, read_model_config(tmp_path), torch.device("cpu"))

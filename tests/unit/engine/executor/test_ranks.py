@@ -31,10 +31,10 @@ from quire_engine.core.lora import LoRARequest
 from quire_engine.core.step import BeamCandidates, ModelOutput, SchedulerOutput, StepTimings
 from quire_engine.distributed.communicator import Communicator, GroupCoordinator, largest_shard_size, shard
 from quire_engine.errors import ModelError
-from quire_engine.executor import rank_worker, rpc
+from quire_engine.executor import rpc, start_checks
 from quire_engine.executor.multiproc import RankCacheSizes, compute_rank_cache_sizes, sum_profiles
 from quire_engine.executor.rank_processes import RankFailure, RankFailureTracker
-from quire_engine.executor.rank_worker import RankSettings, check_parallel_sizes
+from quire_engine.executor.rank_worker import RankSettings
 from quire_engine.executor.rpc import (
     MessageError,
     RpcMessage,
@@ -52,6 +52,7 @@ from quire_engine.executor.rpc import (
     step_from_arrays,
     step_to_arrays,
 )
+from quire_engine.executor.start_checks import check_start
 from quire_engine.models.transformers_backend import TransformersConfig
 from quire_engine.sampling.grammar_bitmask import GrammarBitmask
 from quire_engine.worker.memory import CacheBudget, CacheSizes, MemoryProfile, compute_cache_sizes
@@ -401,7 +402,7 @@ def args(size: int, num_stages: int = 1) -> EngineArgs:
 
 def refused(config: Any, size: int, device: torch.device = CPU) -> str:
     with pytest.raises(ModelError) as caught:
-        check_parallel_sizes(args(size), config, device)
+        check_start(args(size), config, device)
     text = str(caught.value)
     assert str(size) in text
     assert text.endswith(".")
@@ -416,16 +417,16 @@ def test_a_size_that_does_not_divide_the_model_is_refused() -> None:
     mixed = MoEConfig(4, 2, 24, True, False, (True, False))
     assert "21 inner numbers" in refused(replace(dense, intermediate_size=21, moe=mixed), 2)
     for size in (1, 2, 4):
-        check_parallel_sizes(args(size), replace(CONFIG, intermediate_size=21), CPU)
+        check_start(args(size), replace(CONFIG, intermediate_size=21), CPU)
 
 
 def test_a_pipeline_has_a_layer_for_each_stage() -> None:
-    check_parallel_sizes(args(2, CONFIG.num_layers), CONFIG, CPU)
+    check_start(args(2, CONFIG.num_layers), CONFIG, CPU)
     with pytest.raises(ModelError, match=rf"pipeline parallel size is 9, and the model has {CONFIG.num_layers} layers"):
-        check_parallel_sizes(args(1, 9), CONFIG, CPU)
+        check_start(args(1, 9), CONFIG, CPU)
     many = replace(CONFIG, num_layers=64, moe=None)
     with pytest.raises(ModelError, match=r"2 × 33 ranks are more than 64"):
-        check_parallel_sizes(args(2, 33), many, CPU)
+        check_start(args(2, 33), many, CPU)
 
 
 @pytest.mark.parametrize("more", [{"async_scheduling": True}, {"speculative_method": "ngram"}])
@@ -437,21 +438,21 @@ def test_what_needs_a_token_before_it_is_known_does_not_go_with_a_pipeline(more:
 def test_models_of_transformers_are_not_divided() -> None:
     config = TransformersConfig("GPT2LMHeadModel", 30, 64, (2,), "r", hf_config=None, model_class=None)
     assert "GPT2LMHeadModel" in refused(config, 2)
-    check_parallel_sizes(args(1), config, CPU)
+    check_start(args(1), config, CPU)
 
 
 def test_there_must_be_a_gpu_for_each_rank(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
-    check_parallel_sizes(args(2), CONFIG, torch.device("cuda:0"))
+    check_start(args(2), CONFIG, torch.device("cuda:0"))
     assert "2 GPUs" in refused(CONFIG, 4, torch.device("cuda:0"))
 
 
 def test_more_ranks_than_cores_are_warned_of(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
-    monkeypatch.setattr(rank_worker, "usable_cores", lambda: 2)
+    monkeypatch.setattr(start_checks, "usable_cores", lambda: 2)
     with caplog.at_level(logging.WARNING):
-        check_parallel_sizes(args(2), CONFIG, CPU)
+        check_start(args(2), CONFIG, CPU)
         assert not caplog.records
-        check_parallel_sizes(args(4), CONFIG, CPU)
+        check_start(args(4), CONFIG, CPU)
     assert "4 ranks share 2 cores" in caplog.text
 
 
