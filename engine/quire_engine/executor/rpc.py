@@ -33,7 +33,7 @@ from quire_engine.sampling.grammar_bitmask import GrammarBitmask
 
 RpcArray = npt.NDArray[Any]
 MAX_ARRAYS = 1 << 16
-"""A step has some for its columns, and some for each new sequence."""
+"""A step has an array per column and a few per new sequence."""
 
 MAX_BYTES = 1 << 28
 _DTYPES = tuple(map(np.dtype, ("uint8", "int32", "int64")))

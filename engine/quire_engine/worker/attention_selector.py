@@ -18,9 +18,7 @@ log = logging.getLogger(__name__)
 
 
 def check_attention(name: str, device: torch.device, dtype: torch.dtype, *, deterministic: bool = False) -> None:
-    """Raises ``ModelError`` when ``make_attention`` would for a model of any shape. It can be called before a model is
-    loaded.
-    """
+    """Raises ``ModelError`` if ``make_attention`` would for every shape. Can be called before a model is loaded."""
     on_gpu = device.type == "cuda"
     match name:
         case "auto" if on_gpu and deterministic:
@@ -40,7 +38,7 @@ def check_attention(name: str, device: torch.device, dtype: torch.dtype, *, dete
 
 
 def check_kv_cache_dtype(name: KVCacheDtype, device: torch.device) -> None:
-    """Raises ``ModelError`` where KV memory cannot be held so on ``device``."""
+    """Raises ``ModelError`` if ``device`` does not support this KV cache dtype."""
     if name == "int8" and device.type != "cpu":
         raise ModelError("KV memory in int8 is for the CPU; on a GPU, --kv-cache-dtype fp8 takes the same memory.")
     if name == "fp8" and device.type != "cuda":
@@ -48,7 +46,7 @@ def check_kv_cache_dtype(name: KVCacheDtype, device: torch.device) -> None:
 
 
 def resolve_kv_cache_dtype(name: KVCacheDtype, dtype: torch.dtype, device: torch.device) -> torch.dtype:
-    """What the rows of KV memory are held in for a model of ``dtype``. Raises ``ModelError``."""
+    """Returns the dtype of KV rows for a model of ``dtype``. Raises ``ModelError``."""
     check_kv_cache_dtype(name, device)
     return {"auto": dtype, "int8": torch.int8, "fp8": FP8}[name]
 
@@ -62,11 +60,12 @@ def make_attention(
     *,
     deterministic: bool = False,
 ) -> AttentionBackend:
-    """The backend called ``name``: cpu, flashinfer, reference or auto.
+    """Makes the attention backend ``name``: cpu, flashinfer, reference or auto.
 
-    On the CPU, auto is cpu, in torch where its kernel cannot be compiled. On a GPU it is flashinfer, and where that
-    is not usable reference, with a warning. With ``deterministic``, the result for a token depends on its sequence
-    alone. ``kv_dtype`` is that of KV memory, the model's ``dtype`` by default. Raises ``ModelError``.
+    On the CPU, auto means cpu, which runs in torch if its kernel cannot be compiled. On a GPU, auto means flashinfer,
+    or reference with a warning if flashinfer is not usable. With ``deterministic``, the result of a token depends only
+    on its own sequence. ``kv_dtype`` is the dtype of KV memory, by default the model's ``dtype``. Raises
+    ``ModelError``.
     """
     check_attention(name, device, dtype, deterministic=deterministic)
     match name:
@@ -107,12 +106,12 @@ def _check_flashinfer(device: torch.device, dtype: torch.dtype, *, deterministic
         import_module("flashinfer")
     except ModuleNotFoundError:
         raise ModelError(f"FlashInfer is not installed: {install_command('quire-engine', 'cuda')}.") from None
-    except (ImportError, OSError, RuntimeError) as error:  # packages of different versions, or no CUDA libraries
+    except (ImportError, OSError, RuntimeError) as error:  # version mismatch of packages, or missing CUDA libraries
         raise ModelError(f"FlashInfer cannot be loaded: {str(error).partition('. ')[0]}.") from error
     capability = torch.cuda.get_device_capability(device)
     if reason := unsupported_reason(dtype, capability):
         raise ModelError(f"FlashInfer {reason}.")
-    if deterministic and capability < (8, 0):  # Triton has no products for older ones
+    if deterministic and capability < (8, 0):  # Triton has no matrix products for older GPUs
         raise ModelError("On a GPU, --deterministic needs one of compute capability 8.0 or newer.")
 
 
