@@ -1,4 +1,4 @@
-"""Attention of models whose layers differ in heads: a backend for each shape, on one plan."""
+"""Attention for models whose layers differ in heads: one backend per shape, all on one plan."""
 
 from collections.abc import Callable, Sequence
 
@@ -8,8 +8,8 @@ from quire_engine.attention.base import AttentionBackend, AttentionBatch, Attent
 
 
 class MixedAttention:
-    """An ``AttentionBackend`` of several, told apart by the heads of the queries and keys that they are given. Each
-    plans every step.
+    """An ``AttentionBackend`` that dispatches to several by the heads of the queries and keys. Each backend plans every
+    step.
     """
 
     def __init__(self, backends: dict[tuple[int, int, int], AttentionBackend]) -> None:
@@ -37,14 +37,14 @@ class MixedAttention:
 
 
 class BatchAttention:
-    """An ``AttentionBackend`` that keeps the ``batch`` which it is prepared for, for layers that keep a state."""
+    """An ``AttentionBackend`` that also keeps the ``batch`` of the step, for layers with a recurrent state."""
 
     def __init__(self, backend: AttentionBackend) -> None:
         self._backend = backend
         self.batch: AttentionBatch | None = None
 
     def prepare(self, *batches: AttentionBatch) -> None:
-        """See ``AttentionBackend.prepare``. Layers that keep a state are all in one group."""
+        """See ``AttentionBackend.prepare``. Models whose layers have a state have one group."""
         self._backend.prepare(*batches)
         (self.batch,) = batches
 
@@ -70,10 +70,10 @@ def attention_of(
     *,
     keeps_batch: bool = False,
 ) -> AttentionBackend:
-    """The backend for ``layers``, made by ``make``: one alone where all have the same heads, else a ``MixedAttention``;
-    with ``keeps_batch`` in a ``BatchAttention``.
+    """Makes the backend for ``layers`` with ``make``: a single one if all have the same heads, else a
+    ``MixedAttention``. With ``keeps_batch`` it is wrapped in a ``BatchAttention``.
 
-    Raises ``ValueError`` where layers of the same heads differ in scale or soft cap, which nothing tells apart.
+    Raises ``ValueError`` if layers with the same heads differ in scale or soft cap, because they cannot be told apart.
     """
     shapes = list(dict.fromkeys(layer.shape(block_size) for layer in layers))
     if keeps_batch:
