@@ -1,5 +1,5 @@
-"""GGUF files with weights in four or eight bits: those of Q4_0 and Q4_K, and of Q5_0, Q6_K and Q8_0, stay so, with
-their own numbers, scales and zeros. All other types are dequantised as they are read.
+"""GGUF files with weights of 4 or 8 bits. Weights in Q4_0, Q4_K, Q5_0, Q6_K and Q8_0 keep their own integers, scales
+and zeros. All other types are dequantized when they are read.
 """
 
 from collections.abc import Sequence
@@ -19,8 +19,8 @@ class GgufMethod(StoredMethod):
         return (f"{layer}.weight",)
 
     def is_stored(self, checkpoint: Checkpoint, name: str) -> bool:
-        """See ``StoredMethod.is_stored``: not where the layers are to be rounded anew. That loses nothing of four bits
-        that are to be four.
+        """See ``StoredMethod.is_stored``. False if ``--quantization`` asks for another format, unless 4 bits stay 4
+        bits.
         """
         bits = checkpoint.whole_bits(f"{name}.weight") if isinstance(checkpoint, GgufCheckpoint) else None
         asked = self.options.config.quantization

@@ -1,5 +1,5 @@
-"""The quantisation schemes: those that ``--quantization`` names, made as plain weights are read, and those that a
-checkpoint's ``quantization_config`` names.
+"""The quantization schemes: the values of ``--quantization``, applied when plain weights are read, and the formats that
+a checkpoint's ``quantization_config`` names.
 """
 
 from collections.abc import Callable, Mapping
@@ -49,8 +49,8 @@ SCHEMES: Mapping[Quantization | None, Scheme] = {None: _unquantized, "int8": _in
 
 @dataclass(frozen=True, slots=True)
 class StoredScheme:
-    """A ``quant_method`` of checkpoints, one of ``STORED_CHECKS``. ``bits`` are those of weights that are stored as
-    whole numbers. ``make`` takes what holds the layers in plain numbers.
+    """A ``quant_method`` of checkpoints, one of ``STORED_CHECKS``. ``bits`` returns the bits of integer weights.
+    ``make`` takes the method for layers that are stored as plain numbers.
     """
 
     bits: Callable[[StoredConfig], set[int]]
@@ -69,7 +69,9 @@ STORED_SCHEMES: Mapping[str, StoredScheme] = {
 def make_quantization(
     options: LoadOptions, dtype: torch.dtype, stored: StoredConfig | None = None
 ) -> QuantizationConfig:
-    """What the layers of a model of ``dtype`` are held in, as ``options`` and the checkpoint's ``stored`` say."""
+    """Makes the methods for the layers of a model of ``dtype``, from ``options`` and the checkpoint's ``stored``
+    config.
+    """
     made = SCHEMES[options.config.quantization](options, dtype)
     if stored is None:
         return made
@@ -80,14 +82,14 @@ def make_quantization(
 
 
 def stored_scheme(config: StoredConfig) -> StoredScheme:
-    """How a checkpoint is quantised. Raises ``ModelError`` where that is not read."""
+    """Returns the scheme of a quantized checkpoint. Raises ``ModelError`` if it is not supported."""
     check_stored_scheme(config)
     return STORED_SCHEMES[config["quant_method"]]
 
 
 def check_quantization(options: LoadOptions, stored: StoredConfig | None = None) -> None:
-    """Raises ``ModelError`` where the quantization of ``options`` does not run on their device, or is not that of the
-    checkpoint.
+    """Raises ``ModelError`` if the quantization of ``options`` does not run on their device, or differs from the
+    checkpoint's.
     """
     name = options.config.quantization
     devices = make_quantization(options, torch.float32).linear.devices
@@ -100,5 +102,7 @@ def check_quantization(options: LoadOptions, stored: StoredConfig | None = None)
 
 
 def make_linear(weight: torch.Tensor, bias: torch.Tensor | None, options: LoadOptions) -> Linear:
-    """The layer of ``weight`` [out, in] and ``bias`` [out], held as ``options`` say. Raises ``ModelError``."""
+    """Makes the layer of ``weight`` [out, in] and ``bias`` [out], in the format of ``options``. Raises
+    ``ModelError``.
+    """
     return make_quantization(options, weight.dtype).linear.pack(weight, bias)
