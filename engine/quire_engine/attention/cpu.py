@@ -3,10 +3,12 @@
 The kernel itself checks nothing. This module checks what the kernel may touch: the plan once per step and the tensors
 once per layer. It owns only the pointers of the step's plan.
 
-Measured on one thread with AVX-512 in bf16, as medians of alternating runs: prefill of 2,048 tokens (9 query and 3 KV
-heads of 64) takes a third of the time of torch's ``scaled_dot_product_attention`` on contiguous keys and values, so
-long chunks need no second path. Up to 8 query rows per KV head, as in a decode, read keys and values directly from the
-pages: 32 sequences of 200 tokens take 0.6 of the time that the tiles of long chunks would take, with the same bits.
+Measured on one thread with AVX-512 in bf16, as medians of alternating runs:
+
+* Prefill of 2,048 tokens (9 query and 3 KV heads of 64) takes a third of the time of torch's
+  ``scaled_dot_product_attention`` on contiguous keys and values. So long chunks need no second path.
+* Up to 8 query rows per KV head, as in a decode, read keys and values directly from the pages. So 32 sequences of 200
+  tokens take 0.6 of the time that the tiles of long chunks would take, with the same bits.
 """
 
 import ctypes

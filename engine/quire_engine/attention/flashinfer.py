@@ -47,8 +47,8 @@ _MAX_THREADS, _VALUES_A_THREAD = 1024, 8
 
 
 def unsupported_reason(dtype: torch.dtype, capability: tuple[int, int]) -> str | None:
-    """Returns why FlashInfer cannot serve models of ``dtype`` on a GPU of this compute capability, as half a sentence,
-    or None if it can.
+    """Returns why FlashInfer cannot serve models of ``dtype`` on a GPU of this compute capability, or None if it can.
+    The reason completes a sentence that begins with "FlashInfer".
     """
     if capability < (7, 5):
         return f"needs a GPU of compute capability 7.5 or newer, and this one has {capability[0]}.{capability[1]}"
@@ -60,7 +60,9 @@ def unsupported_reason(dtype: torch.dtype, capability: tuple[int, int]) -> str |
 
 
 def unsupported_shape_reason(shape: AttentionShape) -> str | None:
-    """Returns why FlashInfer cannot serve a model of this shape, as half a sentence, or None if it can."""
+    """Returns why FlashInfer cannot serve a model of this shape, or None if it can. The reason completes a sentence
+    that begins with "FlashInfer".
+    """
     if shape.head_dim not in _HEAD_DIMS:
         return f"knows heads of {', '.join(map(str, _HEAD_DIMS))} numbers, not of {shape.head_dim}"
     if shape.num_kv_heads * shape.head_dim // max(_VALUES_A_THREAD, shape.head_dim // 32) > _MAX_THREADS:

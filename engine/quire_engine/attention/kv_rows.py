@@ -3,8 +3,10 @@
 In the model's own dtype and in fp8 (e4m3), a row is its ``head_dim`` numbers. In int8 it is ``head_dim`` integers,
 followed by 4 bytes with their float32 scale. With a scale per token and head, an outlier in one token costs no other
 token precision, and writing a row needs no other row. Scales are stored next to their integers, so a block is always
-one contiguous copy. fp8 has no scales: the keys and values of the served models are far within its range of ±448, and
-numbers beyond it are clamped, as in vLLM without calibrated scales.
+one contiguous copy.
+
+Rows in fp8 have no scales: the keys and values of the served models are far within the range of ±448. Numbers beyond it
+are clamped, as in vLLM without calibrated scales.
 
 This is the reference form for attention kernels. The kernels in ``attention.cpp`` write the same bytes.
 """

@@ -183,9 +183,9 @@ def shard_sizes(total: int, communicator: Communicator) -> list[int]:
 class GroupCoordinator:
     """The ``Communicator`` of one of several ranks. Collectives work after ``connect``.
 
-    On the CPU, sums go through shared memory if the ranks can share some, and add in rank order. With ``ordered``, all
-    other sums also add in rank order at every position of a tensor. NCCL, and gloo for more than two ranks, would use
-    an order that depends on the position. With two ranks the order cannot change a sum.
+    On the CPU, sums go through shared memory if the ranks can share some. Sums add in rank order at every position of a
+    tensor: on the CPU always, on CUDA with ``ordered``. NCCL, and gloo for more than two ranks, would use an order that
+    depends on the position. With two ranks the order cannot change a sum.
     """
 
     def __init__(self, rank: int, size: int, device: torch.device, *, ordered: bool) -> None:

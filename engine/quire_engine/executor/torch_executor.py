@@ -50,9 +50,9 @@ class TorchExecutor:
 
     ``depth`` is the constant number of steps that may be in flight. ``config`` is the model's configuration,
     ``max_model_len`` the longest sequence in tokens, and ``rates`` the speeds measured after loading. ``disk_contents``
-    is what the disk tier held at the start, or None without one. ``weight_stats`` counts the reads of layers that
-    stream from disk, on rank 0; None if no layer does. If it shares experts with other ``engines``, they run their
-    forward passes together.
+    is what the disk tier held at the start, or None without one. ``weight_stats`` counts the reads of layers that are
+    kept on disk or in host memory, on rank 0; None if all layers stay on the device. If the executor shares experts
+    with other ``engines``, they run their forward passes together.
     """
 
     def __init__(

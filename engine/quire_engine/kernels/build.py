@@ -1,9 +1,8 @@
 """Compiles the kernels of this folder for this processor, once per user, and finds them again. It can also compile them
 ahead of time for all processor levels, for a wheel or image that is built on one processor and runs on others.
 
-The sources need neither torch's headers nor Python's, so a bare compiler is enough and a build takes seconds. Any
-number of engines may start at once: each compiles into its own folder and renames the result into place, which is
-atomic.
+The sources need no headers of torch or Python, so a bare compiler is enough and a build takes seconds. Any number of
+engines may start at once: each compiles into its own folder and renames the result into place, which is atomic.
 """
 
 import atexit
@@ -94,7 +93,7 @@ def shared_object() -> Path:
     The cache is ``$XDG_CACHE_HOME/quire`` or ``~/.cache/quire``. A build found there needs no compiler. If that folder
     is not writable or not trusted, the build goes to a new private folder that is removed when the process exits.
 
-    Raises: BuildError: there is no compiler, or it fails.
+    Raises: BuildError: the compiler is missing or fails.
     """
     if ready := find_build():
         return ready
@@ -126,7 +125,7 @@ def compile_ahead(names: Sequence[str] = ()) -> None:
     """Compiles the kernels for the named levels of this architecture, or for all, into ``AHEAD_FOLDER``. Each level
     takes about ten seconds.
 
-    Raises: BuildError: a name is unknown, there is no compiler, or it fails.
+    Raises: BuildError: a name is unknown, or the compiler is missing or fails.
     """
     levels = {level.name: level for level in levels_of(platform.machine())}
     if unknown := [name for name in names if name not in levels]:

@@ -7,7 +7,7 @@ are, so there are programs for the largest possible number, and those without a 
 waits, and a CUDA graph can capture everything.
 
 Blocks always have the same size, and a program adds the products in the order of K in float32. So the result of a token
-depends on neither the other tokens, nor its position.
+does not depend on the other tokens or on its position.
 """
 
 import functools

@@ -108,7 +108,7 @@ def gumbel(token, low, high):
 @triton.jit
 def draw(
     logits,  # [rows, width]
-    row_of,  # [draws], and so are the others
+    row_of,  # [draws], like the others below
     temperatures,
     top_ks,
     top_ps,

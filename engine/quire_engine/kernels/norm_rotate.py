@@ -21,7 +21,7 @@ def norm_rotate_kernel() -> Any:
 
     @triton.jit(do_not_specialize=["heads", "queries"])
     def norm_rotate(  # noqa: PLR0917 -- a launch passes them by position
-        x,  # [tokens, heads, 2 * half], and so is what replaces it
+        x,  # [tokens, heads, 2 * half], updated in place
         query,  # [2 * half], and so is key
         key,
         cos,  # [tokens, half], and so is sin

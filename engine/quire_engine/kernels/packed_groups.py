@@ -1,5 +1,6 @@
 """Matrix products with a weight of 4 or 8 bits that has a scale for each group of adjacent inputs of each output
-channel: ``scale * (q - zero)`` with integers ``q`` of 0 to 15, or ``scale * q`` with ``q`` in int8.
+channel. With 4 bits the weight is ``scale * (q - zero)`` with integers ``q`` of 0 to 15, with 8 bits ``scale * q`` with
+``q`` in int8.
 
 Activations are rounded to int8 as for int8 weights (see ``packed_linear``). Sums within a group of weights are integers
 and so exact. Groups are added in fp32 in order, so a row of a result depends only on its own inputs, bit for bit.

@@ -2,7 +2,7 @@
 int8 (``PackedInt8``). Packed weights use huge pages.
 
 A row of a result depends only on its own inputs, bit for bit. In bf16 and fp32 all products of an output are summed in
-fp32 in input order, whatever else is computed with it, and rounded once.
+fp32 in input order, independently of other outputs, and rounded once.
 
 In int8, activations are rounded to int8 in each call (dynamic quantization). A weight has one scale per output channel.
 Activations have one per ``GROUP`` numbers of each row, so that an outlier costs precision only in its own group. Sums
@@ -93,7 +93,7 @@ def is_fast(dtype: torch.dtype) -> bool:
 
 
 def pack_weight(weight: torch.Tensor, bias: torch.Tensor | None) -> PackedWeight | None:
-    """Packs the weight. Returns None if there is no kernel for it."""
+    """Packs the weight. Returns None if no kernel supports it."""
     if weight.dtype not in DTYPES or not weight.is_cpu or weight.numel() == 0:
         return None
     kernels = library()

@@ -1,5 +1,5 @@
-"""CPU offload: decoder layers that do not fit on a GPU are kept in pinned host memory, and each is copied to the GPU
-while the layers before it compute (ZeRO-Inference, Aminabadi et al. 2022; FlexGen, Sheng et al. 2023).
+"""CPU offload for decoder layers that do not fit on a GPU. They are kept in pinned host memory, and each is copied to
+the GPU while the layers before it compute (ZeRO-Inference, Aminabadi et al. 2022; FlexGen, Sheng et al. 2023).
 
 ``load_offloaded_layers`` moves as many layers to the host as it may. They share two slots of GPU memory. Each layer is
 loaded into its slot and copied to the host from there, and the kernels find it in the slot whenever it has been copied

@@ -1,5 +1,5 @@
-"""GGUF files with weights of 4 or 8 bits. Weights in Q4_0, Q4_K, Q5_0, Q6_K and Q8_0 keep their own integers, scales
-and zeros. All other types are dequantized when they are read.
+"""GGUF files with weights of 4 or 8 bits. Weights in Q4_0 and Q4_K become 4-bit integers, and weights in Q5_0, Q6_K and
+Q8_0 become 8-bit integers, with the file's own scales and zeros. All other types are dequantized when they are read.
 """
 
 from collections.abc import Sequence
@@ -19,8 +19,8 @@ class GgufMethod(StoredMethod):
         return (f"{layer}.weight",)
 
     def is_stored(self, checkpoint: Checkpoint, name: str) -> bool:
-        """See ``StoredMethod.is_stored``. False if ``--quantization`` asks for another format, unless 4 bits stay 4
-        bits.
+        """See ``StoredMethod.is_stored``. False if ``--quantization`` asks to round the layers again. 4-bit weights
+        stay as they are for ``int4``, which loses nothing.
         """
         bits = checkpoint.whole_bits(f"{name}.weight") if isinstance(checkpoint, GgufCheckpoint) else None
         asked = self.options.config.quantization

@@ -22,8 +22,8 @@ class Product(Protocol):
 
 
 class QuantizedLinear:
-    """A ``Linear`` of ``shape`` [out, in] on the CPU, for activations of ``dtype``. It keeps neither weight nor bias,
-    only what ``product`` stores of them in ``bits``. A row of a result depends only on its own inputs, bit for bit.
+    """A ``Linear`` of ``shape`` [out, in] on the CPU, for activations of ``dtype``. It keeps only what ``product``
+    stores of weight and bias, in ``bits``. A row of a result depends only on its own inputs, bit for bit.
     """
 
     __slots__ = ("_dtype", "_product", "bits", "in_features", "out_features")

@@ -92,7 +92,7 @@ Stored: TypeAlias = "StoredWeight | torch.Tensor"
 
 class StoredMethod(LinearMethod[Stored]):
     """A ``LinearMethod`` for a checkpoint with quantized layers. Layers that it stores as plain numbers, such as the
-    head and MoE routers in most formats, are treated like those of plain checkpoints.
+    head and MoE routers in most formats, are treated like layers of plain checkpoints.
     """
 
     devices = ("cpu", "cuda")

@@ -6,7 +6,7 @@ processor and the dtype:
 
 * ``kernels.linear``, if it uses the best available instructions. For fp32 that means AVX2 or AVX-512. For bf16 it means
   the bf16 products of AVX-512, unless there are matrix registers (AMX), or AVX2 alone. One packing serves any number of
-  rows, and a row's result has the same bits whatever else is in the batch.
+  rows, and a row's result has the same bits in every batch.
 * oneDNN with a weight that it packed, elsewhere on the CPU in bf16 and fp32. It sums in another order for other numbers
   of rows. MKL's own packing was slower. With AVX2 alone oneDNN has no bf16.
 * ``F.linear`` for all else: fp16, which few processors multiply well, and other devices.

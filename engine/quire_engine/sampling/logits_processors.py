@@ -17,7 +17,7 @@ from copy import copy
 from dataclasses import dataclass
 
 import numpy as np
-import numpy.ma  # numpy.unique would import it in the step, where there may be no descriptor for that
+import numpy.ma  # numpy.unique would import it during a step, when no file descriptor may be left
 import torch
 from quire_proto.sampling import SamplingParams
 

@@ -43,8 +43,8 @@ def repeat_per_index(values: Sequence[float], lengths: Sequence[int]) -> FloatAr
 # Gumbel noise that is a pure function of (seed, position, token id).
 #
 # The host mixes the seed (all 64 bits) and the position of the sampled token into one 64-bit key per row, with the
-# finaliser of MurmurHash3 (Appleby). That is a bijection: at one position, different seeds never share a key. On the
-# device each token id meets both halves of the key in MurmurHash3's 32-bit finaliser, in wrapping int32 arithmetic:
+# finalizer of MurmurHash3 (Appleby). That is a bijection: at one position, different seeds never share a key. On the
+# device each token id meets both halves of the key in MurmurHash3's 32-bit finalizer, in wrapping int32 arithmetic:
 #
 # x = (id * GOLDEN) ^ low;  x ^= x >>> 16;  x *= A;  x += high;  x ^= x >>> 13;  x *= B;  x ^= x >>> 16
 #
