@@ -52,7 +52,7 @@ NO_OVERLAP = "--enable-dbo changes nothing: sums go through shared memory, where
 
 
 class MultiprocLeader:
-    """Starts the processes of the other ranks and leads them. The ranks begin to load their weights at once. Ranks on
+    """Starts the processes of the other ranks, which immediately begin to load their weights, and leads them. Ranks on
     other machines join through ``nodes``. ``engines`` is this engine's data-parallel group.
 
     ``on_lost`` is called on another thread, with the reason, when a rank has died or has failed alone, and the model

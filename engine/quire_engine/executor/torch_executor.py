@@ -155,8 +155,8 @@ class TorchExecutor:
         *,
         owns_process: bool,
     ) -> "TorchExecutor":
-        """Loads the model, or rank 0's shard of it, and makes an executor on all ranks with KV pools that fill the
-        memory. ``opened`` collects what must be closed afterwards.
+        """Loads the model, or rank 0's shard of it, and makes an executor on all ranks. Its KV pools have the size that
+        ``compute_rank_cache_sizes`` decides. ``opened`` collects what must be closed afterwards.
         """
         config = settings.engine
         profiler = MemoryProfiler(settings.device_for(0), settings.lora_bytes)
