@@ -55,10 +55,7 @@ class CpuAttention:
         return self._kernels is not None
 
     def prepare(self, *batches: AttentionBatch) -> None:
-        """Takes the plan of the step.
-
-        Raises: ValueError: the plan contradicts itself; nothing of it is kept.
-        """
+        """Takes the plan of the step. Raises ``ValueError``, and keeps nothing, if the plan contradicts itself."""
         self._plans = []
         while len(self._current) < len(batches):
             self._current.append(AttentionPlan())
@@ -66,8 +63,7 @@ class CpuAttention:
 
     def check_pages(self, kv: torch.Tensor) -> None:
         """Checks the prepared plan before captured calls are replayed on ``kv``, a layer's view or the whole memory.
-
-        Raises: ValueError: the prepared plan names a page that does not exist.
+        Raises ``ValueError`` if the plan names a page that does not exist.
         """
         if not self._plans:
             raise ValueError("attention: prepare comes before forward")
@@ -85,9 +81,8 @@ class CpuAttention:
         group: int = 0,
         sinks: torch.Tensor | None = None,
     ) -> torch.Tensor:
-        """See ``AttentionBackend.forward``: stores, then attends.
-
-        Raises: ValueError: a tensor does not fit the prepared plan; no page has been touched.
+        """See ``AttentionBackend.forward``: stores, then attends. Raises ``ValueError``, before it touches any page, if
+        a tensor does not fit the prepared plan.
         """
         if group >= len(self._plans):
             raise ValueError("attention: prepare comes before forward")

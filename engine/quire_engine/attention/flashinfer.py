@@ -147,9 +147,8 @@ class _PlannedAttention:
         group: int = 0,
         sinks: torch.Tensor | None = None,
     ) -> torch.Tensor:
-        """See ``AttentionBackend.forward``.
-
-        Raises: ValueError: no step was prepared, or the tensors do not match it.
+        """See ``AttentionBackend.forward``. Raises ``ValueError`` if no step was prepared, or if the tensors do not
+        match it.
         """
         if group >= len(self._batches):
             raise ValueError("attention: prepare comes before forward")

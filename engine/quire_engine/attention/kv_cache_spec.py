@@ -147,9 +147,10 @@ def group_layers(windows: Mapping[int, int | None], sizes: Mapping[int, int]) ->
     """Groups layers by their ``windows``, None for layers that see all tokens. Both arguments are keyed by layer index,
     and ``sizes`` are elements per block. Groups that see all tokens come first.
 
-    A valid grouping has at most ``MAX_GROUPS`` groups and leaves at most ``MAX_PADDING`` of all blocks empty. Among
-    those in which long sequences take about the least memory, which the layers that see all tokens decide, it returns
-    the one with the fewest groups, because each costs time in every step. Returns no groups if no grouping is valid.
+    A valid grouping has at most ``MAX_GROUPS`` groups and leaves at most ``MAX_PADDING`` of all blocks empty. The
+    memory of long sequences depends on the groups that see all tokens. Among the groupings in which that memory is
+    about the least, it returns the one with the fewest groups, because each costs time in every step. Returns no groups
+    if no grouping is valid.
     """
     kinds: dict[int | None, list[int]] = {}
     for index in sorted(windows, key=lambda index: windows[index] is not None):

@@ -70,12 +70,11 @@ _WARPS, _STAGES = 4, 4
 
 
 def batch_invariant_linear(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
-    """Returns ``x @ weight.T + bias`` [M, N], summed in float32 and rounded once.
+    """Returns ``x @ weight.T + bias`` [M, N], summed in float32 and rounded once. Raises ``ValueError`` if the shapes
+    or dtypes do not match.
 
-    ``x`` [M, K] with contiguous rows; ``weight`` [N, K] and ``bias`` [N] or None, contiguous; all of the same dtype,
-    bf16 or fp16.
-
-    Raises: ValueError: the shapes or dtypes do not match.
+    ``x`` [M, K] has contiguous rows. ``weight`` [N, K] and ``bias`` [N] or None are contiguous. All have the same
+    dtype, bf16 or fp16.
     """
     (rows, depth), (columns, inner) = x.shape, weight.shape
     if depth != inner or x.dtype != weight.dtype or (bias is not None and bias.shape != (columns,)):

@@ -88,12 +88,11 @@ def read_switch() -> str:
 
 
 def shared_object() -> Path:
-    """Returns the compiled kernels: from the wheel or image, from the cache, or compiled now.
+    """Returns the compiled kernels: from the wheel or image, from the cache, or compiled now. Raises ``BuildError`` if
+    the compiler is missing or fails.
 
     The cache is ``$XDG_CACHE_HOME/quire`` or ``~/.cache/quire``. A build found there needs no compiler. If that folder
     is not writable or not trusted, the build goes to a new private folder that is removed when the process exits.
-
-    Raises: BuildError: the compiler is missing or fails.
     """
     if ready := find_build():
         return ready
@@ -123,9 +122,7 @@ def needs_build() -> bool:
 
 def compile_ahead(names: Sequence[str] = ()) -> None:
     """Compiles the kernels for the named levels of this architecture, or for all, into ``AHEAD_FOLDER``. Each level
-    takes about ten seconds.
-
-    Raises: BuildError: a name is unknown, or the compiler is missing or fails.
+    takes about ten seconds. Raises ``BuildError`` if a name is unknown, or if the compiler is missing or fails.
     """
     levels = {level.name: level for level in levels_of(platform.machine())}
     if unknown := [name for name in names if name not in levels]:

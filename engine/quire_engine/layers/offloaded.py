@@ -55,8 +55,8 @@ def load_offloaded_layers(
 
 
 def _number_offloaded(count: int, size: int, limit: int) -> int:
-    """Returns how many of ``count`` layers of ``size`` bytes each go to ``limit`` bytes of host memory. Raises
-    ``ModelError`` if that saves nothing, or if ``limit`` exceeds what the layers need.
+    """Returns how many of ``count`` layers of ``size`` bytes each fit in ``limit`` bytes of host memory. Raises
+    ``ModelError`` if that saves nothing, or if it is more layers than can be offloaded.
     """
     number = limit // size
     if number <= AT_ONCE:

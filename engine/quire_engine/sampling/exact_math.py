@@ -20,8 +20,8 @@ WEIGHT_BITS = 40
 
 
 def split(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Splits positive normal float32 numbers into ``f`` and ``exponent``, both float32, with ``x = (1 + f) *
-    2^exponent`` and ``1 + f`` between the square roots of 1/2 and 2.
+    """Splits positive normal float32 numbers ``(1 + f) * 2^exponent`` into ``f`` and ``exponent``, both float32. ``1 +
+    f`` is between the square roots of 1/2 and 2.
     """
     above = x.view(torch.int32) - _ROOT_HALF
     exponent = above.bitwise_right_shift(23).float()

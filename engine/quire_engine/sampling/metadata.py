@@ -222,7 +222,9 @@ _FIRST_ROWS = 64
 
 
 class SamplingColumns:
-    """The ``SamplingMetadata`` of each row, and whether its draws are plain (see ``logits_processors.is_plain``)."""
+    """The sampling parameters and the seed of each row, and whether its draws are plain (see
+    ``logits_processors.is_plain``).
+    """
 
     def __init__(self) -> None:
         self._temperature = np.zeros(_FIRST_ROWS, np.float32)

@@ -33,8 +33,8 @@ class ModelInput:
     * ``token_ids`` [T] int64.
     * ``positions`` [T] int32: the index of each token in its sequence.
     * ``attention``: the batch of each KV cache group.
-    * ``sampled_rows`` [S] int64: the indices of the tokens whose logits are sampled from. For each chunk with draws
-      that is its last token, and as many before it as it has drafts.
+    * ``sampled_rows`` [S] int64: the indices of the tokens whose logits are sampled from. A chunk with draws has its
+      last token here, and one token before it per draft.
     * ``prompt_logprob_rows`` [N] int64: the indices of the tokens before each prompt log-probability target.
     * ``pending_rows`` [P] int64: the indices of tokens that the previous step has yet to sample.
     * ``lora_ids`` [T] int64: the adapter ids of the tokens, 0 for none; [0] if no token has an adapter.

@@ -67,7 +67,7 @@ class Ranks(Protocol):
 
     def get_output(self) -> ModelOutput:
         """Waits for the output of the oldest executed step whose output has not been taken. Only for a rank 0 that does
-        not sample. Raises the error that the step raised on the rank that samples.
+        not sample. Raises ``RuntimeError`` with the reason if the step failed on the rank that samples.
         """
         ...
 
