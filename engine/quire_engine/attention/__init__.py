@@ -1,1 +1,1 @@
-"""Attention over the paged KV cache: one interface in ``base``, one module a backend."""
+"""Attention over the paged KV cache: one interface in ``base``, one module per backend."""

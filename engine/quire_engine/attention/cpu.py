@@ -1,13 +1,14 @@
 """Attention on the CPU: a compiled kernel over the pages, or the same in torch, one sequence at a time.
 
-It owns the pointers of the step's plan, and nothing else. What the kernel may touch is checked here, the plan
-once a step and the tensors once a layer, because the kernel itself checks nothing.
+The kernel itself checks nothing. This module checks what the kernel may touch: the plan once per step and the tensors
+once per layer. It owns only the pointers of the step's plan.
 
-Measured on one thread with AVX-512, bf16, medians in alternation: prefill of 2,048 tokens (9 query and 3
-KV heads of 64) takes a third of the time of torch's ``scaled_dot_product_attention`` on contiguous keys and
-values, so there is no second way for long chunks. Up to eight query rows of a KV head, as in a decode, take their
-keys and values straight from the pages: 32 sequences of 200 tokens take 0.6 of the time that they take through the
-tiles of long chunks, with the same bits.
+Measured on one thread with AVX-512 in bf16, as medians of alternating runs:
+
+* Prefill of 2,048 tokens (9 query and 3 KV heads of 64) takes a third of the time of torch's
+  ``scaled_dot_product_attention`` on contiguous keys and values. So long chunks need no second path.
+* Up to 8 query rows per KV head, as in a decode, read keys and values directly from the pages. So 32 sequences of 200
+  tokens take 0.6 of the time that the tiles of long chunks would take, with the same bits.
 """
 
 import ctypes
@@ -29,13 +30,13 @@ _Int32 = npt.NDArray[np.int32]
 
 
 class CpuAttention:
-    """Paged attention for one batch at a time. An ``AttentionBackend``.
+    """Paged attention for one batch at a time. Implements ``AttentionBackend``.
 
-    ``use_kernel`` False takes the torch form, True insists on the kernel, and None takes the kernel where it
-    can be had (see ``library``) and the tensors suit it: queries in bf16 with an even head size, or in fp32.
+    ``use_kernel`` False computes in torch, and True requires the kernel. None uses the kernel if it is available (see
+    ``library``) and the tensors suit it: queries in bf16 with an even head size, or in fp32.
 
-    Each row of the kernel's result depends on its own sequence alone, bit for bit: not on the batch, nor on
-    how its tokens were divided into chunks, nor on which pages hold them, nor on the number of threads.
+    Each row of the kernel's result depends only on its own sequence, bit for bit. The batch, the division into chunks,
+    the choice of pages and the number of threads do not change it.
     """
 
     def __init__(self, shape: AttentionShape, *, use_kernel: bool | None = None) -> None:
@@ -47,12 +48,12 @@ class CpuAttention:
             raise RuntimeError("the CPU attention kernel is not available")
         self.batches: Sequence[AttentionBatch] = ()
         self._plans: list[_Plan] = []
-        # All calls of a group's layers point here, those of a CPU graph too: what stands here is the plan of the step.
+        # All calls of a group's layers point here, in CPU graphs too, so this holds the plan of the current step.
         self._current: list[AttentionPlan] = []
 
     @property
     def is_compiled(self) -> bool:
-        """Whether the kernel computes, for tensors that suit it."""
+        """Whether the kernel computes tensors that suit it."""
         return self._kernels is not None
 
     def prepare(self, *batches: AttentionBatch) -> None:
@@ -69,9 +70,7 @@ class CpuAttention:
 
     def check_pages(self, kv: torch.Tensor) -> None:
         """Checks the prepared plan before captured calls are replayed on ``kv``, a layer's view or the whole memory.
-
-        Raises:
-            ValueError: the prepared plan names a page that is not there.
+        Raises ``ValueError`` if the plan names a page that does not exist.
         """
         if not self._plans:
             raise ValueError("attention: prepare comes before forward")
@@ -89,17 +88,15 @@ class CpuAttention:
         group: int = 0,
         sinks: torch.Tensor | None = None,
     ) -> torch.Tensor:
-        """As ``AttentionBackend.forward``: stores, then attends.
-
-        Raises:
-            ValueError: a tensor does not fit the prepared plan; no page has been touched.
+        """See ``AttentionBackend.forward``: stores, then attends. Raises ``ValueError``, before it touches any page, if
+        a tensor does not fit the prepared plan.
         """
         if group >= len(self._plans):
             raise ValueError("attention: prepare comes before forward")
         _require(window is None or window > 0, f"a window of {window}")
         if sinks is not None:
             _require(sinks.shape == (self._shape.num_heads,), "sinks have another shape", sinks)
-            if sinks.dtype is not torch.float32 or not sinks.is_contiguous():  # in no graph
+            if sinks.dtype is not torch.float32 or not sinks.is_contiguous():  # never in a graph
                 sinks = sinks.float().contiguous()
         plan, layer = self._plans[group], _LayerTensors(query, key, value, kv, window, sinks)
         form = layer.form()
@@ -140,7 +137,7 @@ class _LayerTensors(NamedTuple):
     sinks: torch.Tensor | None
 
     def form(self) -> tuple[object, ...]:
-        """All that is checked of the tensors: layers of equal form need one check."""
+        """Returns all properties of the tensors that are checked. Layers of equal form need only one check."""
         query, key, value, kv, *_ = self
         shapes = query.shape, key.shape, value.shape, kv.shape
         strides = query.stride(), key.stride(), value.stride(), kv.stride()
@@ -149,9 +146,9 @@ class _LayerTensors(NamedTuple):
 
 
 class _Plan:
-    """The plan of one step for one group of layers, checked, as the kernel and the torch form want it.
+    """The checked plan of one step for one group of layers, for the kernel and for torch.
 
-    ``checked`` is the form of the last layer that was found to fit, which is that of all layers of most models.
+    ``checked`` is the form of the last layer that fit. In most models all layers have that form.
     """
 
     def __init__(self, batch: AttentionBatch, current: AttentionPlan, shape: AttentionShape) -> None:
@@ -200,7 +197,7 @@ class _Plan:
         )
 
     def set_layout(self, layer: _LayerTensors) -> None:
-        """Takes what layers of one form have in common."""
+        """Sets what all layers of one form have in common."""
         call, (query, key, value, kv, *_) = self.call, layer
         self.suits_kernel = key.dtype in DTYPES and key.shape[2] * key.element_size() % 4 == 0
         call.query_token, call.query_head, _ = query.stride()
@@ -218,19 +215,19 @@ class _Plan:
         call.kv, call.out = kv.data_ptr(), out.data_ptr()
 
     def tokens_of(self, chunk: int) -> slice:
-        """The chunk's tokens in the packed batch."""
+        """Returns the slice of the chunk's tokens in the packed batch."""
         return slice(int(self._query_indptr[chunk]), int(self._query_indptr[chunk + 1]))
 
     def pages_of(self, chunk: int) -> torch.Tensor:
-        """The chunk's pages, in order, as an index."""
+        """Returns the chunk's pages, in order, as an index."""
         return self._tensors[2][int(self._page_indptr[chunk]) : int(self._page_indptr[chunk + 1])].long()
 
     def context_of(self, chunk: int) -> int:
-        """Tokens known to the chunk's attention."""
+        """Returns the number of tokens known to the chunk's attention."""
         return int(self._context_lens[chunk])
 
     def token_slots(self) -> tuple[torch.Tensor, torch.Tensor]:
-        """Page and slot of each token of the batch, as indices."""
+        """Returns the page and the slot of each token of the batch, as indices."""
         if self._slots is None:
             tokens = np.diff(self._query_indptr)
             start = self._context_lens - tokens - self._query_indptr[:-1]
@@ -266,15 +263,17 @@ def _forward_in_torch(layer: _LayerTensors, plan: _Plan, shape: AttentionShape, 
 
 
 def _select(pages: torch.Tensor, span: slice) -> tuple[torch.Tensor, torch.Tensor]:
-    """Keys and values, [kv_heads, tokens, head_dim] each, of the tokens in ``span`` of one sequence's ``pages``
-    [P, 2, kv_heads, block_size, head_dim].
+    """Returns the keys and values, [kv_heads, tokens, head_dim] each, of the tokens in ``span`` of one sequence's
+    ``pages`` [P, 2, kv_heads, block_size, head_dim].
     """
     keys, values = pages.permute(1, 2, 0, 3, 4).flatten(2, 3)[:, :, span]
     return keys, values
 
 
 def _seen(past: int, first: int, context: int, window: int | None) -> torch.Tensor | None:
-    """Which of the keys ``[first, context)`` each token from ``past`` on sees, [tokens, keys]; None for all."""
+    """Returns which of the keys ``[first, context)`` each token from ``past`` onwards sees, [tokens, keys]; None for
+    all.
+    """
     if context - past == 1:
         return None
     position = torch.arange(past, context)[:, None]
@@ -286,10 +285,10 @@ def _seen(past: int, first: int, context: int, window: int | None) -> torch.Tens
 def _attend(
     query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, seen: torch.Tensor | None, scale: float
 ) -> torch.Tensor:
-    """One chunk, [tokens, heads, head_dim], through torch's own attention.
+    """Computes one chunk, [tokens, heads, head_dim], with torch's own attention.
 
-    The heads that share a KV head are rows of one product for a lone token; ``enable_gqa`` is eight times
-    slower there. For more tokens they are a dimension of their own, so that they share the mask.
+    For a single token, the heads that share a KV head are rows of one product, because ``enable_gqa`` is 8 times slower
+    there. For more tokens they are a separate dimension, so that they share the mask.
     """
     tokens, heads, dim = query.shape
     shared = query.reshape(tokens, len(keys), heads // len(keys), dim)
@@ -306,14 +305,14 @@ def _attend(
 
 
 def _scores(query: torch.Tensor, keys: torch.Tensor, shape: AttentionShape) -> torch.Tensor:
-    """[heads, tokens, keys] in float32: where they are capped or have sinks beside them, torch's own attention does not
-    do.
+    """Returns the scores [heads, tokens, keys] in float32. Used with a soft cap or sinks, which torch's own attention
+    lacks.
     """
     return query.float().transpose(0, 1) @ _of_each_head(keys, shape).transpose(1, 2) * shape.scale
 
 
 def _of_each_head(rows: torch.Tensor, shape: AttentionShape) -> torch.Tensor:
-    """Rows [kv_heads, tokens, head_dim] in float32 for each of the heads."""
+    """Repeats rows [kv_heads, tokens, head_dim] for each query head, in float32."""
     return rows.float().repeat_interleave(shape.num_heads // shape.num_kv_heads, 0)
 
 

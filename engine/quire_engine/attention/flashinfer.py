@@ -1,9 +1,9 @@
-"""Attention on a GPU, through FlashInfer (Ye et al. 2025): a decode kernel for chunks of single tokens, and a prefill
-kernel for all others, on Hopper FA3's (Shah et al. 2024) where the chunks are long. Layers with sinks take a prefill
-kernel of their own for every step.
+"""Attention on a GPU with FlashInfer (Ye et al. 2025). A decode kernel computes chunks of single tokens, and a prefill
+kernel all others; on Hopper, FA3 (Shah et al. 2024) computes long chunks. Layers with sinks use their own prefill
+kernel for every step.
 
-Each wrapper plans once a step, on the host: how the step's work is cut into tiles. The plan goes through a pinned
-staging buffer of the wrapper, from which it is copied asynchronously; hence the fence.
+Each wrapper plans once per step, on the host, how the step's work is cut into tiles. The plan is copied asynchronously
+from the wrapper's pinned staging buffer, hence the fence.
 """
 
 import logging
@@ -24,29 +24,31 @@ log = logging.getLogger(__name__)
 LAYOUT = "HND"
 """FlashInfer's name for pages [kv_heads, block_size, head_dim]."""
 MIN_WORKSPACE_BYTES = 128 << 20
-"""Bytes that FlashInfer recommends for it."""
+"""The workspace size that FlashInfer recommends."""
 _FA2, _FA3 = "fa2", "fa3"
 _DECODE, _SINKS = "decode", "sinks"
-# On an H200 the CUDA cores read keys and values faster where at most two query heads share a KV head, and FA3 computes
-# prompts in about half the time, but decodes in twice (docs/evidence/performance.md). A tile of it has 128 queries.
+# Measured on an H200: the CUDA cores read keys and values faster if at most two query heads share a KV head. FA3
+# computes prompts in about half the time but decodes in twice the time (docs/evidence/performance.md). An FA3 tile has
+# 128 queries.
 _MAX_GROUP_ON_CUDA_CORES = 2
 _MIN_FA3_QUERIES = 128
-# Two kernels cost the host more launches than one: behind decodes, prompts of 512 tokens lost and of 2,048 won.
+# Two kernels cost the host more launches than one: after decodes, prompts of 512 tokens got slower and prompts of 2,048
+# faster.
 _MIN_TOKENS_BEHIND_DECODES = 1024
 _MEASURED = (torch.bfloat16, 128)
-"""The dtype and the head size that both were measured with; others keep to FA2 on tensor cores."""
+"""The dtype and head size of both measurements. Others use FA2 on tensor cores."""
 _HEAD_DIMS = (64, 128, 256)
 _DTYPES = (torch.float16, torch.bfloat16)
-# A plan of a decode step fills a few bytes for each tile; FlashInfer's own default is 8 MiB for every wrapper.
+# The plan of a decode step takes a few bytes per tile. FlashInfer's default is 8 MiB for every wrapper.
 _GRAPH_PLAN_BYTES = 1 << 20
-# The parts of a workspace begin at multiples of 16 bytes: the most bytes that this padding takes.
+# The parts of a workspace are aligned to 16 bytes. This is the most bytes that the padding takes.
 _ALIGNMENTS = 64
 _MAX_THREADS, _VALUES_A_THREAD = 1024, 8
 
 
 def unsupported_reason(dtype: torch.dtype, capability: tuple[int, int]) -> str | None:
-    """Why FlashInfer cannot serve models of ``dtype`` on a GPU of this compute capability, as half a sentence; None if
-    it can.
+    """Returns why FlashInfer cannot serve models of ``dtype`` on a GPU of this compute capability, or None if it can.
+    The reason completes a sentence that begins with "FlashInfer".
     """
     if capability < (7, 5):
         return f"needs a GPU of compute capability 7.5 or newer, and this one has {capability[0]}.{capability[1]}"
@@ -58,7 +60,9 @@ def unsupported_reason(dtype: torch.dtype, capability: tuple[int, int]) -> str |
 
 
 def unsupported_shape_reason(shape: AttentionShape) -> str | None:
-    """Why FlashInfer cannot serve a model of this shape, as half a sentence; None if it can."""
+    """Returns why FlashInfer cannot serve a model of this shape, or None if it can. The reason completes a sentence
+    that begins with "FlashInfer".
+    """
     if shape.head_dim not in _HEAD_DIMS:
         return f"knows heads of {', '.join(map(str, _HEAD_DIMS))} numbers, not of {shape.head_dim}"
     if shape.num_kv_heads * shape.head_dim // max(_VALUES_A_THREAD, shape.head_dim // 32) > _MAX_THREADS:
@@ -68,8 +72,8 @@ def unsupported_shape_reason(shape: AttentionShape) -> str | None:
 
 @dataclass(frozen=True, slots=True)
 class PageArrays:
-    """The arrays of an ``AttentionBatch`` as FlashInfer takes them, int32 on one device, and ``chunk_ids`` [T], the
-    chunk of each token.
+    """The arrays of an ``AttentionBatch`` for FlashInfer, int32 on one device, and ``chunk_ids`` [T], the chunk of each
+    token.
     """
 
     query_indptr: torch.Tensor
@@ -87,8 +91,8 @@ class PageArrays:
 
 
 class _PreparedPart(NamedTuple):
-    """The arrays of a part of a prepared step for one group of layers, and the ``tokens`` of the step that it has.
-    Plans take page ids from ``device``, and the kernels read ``read``: the same arrays, or in a graph the fixed ones.
+    """A part of a prepared step for one group of layers, which has the ``tokens`` of the step. Plans take page ids from
+    ``device``. Kernels read ``read``: the same arrays, or the fixed ones in a graph.
     """
 
     tokens: slice
@@ -98,12 +102,12 @@ class _PreparedPart(NamedTuple):
 
     @property
     def has_long_chunks(self) -> bool:
-        """Whether a chunk has as many tokens as a tile of FA3 has queries, on average."""
+        """Whether chunks have, on average, at least as many tokens as an FA3 tile has queries."""
         return len(self.host.positions) >= _MIN_FA3_QUERIES * len(self.host.last_page_len)
 
 
 class _Kind(NamedTuple):
-    """What layers of one shape may differ in. One plan serves all layers of a kind."""
+    """The properties in which layers of one shape may differ. One plan serves all layers of a kind."""
 
     window: int | None
     has_sinks: bool
@@ -111,7 +115,7 @@ class _Kind(NamedTuple):
 
 
 class _PlannedAttention:
-    """An ``AttentionBackend`` that plans each part of a step once for each kind of layers."""
+    """An ``AttentionBackend`` that plans each part of a step once per kind of layer."""
 
     def __init__(self, shared: "_SharedState") -> None:
         self._shared = shared
@@ -129,7 +133,7 @@ class _PlannedAttention:
             for kind in self._shared.kinds:
                 self._plan(kind)
         finally:
-            # When one plan fails, those before it are being copied all the same.
+            # If one plan fails, the plans before it are still being copied.
             self._shared.fence.record()
 
     def forward(
@@ -143,10 +147,8 @@ class _PlannedAttention:
         group: int = 0,
         sinks: torch.Tensor | None = None,
     ) -> torch.Tensor:
-        """See ``AttentionBackend.forward``.
-
-        Raises:
-            ValueError: no step was prepared, or the tensors do not match it.
+        """See ``AttentionBackend.forward``. Raises ``ValueError`` if no step was prepared, or if the tensors do not
+        match it.
         """
         if group >= len(self.batches):
             raise ValueError("attention: prepare comes before forward")
@@ -154,9 +156,9 @@ class _PlannedAttention:
         if kind not in self._planned:
             self._add_kind(kind)
         key, value = encode_rows(key, kv.dtype), encode_rows(value, kv.dtype)
-        # Allocated here, as FlashInfer would fill its own with zeros first.
+        # Allocated here, because FlashInfer would fill its own output with zeros first.
         out = torch.empty(query.shape, dtype=query.dtype, device=query.device)
-        # The kernel with sinks was made for them, and takes what it needs in this order.
+        # The kernel with sinks takes these additional arguments in this order.
         extra = () if sinks is None else (sinks.float(), self._shared.shape.scale)
         for (tokens, _, _, read), wrapper in zip(self._parts[group], self._planned[kind], strict=True):
             self._shared.flashinfer.append_paged_kv_cache(
@@ -168,7 +170,7 @@ class _PlannedAttention:
         return out
 
     def _add_kind(self, kind: _Kind) -> None:
-        """Plans a kind that is used for the first time; from the next step on ``prepare`` does."""
+        """Plans a kind that is used for the first time. ``prepare`` plans it from the next step."""
         if kind not in self._shared.kinds:
             self._shared.kinds.append(kind)
         self._plan(kind)
@@ -180,7 +182,7 @@ class _PlannedAttention:
         self._planned[kind] = [self._plan_part(part, kind) for part in self._parts[kind.group]]
 
     def _plan_part(self, part: _PreparedPart, kind: _Kind) -> Any:
-        """A wrapper that has planned the part."""
+        """Plans the part. Returns the wrapper that planned it."""
         kernel = self._shared.kernel(part, kind)
         try:
             return self._planned_by(kernel, part, kind)
@@ -205,12 +207,12 @@ class _PlannedAttention:
 
 
 class FlashInferAttention(_PlannedAttention):
-    """Paged attention for one batch at a time. An ``AttentionBackend``, and a ``GraphAttention``.
+    """Paged attention for one batch at a time. Implements ``AttentionBackend`` and ``GraphAttention``.
 
-    With ``deterministic``, each token is a request of its own to the decode kernel, and no context is split. The result
-    for a token is then a function of its sequence alone: not of its chunk, nor of the batch, nor of whether a graph
-    computed it. (In a prefill kernel the size of the tiles, and so the order of every sum,
-    depends on the mean length of the batch's chunks, even without splitting.)
+    With ``deterministic``, each token is a separate request to the decode kernel, and no context is split. Then the
+    result of a token depends only on its own sequence: its chunk, the batch and the use of a graph do not change it.
+    (In a prefill kernel the tile size, and with it the order of every sum, depends on the mean length of the batch's
+    chunks, even without splitting.)
     """
 
     def __init__(
@@ -243,7 +245,7 @@ class FlashInferAttention(_PlannedAttention):
 
 
 class _GraphDecode(_PlannedAttention):
-    """Decode steps of one batch size, on arrays of fixed addresses."""
+    """Decode steps of one batch size, on arrays at fixed addresses."""
 
     def __init__(self, shared: "_SharedState", batch_size: int, max_pages: int) -> None:
         super().__init__(shared)
@@ -304,11 +306,11 @@ class _SharedState:
         self._graph_plans: dict[_Kind, torch.Tensor] = {}
 
     def stage(self, batch: AttentionBatch) -> tuple[PageArrays, PageArrays]:
-        """The batch on the host and on the device, with a chunk for each token if ``deterministic``."""
+        """Returns the batch on the host and on the device. With ``deterministic``, each token is a chunk."""
         return stage(split_tokens(batch, self.shape.block_size) if self.deterministic else batch, self.device)
 
     def divide(self, batch: AttentionBatch) -> list[AttentionBatch]:
-        """The batch, or the decodes that it begins with and the chunks behind them, where FA3 computes those."""
+        """Returns the batch, or the decodes at its start and the chunks after them, if FA3 computes those."""
         if not self._has_fa3:
             return [batch]
         is_long = np.diff(batch.query_indptr.numpy()) > 1
@@ -319,7 +321,7 @@ class _SharedState:
         return [take_chunks(batch, 0, decodes), take_chunks(batch, decodes, chunks)]
 
     def kernel(self, part: _PreparedPart, kind: _Kind) -> str:
-        """Which kernel computes a part in layers of a kind."""
+        """Returns which kernel computes a part in layers of a kind."""
         if kind.has_sinks:
             return _SINKS
         if part.host.is_decode:
@@ -327,13 +329,13 @@ class _SharedState:
         return _FA3 if self._has_fa3 and part.has_long_chunks and kind.window is None else _FA2
 
     def give_up_fa3(self, error: Exception) -> None:
-        """Has all prompts computed by FA2 from now on."""
+        """Switches all prompts to FA2."""
         log.warning("FlashInfer's FA3 kernels cannot be used: %s; prompts take longer", first_line(error))
         self._has_fa3 = False
 
     def plan(self, wrapper: Any, kernel: str, kind: _Kind, host: PageArrays, device: PageArrays) -> None:
-        """Has the wrapper plan a part. Page ids are copied on the device, all other arrays are read on the host, so
-        that the device is never waited for.
+        """Makes the wrapper plan a part. Copies page ids on the device and reads all other arrays on the host, so the
+        host never waits for the device.
         """
         pages = (host.page_indptr, device.page_ids, host.last_page_len)
         shape = self.shape
@@ -355,7 +357,7 @@ class _SharedState:
         )
 
     def make_wrapper(self, kernel: str, kind: _Kind) -> Any:
-        """A wrapper for parts of any size, for layers of one kind."""
+        """Makes a wrapper for parts of any size, for layers of one kind."""
         if kernel == _DECODE:
             return self.flashinfer.BatchDecodeWithPagedKVCacheWrapper(
                 self.workspace, LAYOUT, use_tensor_cores=self._on_tensor_cores, backend=_FA2
@@ -374,7 +376,7 @@ class _SharedState:
         )
 
     def make_graph_wrapper(self, kind: _Kind, fixed: PageArrays) -> Any:
-        """A wrapper for the layers of one kind in a graph, whose plans are copied to ``fixed``."""
+        """Makes a wrapper for the layers of one kind in a graph. Its plans are copied to ``fixed``."""
         wrapper = self.flashinfer.BatchDecodeWithPagedKVCacheWrapper(
             self.workspace,
             LAYOUT,
@@ -391,8 +393,8 @@ class _SharedState:
         return wrapper
 
     def graph_arrays(self, group: int, batch_size: int, max_pages: int) -> PageArrays:
-        """The fixed arrays of a graph for one group of layers. Graphs share memory: smaller ones use the beginning of
-        the first one's arrays, as each is planned again before it is replayed.
+        """Returns the fixed arrays of a graph for one group of layers. Graphs share memory: smaller graphs use the
+        start of the first graph's arrays, because each is planned again before its replay.
         """
         memory = self._graph_memory.get(group)
         if memory is None or len(memory.positions) < batch_size or len(memory.page_ids) < max_pages:
@@ -409,12 +411,14 @@ class _SharedState:
 
 
 def _window_left(kind: _Kind) -> int:
-    """The tokens before itself that a token sees, as FlashInfer counts them; -1 for all."""
+    """Returns how many tokens before itself a token sees, in FlashInfer's counting; -1 for all."""
     return -1 if kind.window is None else kind.window - 1
 
 
 class StagingFence:
-    """Orders the plans of two steps: the second may not overwrite a staging buffer that is still being copied from."""
+    """Orders the plans of two steps, so that the second does not overwrite a staging buffer that is still being
+    copied.
+    """
 
     def __init__(self, device: torch.device) -> None:
         self._event = torch.cuda.Event() if device.type == "cuda" else None
@@ -431,8 +435,8 @@ class StagingFence:
 
 
 def stage(batch: AttentionBatch, device: torch.device) -> tuple[PageArrays, PageArrays]:
-    """The batch on the host, from where FlashInfer copies some arrays again, and on the device. Does not wait for the
-    device.
+    """Returns the batch on the host, from which FlashInfer copies some arrays again, and on the device. Does not wait
+    for the device.
     """
     arrays = (
         *(batch.query_indptr, batch.page_indptr, batch.page_ids, batch.last_page_len),
@@ -443,7 +447,7 @@ def stage(batch: AttentionBatch, device: torch.device) -> tuple[PageArrays, Page
 
 
 def take_chunks(batch: AttentionBatch, first: int, end: int) -> AttentionBatch:
-    """The chunks of a batch from ``first`` on, and before ``end``."""
+    """Returns the chunks ``[first, end)`` of a batch."""
     queries, pages = batch.query_indptr[first : end + 1], batch.page_indptr[first : end + 1]
     return AttentionBatch(
         query_indptr=queries - queries[0],
@@ -456,7 +460,7 @@ def take_chunks(batch: AttentionBatch, first: int, end: int) -> AttentionBatch:
 
 
 def split_tokens(batch: AttentionBatch, block_size: int) -> AttentionBatch:
-    """The same tokens, each as a chunk of its own whose context ends with itself."""
+    """Returns the same tokens, each as a separate chunk whose context ends with the token."""
     context_lens = batch.positions.numpy() + 1
     page_counts = -(-context_lens // block_size)
     page_indptr = np.concatenate(([0], np.cumsum(page_counts)))
@@ -482,7 +486,7 @@ def _int32(values: npt.NDArray[np.integer]) -> torch.Tensor:
 
 
 def _null_pages(batch_size: int, max_pages: int, device: torch.device) -> PageArrays:
-    """Arrays of single tokens, all zeros: their pages are the null page."""
+    """Returns zeroed arrays for single tokens, whose pages are the null page."""
 
     def zeros(size: int) -> torch.Tensor:
         return torch.zeros(size, dtype=torch.int32, device=device)
@@ -499,13 +503,13 @@ def _null_pages(batch_size: int, max_pages: int, device: torch.device) -> PageAr
 
 
 def _workspace_bytes(shape: AttentionShape, device: torch.device) -> int:
-    """The bytes that the partial results of split contexts need, in float32: for each head a vector and a sum of each
-    row.
+    """Returns the bytes for the partial results of split contexts in float32: one vector and one sum for each row of
+    each head.
 
-    A tile has 16, 64 or 128 rows of queries and their heads, of which ``group`` share a KV head; on GPUs older than
-    compute capability 8.0 there are none of 16. Outside of graphs at most two tiles for each multiprocessor are split.
-    In a graph of B tokens there may be as many tiles as B requests of any lengths, but B tokens in all, can need: at
-    most B more than those tokens fill.
+    A tile has 16, 64 or 128 rows of queries and their heads, of which ``group`` share a KV head. GPUs older than
+    compute capability 8.0 have no tiles of 16. Outside graphs at most two tiles per multiprocessor are split. A graph
+    of B tokens needs room for as many tiles as B requests of B tokens in total can need: at most B more than those
+    tokens fill.
     """
     processors, capability = _gpu(device)
     group = shape.num_heads // shape.num_kv_heads
@@ -517,7 +521,9 @@ def _workspace_bytes(shape: AttentionShape, device: torch.device) -> int:
 
 
 def _gpu(device: torch.device) -> tuple[int, tuple[int, int]]:
-    """The multiprocessors of a GPU, and its compute capability; minimal values for an emulation on the CPU."""
+    """Returns the number of multiprocessors of a GPU and its compute capability, or minimal values for an emulation on
+    the CPU.
+    """
     if device.type != "cuda":
         return 1, (8, 0)
     properties = torch.cuda.get_device_properties(device)

@@ -1,13 +1,13 @@
-"""What a block of KV memory holds, layer by layer (vLLM's ``KVCacheSpec``).
+"""The layout of a KV block, layer by layer (vLLM's ``KVCacheSpec``).
 
-A block has the keys and values of ``block_size`` tokens in all layers of a group, one layer behind the other, as one
-run of bytes: so it is copied, swapped and stored as one, whatever the layers are. Layers may differ in KV heads and in
-the sizes of their heads, as the global and the local ones of Gemma 4 do, and a layer that reads the keys and values of
-another has none of its own. Layers that keep a state instead of keys and values have theirs in the block as well.
+A block has the keys and values of ``block_size`` tokens in all layers of a group, one layer after the other, as one run
+of bytes. So any block is copied, swapped and stored as a unit. Layers may differ in KV heads and head size, like the
+global and local layers of Gemma 4. A layer that reads another layer's keys and values has none itself. Layers with a
+recurrent state keep it in the block too.
 
-Most models have one group, of all layers. Where some have a window, those that see as far back as each other are
-together, so that their blocks can be given up once the window has left them; and there are so many groups of either
-kind that the blocks of all take about the same bytes, as all are taken from one pool (vLLM's hybrid KV cache groups).
+Most models have one group with all layers. If some layers have a window, layers with equal windows form groups, so that
+blocks can be freed once they leave the window. The number of groups of each kind is chosen so that the blocks of all
+groups have about the same size, because all come from one pool (vLLM's hybrid KV cache groups).
 """
 
 from collections.abc import Mapping, Sequence
@@ -21,14 +21,13 @@ from quire_engine.attention.kv_rows import row_size
 STATE_ALIGNMENT = 16
 MAX_GROUPS = 16
 MAX_PADDING = 1 / 8
-"""Of all blocks of a token, the part that may be empty because groups have fewer layers than others, or smaller ones.
-"""
+"""The largest part of all blocks of a token that may be empty because some groups have fewer or smaller layers."""
 
 
 @dataclass(frozen=True, slots=True)
 class KVCacheSpec:
-    """The keys and values of one layer in a block of ``dtype``: ``[2, num_kv_heads, block_size, row_size]`` from its
-    element ``offset`` on, with rows of ``head_dim`` numbers as ``kv_rows`` has them.
+    """One layer's keys and values in a block of ``dtype``: ``[2, num_kv_heads, block_size, row_size]`` from element
+    ``offset``. A row has ``head_dim`` numbers, in the format of ``kv_rows``.
     """
 
     num_kv_heads: int
@@ -39,32 +38,32 @@ class KVCacheSpec:
 
     @classmethod
     def of(cls, layer: LayerAttention, block_size: int, dtype: torch.dtype, offset: int) -> "KVCacheSpec":
-        """That of ``layer``."""
+        """Returns the spec of ``layer``."""
         return cls(layer.num_kv_heads, layer.head_dim, block_size, dtype, offset)
 
     @property
     def shape(self) -> tuple[int, int, int, int]:
-        """Planes (keys, values), KV heads, slots, elements of a row."""
+        """Planes (keys, values), KV heads, slots, elements per row."""
         return 2, self.num_kv_heads, self.block_size, row_size(self.head_dim, self.dtype)
 
     @property
     def end(self) -> int:
-        """The element of the block behind this layer's last one."""
+        """The element of the block after this layer's last one."""
         planes, heads, slots, row = self.shape
         return self.offset + planes * heads * slots * row
 
     def view(self, blocks: torch.Tensor) -> torch.Tensor:
-        """This layer's part of ``blocks`` [blocks, elements], as attention takes it."""
+        """Returns this layer's part of ``blocks`` [blocks, elements], in the shape that attention takes."""
         return blocks[:, self.offset : self.end].unflatten(1, self.shape)
 
 
 @dataclass(frozen=True, slots=True)
 class BlockLayout:
-    """A block of any group of layers: ``state_bytes`` of the layers that keep a state, and then what ``specs`` says of
-    the group's layers with attention. ``elements`` of ``dtype`` in all.
+    """The layout of a block of any group of layers: first ``state_bytes`` for the layers with a recurrent state, then
+    the ``specs`` of the group's attention layers. A block has ``elements`` of ``dtype``.
 
-    ``specs`` and ``layer_groups``, the number of its group, have an entry for each layer with attention, in order, and
-    ``windows`` one for each group: how many tokens its layers see, None for all.
+    ``specs`` and ``layer_groups`` (group numbers) have an entry for each attention layer, in order. ``windows`` has an
+    entry for each group: how many tokens its layers see, None for all.
     """
 
     block_size: int
@@ -85,11 +84,11 @@ class BlockLayout:
         *,
         max_model_len: int | None = None,
     ) -> "BlockLayout":
-        """The layout for blocks of ``block_size`` tokens and rows of ``dtype``. With a state, blocks have whole
-        multiples of ``STATE_ALIGNMENT`` bytes.
+        """Makes the layout for blocks of ``block_size`` tokens and rows of ``dtype``. With a state, the size of a block
+        is a multiple of ``STATE_ALIGNMENT`` bytes.
 
-        With ``max_model_len``, layers whose windows are shorter have groups of their own, as ``group_layers`` makes
-        them. Where it makes none, or with a state, there is one group that sees all tokens.
+        With ``max_model_len``, layers with shorter windows get groups from ``group_layers``. If that finds none, or
+        with a state, there is one group that sees all tokens.
         """
         start = -(-state_bytes // STATE_ALIGNMENT) * STATE_ALIGNMENT // dtype.itemsize
         owners = [index for index, layer in enumerate(layers) if layer.kv_layer is None]
@@ -126,8 +125,8 @@ class BlockLayout:
         return self.elements * size
 
     def views(self, blocks: torch.Tensor) -> list[LayerKV]:
-        """The parts of ``blocks`` [blocks, elements], as ``Model.forward`` takes them: that of each layer with
-        attention, and last, where there are any, the states [blocks, state_bytes] in bytes.
+        """Returns the parts of ``blocks`` [blocks, elements] in the form that ``Model.forward`` takes: one for each
+        attention layer, then the states [blocks, state_bytes] in bytes, if there are any.
         """
         pairs = zip(self.specs, self.layer_groups, strict=True)
         views = [LayerKV(spec.view(blocks), group) for spec, group in pairs]
@@ -136,25 +135,28 @@ class BlockLayout:
 
 @dataclass(frozen=True, slots=True)
 class LayerGroup:
-    """``layers`` by their indices, which share the blocks of a sequence, and how many tokens they see; None for all."""
+    """``layers``, by index, that share the blocks of a sequence, and the number of tokens that they see; None for
+    all.
+    """
 
     window: int | None
     layers: list[int]
 
 
 def group_layers(windows: Mapping[int, int | None], sizes: Mapping[int, int]) -> list[LayerGroup]:
-    """The groups of layers with these ``windows``, None for layers that see all tokens, by their indices; a block has
-    ``sizes`` elements of each. Those that see all tokens are in the first groups.
+    """Groups layers by their ``windows``, None for layers that see all tokens. Both arguments are keyed by layer index,
+    and ``sizes`` are elements per block. Groups that see all tokens come first.
 
-    Of all ways with at most ``MAX_GROUPS`` and no more than ``MAX_PADDING`` of all blocks empty, those are looked at in
-    which long sequences take about the least, which is what those that see all tokens do. The one with the fewest
-    groups is taken, as each costs some time in every step. There are no groups if there is no way.
+    A valid grouping has at most ``MAX_GROUPS`` groups and leaves at most ``MAX_PADDING`` of all blocks empty. The
+    memory of long sequences depends on the groups that see all tokens. Among the groupings in which that memory is
+    about the least, it returns the one with the fewest groups, because each costs time in every step. Returns no groups
+    if no grouping is valid.
     """
     kinds: dict[int | None, list[int]] = {}
     for index in sorted(windows, key=lambda index: windows[index] is not None):
         kinds.setdefault(windows[index], []).append(index)
     largest = {window: max(sizes[index] for index in layers) for window, layers in kinds.items()}
-    ways: list[tuple[int, list[LayerGroup]]] = []  # elements that a token takes for good, and the groups
+    ways: list[tuple[int, list[LayerGroup]]] = []  # elements that a token keeps permanently, and the groups
     for elements in sorted({count * largest[window] for window in kinds for count in range(1, len(kinds[window]) + 1)}):
         if elements < max(largest.values()):
             continue
@@ -170,8 +172,8 @@ def group_layers(windows: Mapping[int, int | None], sizes: Mapping[int, int]) ->
 
 
 def _windows(layers: Sequence[LayerAttention], max_model_len: int) -> dict[int, int | None]:
-    """How many tokens the layers with keys and values of their own have to be kept for, as others may read them too;
-    None for all.
+    """Returns, for each layer that has its own keys and values, how many tokens must be kept, for itself and for the
+    layers that read them; None for all.
     """
     readers: dict[int, list[int]] = {}
     for index, layer in enumerate(layers):

@@ -1,4 +1,4 @@
-"""Attention of models whose layers differ in heads: a backend for each shape, on one plan."""
+"""Attention for models whose layers differ in heads: one backend per shape, all on one plan."""
 
 from collections.abc import Callable, Sequence
 
@@ -8,8 +8,8 @@ from quire_engine.attention.base import AttentionBackend, AttentionBatch, Attent
 
 
 class MixedAttention:
-    """An ``AttentionBackend`` of several, told apart by the heads of the queries and keys that they are given. Each
-    plans every step.
+    """An ``AttentionBackend`` that dispatches to several by the heads of the queries and keys. Each backend plans every
+    step.
     """
 
     def __init__(self, backends: dict[tuple[int, int, int], AttentionBackend]) -> None:

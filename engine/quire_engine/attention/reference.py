@@ -1,5 +1,5 @@
-"""The oracle: attention as the formula says it, one chunk after the other. Clear, not fast; any device and
-dtype.
+"""The reference for other backends: attention computed by the formula, one chunk at a time. Clear, not fast. Works on
+any device and dtype.
 """
 
 from collections.abc import Sequence
@@ -15,8 +15,7 @@ from quire_engine.device.accelerator import upload
 class ReferenceAttention:
     """Softmax of scaled products in float32, over exactly the keys that each token may see.
 
-    Pages are cut to the sequence's length before anything is computed: what lies behind it was left by
-    others, and may be NaN.
+    Pages are cut to the sequence's length before any computation: the rest was left by other sequences and may be NaN.
     """
 
     def __init__(self, shape: AttentionShape) -> None:
@@ -52,15 +51,15 @@ class ReferenceAttention:
         return output
 
     def _gather(self, plan: "_ChunkPlan", chunk: int, kv: torch.Tensor) -> torch.Tensor:
-        """Keys and values [2, kv_heads, context, head_dim] of one chunk's sequence, in float32."""
+        """Returns the keys and values [2, kv_heads, context, head_dim] of one chunk's sequence, in float32."""
         pages = load_pages(kv, upload(plan.pages[chunk], kv.device), self._shape.head_dim).permute(1, 2, 0, 3, 4)
         return pages.flatten(2, 3)[:, :, : plan.context_lens[chunk]].float()
 
     def _attend(
         self, query: torch.Tensor, rows: torch.Tensor, hidden: torch.Tensor, sinks: torch.Tensor | None
     ) -> torch.Tensor:
-        """Attention of ``query`` [T, heads, head_dim] to one sequence's keys and values but for those ``hidden``
-        [T, context].
+        """Computes the attention of ``query`` [T, heads, head_dim] to one sequence's keys and values, except the
+        ``hidden`` [T, context].
         """
         keys, values = rows.repeat_interleave(self._shape.num_heads // self._shape.num_kv_heads, 1)
         scores = query.float().transpose(0, 1) @ keys.transpose(1, 2) * self._shape.scale
@@ -86,8 +85,8 @@ class _ChunkPlan:
 def softmax_weights(
     scores: torch.Tensor, hidden: torch.Tensor, soft_cap: float | None, sinks: torch.Tensor | None
 ) -> torch.Tensor:
-    """The weights of keys, [heads, T, context], of their ``scores`` before the cap, those that are ``hidden`` being 0.
-    With ``sinks`` [heads], weights add up to less than 1.
+    """Returns the weights [heads, T, context] of keys from their ``scores`` before the cap. Keys in ``hidden`` get
+    weight 0. With ``sinks`` [heads], weights add up to less than 1.
     """
     if soft_cap is not None:
         scores = torch.tanh(scores / soft_cap) * soft_cap
@@ -99,7 +98,7 @@ def softmax_weights(
 
 
 def _visible(positions: torch.Tensor, context: int, window: int | None) -> torch.Tensor:
-    """Which of ``context`` tokens each position sees: those up to itself, no older than the window. [T, context]."""
+    """Returns which of ``context`` tokens each position sees, [T, context]: tokens up to itself within the window."""
     distance = positions[:, None] - torch.arange(context)
     visible = distance >= 0
     return visible if window is None else visible & (distance < window)

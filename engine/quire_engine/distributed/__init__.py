@@ -1,1 +1,1 @@
-"""What ranks of one model do together: sums and gathers over their shards."""
+"""Communication between the ranks of one model: sums, gathers and exchanges of their shards."""

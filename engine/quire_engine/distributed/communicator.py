@@ -1,8 +1,8 @@
-"""Communication between the ranks that share one model: ``Communicator`` as the model sees it, and
-``GroupCoordinator``, its collectives: gloo on the CPU, NCCL on CUDA.
+"""Communication between the ranks that share one model. ``Communicator`` is the interface for the model, and
+``GroupCoordinator`` implements it with collectives: gloo on the CPU, NCCL on CUDA.
 
-On one machine both are restricted to the loopback interface: no port is opened that others could reach. Between
-machines they listen at the address of their own one. Nothing but tensors is sent.
+On one machine both use only the loopback interface, so no other machine can reach their ports. Between machines they
+listen at their own machine's address. They send nothing but tensors.
 """
 
 import os
@@ -18,8 +18,8 @@ from torch import distributed
 from quire_engine.distributed.shared_memory import SharedMemorySums
 from quire_engine.errors import ModelError, first_line
 
-# How long a collective waits for a rank. On the CPU a stopped rank is waited for, and a dead one is noticed at once;
-# NCCL notices neither, and a wait that long is a defect. The timeout has to outlast a rank that compiles kernels for
+# How long a collective waits for a rank. On the CPU it may wait for a stopped rank, and it notices a dead one at once.
+# NCCL notices neither, so there such a long wait is a defect. The timeout must outlast a rank that compiles kernels for
 # the largest step.
 COLLECTIVE_TIMEOUTS = {"cpu": timedelta(hours=24), "cuda": timedelta(minutes=10)}
 LOOPBACK_ENVIRONMENT = {"GLOO_SOCKET_IFNAME": "lo", "NCCL_SOCKET_IFNAME": "lo"}
@@ -27,16 +27,17 @@ LOOPBACK_ENVIRONMENT = {"GLOO_SOCKET_IFNAME": "lo", "NCCL_SOCKET_IFNAME": "lo"}
 
 @dataclass(slots=True)
 class PendingSum:
-    """A sum over the ranks that may be under way: of ``parts`` of one shape and dtype, which are there when ``work`` is
-    done, torch's handle, or already if that is None. A sum that torch makes itself is one part.
+    """A sum over the ranks that may be in progress: the sum of ``parts``, all of one shape and dtype. The parts are
+    complete when ``work``, torch's handle, is done, or already if ``work`` is None. A sum that torch computes itself
+    has one part.
     """
 
     parts: Sequence[torch.Tensor]
     work: Any = None
 
     def wait(self) -> torch.Tensor:
-        """The sum, once: nothing is kept. On CUDA the device's stream waits for it, and the host goes on. Raises
-        ``RuntimeError`` where another rank is lost.
+        """Returns the sum. Call it once, because nothing is kept. On CUDA the device's stream waits for the sum, but
+        the host does not. Raises ``RuntimeError`` if another rank is lost.
         """
         if self.work is not None:
             self.work.wait()
@@ -45,15 +46,15 @@ class PendingSum:
 
 
 class Communicator(Protocol):
-    """Ranks: processes of which each holds a shard of the weights and computes a part of every layer.
+    """The ranks of a model: each process holds a shard of the weights and computes its part of every layer.
 
-    All ranks call the same methods in the same order with tensors of the same dtype and, but for ``all_gather`` and
-    ``all_to_all``, the same shape.
+    All ranks must call the same methods in the same order, with tensors of the same dtype. The shapes must be the same
+    too, except in ``all_gather`` and ``all_to_all``.
     """
 
     @property
     def rank(self) -> int:
-        """The number of this process; rank 0 leads."""
+        """The rank of this process. Rank 0 leads."""
         ...
 
     @property
@@ -62,43 +63,45 @@ class Communicator(Protocol):
         ...
 
     def all_reduce(self, tensor: torch.Tensor) -> torch.Tensor:
-        """The sum of all ranks' tensors; it may overwrite ``tensor``. Equal on all ranks, bit for bit."""
+        """Returns the sum of all ranks' tensors, bit for bit equal on all ranks. May overwrite ``tensor``."""
         ...
 
     @property
     def overlaps_sums(self) -> bool:
-        """Whether ``all_reduce_async`` returns before the sum is there. Constant once ranks are connected."""
+        """Whether ``all_reduce_async`` returns before the sum is complete. Constant once the ranks are connected."""
         ...
 
     def all_reduce_async(self, tensor: torch.Tensor) -> PendingSum:
-        """Starts ``all_reduce``: the same sum, bit for bit, under way beside what is computed before its ``wait``.
-        ``tensor`` may not be touched until then. Sums that nobody waits for are completed all the same.
+        """Starts ``all_reduce``: the same sum, bit for bit, computed concurrently with the work before its ``wait``. Do
+        not touch ``tensor`` until then. A sum completes even if nothing waits for it.
         """
         ...
 
     def gather(self, tensor: torch.Tensor) -> torch.Tensor:
-        """On rank 0, all ranks' tensors concatenated in the last dimension, by rank. Each other rank gets its own."""
+        """On rank 0, returns all ranks' tensors concatenated in the last dimension, in rank order. Other ranks get
+        their own tensor back.
+        """
         ...
 
     def reduce_scatter(self, tensor: torch.Tensor) -> torch.Tensor:
-        """This rank's ``shard`` of the rows of the sum of all ranks' tensors [T, N], in the order of the ranks; it may
-        overwrite ``tensor``.
+        """Returns this rank's ``shard`` of the rows of the sum of all ranks' tensors [T, N]. Shards are in rank order.
+        May overwrite ``tensor``.
         """
         ...
 
     def all_gather(self, rows: torch.Tensor, total: int) -> torch.Tensor:
-        """All ``total`` rows, of which each rank has its ``shard`` as ``rows`` [.., N]: [total, N]."""
+        """Returns all ``total`` rows [total, N]. Each rank passes its ``shard`` of them as ``rows`` [.., N]."""
         ...
 
     def all_to_all(self, rows: torch.Tensor, sent: Sequence[int], received: Sequence[int]) -> torch.Tensor:
         """Sends the first ``sent[0]`` of ``rows`` [sum(sent), N] to rank 0, the next ``sent[1]`` to rank 1, and so on.
-        Returns what the ranks have sent here, by rank: [sum(received), N].
+        Returns what the ranks sent to this rank, in rank order: [sum(received), N].
         """
         ...
 
     def exchange_counts(self, counts: torch.Tensor, tokens: int) -> tuple[list[int], list[int]]:
-        """For an ``all_to_all`` in which this rank, which has so many ``tokens``, sends ``counts`` [ranks] rows: what
-        it sends to each rank, and receives from each. Waits for the device.
+        """Prepares an ``all_to_all`` in which this rank sends ``counts`` [ranks] rows. ``tokens`` is this rank's number
+        of tokens. Returns how many rows it sends to each rank and receives from each. Waits for the device.
         """
         ...
 
@@ -108,7 +111,7 @@ class Communicator(Protocol):
         ...
 
     def raise_if_lost(self) -> None:
-        """After a CPU graph: raises ``RuntimeError`` where a sum was made without another rank."""
+        """Call this after a CPU graph. Raises ``RuntimeError`` if a sum completed without another rank."""
         ...
 
 
@@ -121,56 +124,58 @@ class SingleRankCommunicator:
     overlaps_sums = False
 
     def all_reduce(self, tensor: torch.Tensor) -> torch.Tensor:
-        """``tensor`` itself."""
+        """Returns ``tensor`` itself."""
         return tensor
 
     def all_reduce_async(self, tensor: torch.Tensor) -> PendingSum:
-        """``tensor`` itself."""
+        """Returns ``tensor`` itself."""
         return PendingSum([tensor])
 
     def gather(self, tensor: torch.Tensor) -> torch.Tensor:
-        """``tensor`` itself."""
+        """Returns ``tensor`` itself."""
         return tensor
 
     def reduce_scatter(self, tensor: torch.Tensor) -> torch.Tensor:
-        """``tensor`` itself."""
+        """Returns ``tensor`` itself."""
         return tensor
 
     def all_gather(self, rows: torch.Tensor, total: int) -> torch.Tensor:
-        """``rows`` themselves."""
+        """Returns ``rows`` themselves."""
         del total
         return rows
 
     def all_to_all(self, rows: torch.Tensor, sent: Sequence[int], received: Sequence[int]) -> torch.Tensor:
-        """``rows`` themselves."""
+        """Returns ``rows`` themselves."""
         del sent, received
         return rows
 
     def exchange_counts(self, counts: torch.Tensor, tokens: int) -> tuple[list[int], list[int]]:
-        """``counts`` both ways."""
+        """Returns ``counts`` for both directions."""
         del tokens
         return counts.tolist(), counts.tolist()
 
     def raise_if_lost(self) -> None:
-        """There is none to lose."""
+        """Does nothing: a single rank has no others to lose."""
 
 
 SINGLE_RANK = SingleRankCommunicator()
 
 
 def shard(total: int, communicator: Communicator) -> slice:
-    """This rank's indices of ``total``: equal shares by rank, of which the last ones may be shorter or empty."""
+    """Returns this rank's slice of ``total``. Shares are equal and in rank order; the last ones may be shorter or
+    empty.
+    """
     each = largest_shard_size(total, communicator)
     return slice(min(total, communicator.rank * each), min(total, (communicator.rank + 1) * each))
 
 
 def largest_shard_size(total: int, communicator: Communicator) -> int:
-    """The size of rank 0's shard of ``total``; no other rank has more."""
+    """Returns the size of rank 0's shard of ``total``, which is the largest."""
     return -(-total // communicator.size)
 
 
 def shard_sizes(total: int, communicator: Communicator) -> list[int]:
-    """The size of each rank's shard of ``total``."""
+    """Returns the size of each rank's shard of ``total``."""
     each = largest_shard_size(total, communicator)
     return [max(0, min(each, total - rank * each)) for rank in range(communicator.size)]
 
@@ -178,9 +183,9 @@ def shard_sizes(total: int, communicator: Communicator) -> list[int]:
 class GroupCoordinator:
     """The ``Communicator`` of one of several ranks. Collectives work after ``connect``.
 
-    On the CPU, sums go through shared memory where the ranks can share some, in the order of the ranks. With
-    ``ordered``, so do others at every position of a tensor: with NCCL, and with gloo for more than two ranks, the order
-    depends on the position. Two numbers have one sum, so two ranks need nothing for it.
+    On the CPU, sums go through shared memory if the ranks can share some. Sums add in rank order at every position of a
+    tensor: on the CPU always, on CUDA with ``ordered``. NCCL, and gloo for more than two ranks, would use an order that
+    depends on the position. With two ranks the order cannot change a sum.
     """
 
     def __init__(self, rank: int, size: int, device: torch.device, *, ordered: bool) -> None:
@@ -195,8 +200,8 @@ class GroupCoordinator:
         self._process_group: Any = None
 
     def connect(self, store: distributed.Store, address: str | None) -> None:
-        """Connects to the other ranks, all of which rendezvous through ``store``. ``address`` is this machine's for the
-        others; None if all ranks are on it.
+        """Connects to the other ranks. All ranks rendezvous through ``store``. ``address`` is this machine's address
+        for the others, or None if all ranks are on this machine.
         """
         with reachable_at(address):
             self._process_group = make_process_group(store, self.rank, self.size, self._device, address)
@@ -207,7 +212,7 @@ class GroupCoordinator:
 
     @property
     def num_collectives(self) -> int:
-        """The collectives that this rank has started."""
+        """The number of collectives that this rank has started."""
         return self._num_messages + (0 if self._sums is None else self._sums.num_sums)
 
     @property
@@ -234,14 +239,14 @@ class GroupCoordinator:
 
     @property
     def overlaps_sums(self) -> bool:
-        """See ``Communicator.overlaps_sums``. In shared memory a rank adds up by itself: the core that would add beside
-        a product is the core that multiplies.
+        """See ``Communicator.overlaps_sums``. False with shared memory: the core that would add during a matrix product
+        is the core that multiplies.
         """
         return self._sums is None
 
     def all_reduce_async(self, tensor: torch.Tensor) -> PendingSum:
-        """See ``Communicator.all_reduce_async``. Never through shared memory. Of an ordered sum the gather is under
-        way, and ``wait`` adds up. Until a sum is done torch keeps its tensors, whether anybody waits for it or not.
+        """See ``Communicator.all_reduce_async``. Never uses shared memory. For an ordered sum this starts the gather,
+        and ``wait`` adds. torch keeps the tensors until the sum is complete, even if nothing waits for it.
         """
         tensor = tensor.contiguous()
         self._num_messages += 1
@@ -261,8 +266,8 @@ class GroupCoordinator:
         return torch.cat(tensors, -1) if tensors else tensor
 
     def reduce_scatter(self, tensor: torch.Tensor) -> torch.Tensor:
-        """See ``Communicator.reduce_scatter``. Sums are computed in float32, as ordered ones of ``all_reduce`` are:
-        each rank gets the parts of its rows alone, and adds them up.
+        """See ``Communicator.reduce_scatter``. Sums in float32, like an ordered ``all_reduce``: each rank receives all
+        parts of its own rows and adds them.
         """
         if self._sums is not None and self._sums.suits(tensor):
             return self.all_reduce(tensor)[shard(len(tensor), self)]
@@ -271,7 +276,7 @@ class GroupCoordinator:
         return _add_up(self.all_to_all(tensor, counts, own).split(own))
 
     def all_gather(self, rows: torch.Tensor, total: int) -> torch.Tensor:
-        """See ``Communicator.all_gather``. Shorter shards are padded: only the last ones are."""
+        """See ``Communicator.all_gather``. Pads shorter shards, which are always the last ones."""
         each = largest_shard_size(total, self)
         if len(rows) < each:
             rows = torch.cat((rows, rows.new_zeros(each - len(rows), *rows.shape[1:])))
@@ -288,7 +293,7 @@ class GroupCoordinator:
         return arrived
 
     def exchange_counts(self, counts: torch.Tensor, tokens: int) -> tuple[list[int], list[int]]:
-        """See ``Communicator.exchange_counts``. How many tokens a rank has goes with what it sends to each."""
+        """See ``Communicator.exchange_counts``. Sends this rank's number of tokens along with each count."""
         told, once = torch.stack((counts, torch.full_like(counts, tokens)), 1), [1] * self.size
         heard = self.all_to_all(told, once, once)
         sent, received, tokens_across_ranks = torch.cat((counts[:, None], heard), 1).T.tolist()
@@ -296,15 +301,15 @@ class GroupCoordinator:
         return sent, received
 
     def broadcast(self, tensor: torch.Tensor) -> None:
-        """Overwrites the other ranks' ``tensor``, of the same shape and dtype, with rank 0's."""
+        """Overwrites the other ranks' ``tensor``, which has the same shape and dtype, with rank 0's."""
         self._num_messages += 1
         options = distributed.BroadcastOptions()
         options.rootRank = 0
         self._process_group.broadcast([tensor], options).wait()
 
     def abort(self) -> None:
-        """Fails sums in shared memory, and on CUDA all collectives, that wait for a rank that has died; gloo notices
-        that by itself. May be called from any thread.
+        """Makes calls that wait for a dead rank fail: sums in shared memory, and on CUDA all collectives. gloo notices
+        a dead rank by itself. Thread-safe.
         """
         if self._sums is not None:
             self._sums.end()
@@ -312,8 +317,8 @@ class GroupCoordinator:
             self._process_group.abort()
 
     def close(self) -> None:
-        """Leaves the group. The other ranks may have ended already, and NCCL's orderly shutdown would wait for them:
-        hence the abort.
+        """Leaves the group. Aborts it first, because NCCL's orderly shutdown would wait for other ranks, which may have
+        ended already.
         """
         self.abort()
         group, self._process_group = self._process_group, None
@@ -322,7 +327,7 @@ class GroupCoordinator:
 
 
 def _add_up(parts: Sequence[torch.Tensor]) -> torch.Tensor:
-    """The sum of ``parts`` in their order, computed in float32. It may overwrite them."""
+    """Adds up ``parts`` in order, in float32. May overwrite them."""
     if len(parts) == 1:
         return parts[0]
     total = parts[0].float()
@@ -334,15 +339,15 @@ def _add_up(parts: Sequence[torch.Tensor]) -> torch.Tensor:
 def make_process_group(
     store: distributed.Store, rank: int, size: int, device: torch.device, address: str | None
 ) -> Any:
-    """gloo's on the CPU, NCCL's on CUDA. ``address`` as in ``GroupCoordinator.connect``; NCCL finds the interface
-    between machines by itself, or by NCCL_SOCKET_IFNAME. Raises ``ModelError`` where gloo cannot listen.
+    """Makes a gloo group on the CPU, an NCCL group on CUDA. ``address`` is as in ``GroupCoordinator.connect``. Between
+    machines NCCL finds the interface by itself or by NCCL_SOCKET_IFNAME. Raises ``ModelError`` if gloo cannot listen.
     """
     timeout = COLLECTIVE_TIMEOUTS[device.type]
     if device.type != "cpu":
         return distributed.ProcessGroupNCCL(store, rank, size, timeout)
     if address is None:
         return distributed.ProcessGroupGloo(store, rank, size, timeout)
-    options = distributed.ProcessGroupGloo._Options()  # the binding has no other name for what chooses the address
+    options = distributed.ProcessGroupGloo._Options()  # only this private class can choose the address
     options._timeout = timeout
     try:
         options._devices = [distributed.ProcessGroupGloo.create_device(hostname=address)]
@@ -353,9 +358,9 @@ def make_process_group(
 
 @contextmanager
 def reachable_at(address: str | None) -> Iterator[None]:
-    """Without an ``address`` of this machine, what connects inside does so through the loopback interface alone.
+    """Restricts connections made inside the context to the loopback interface, unless this machine has an ``address``.
 
-    Both libraries take the interface from the environment, and else listen where the host's name resolves to.
+    Both libraries read the interface from the environment. Without it they listen where the host's name resolves to.
     """
     if address is not None:
         yield

@@ -1,8 +1,8 @@
-"""The stages of a pipeline: ranks that each hold some of a model's layers, as ``PipelineStage``, and how layers are
-divided among them (GPipe, Huang et al. 2018; without training only the forward pass is left).
+"""Pipeline parallelism: ``PipelineStage`` is a rank that holds some of a model's layers, and ``divide`` splits the
+layers among stages (GPipe, Huang et al. 2018, forward pass only).
 
-Hidden states go from each stage to the next. The first has the embedding and the last the head: it samples. A stage
-computes one step after the other, in the order of their launch, so what arrives needs no name.
+Hidden states flow from each stage to the next. The first stage has the embedding. The last has the head and samples.
+Every stage computes steps in launch order, so messages need no tags.
 """
 
 from collections import deque
@@ -17,24 +17,24 @@ from quire_engine.distributed.communicator import make_process_group, reachable_
 
 
 def is_first(stage: "PipelineStage | None") -> bool:
-    """Whether it has the embedding; so has a model in one piece, which has no stage."""
+    """Whether ``stage`` has the embedding. True for None, a model without a pipeline."""
     return stage is None or stage.index == 0
 
 
 def is_last(stage: "PipelineStage | None") -> bool:
-    """Whether it has the last layer and the head; so has a model in one piece."""
+    """Whether ``stage`` has the last layer and the head. True for None, a model without a pipeline."""
     return stage is None or stage.index == stage.count - 1
 
 
 def divide(costs: Sequence[int], count: int, last_cost: int = 0) -> list[range]:
-    """The indices of ``costs`` in ``count`` contiguous parts, none empty, whose dearest is as cheap as can be;
-    ``last_cost`` is added to the last. Of equal divisions the one with the shortest first parts. There must be as
-    many costs as parts.
+    """Splits the indices of ``costs`` into ``count`` contiguous, nonempty parts so that the most expensive part is as
+    cheap as possible. ``last_cost`` is added to the last part. Among equal splits it chooses the one with the shortest
+    first parts. There must be at least ``count`` costs.
     """
     sums = [0, *accumulate(costs)]
 
     def fits(limit: int) -> list[range] | None:
-        """A division of which no part costs more than ``limit``, filled from the last part on."""
+        """Returns a split in which no part costs more than ``limit``, filled from the last part backwards, or None."""
         parts: list[range] = []
         end = len(costs)
         for part in reversed(range(count)):
@@ -58,10 +58,8 @@ def divide(costs: Sequence[int], count: int, last_cost: int = 0) -> list[range]:
 
 
 class PipelineStage:
-    """The place of one rank, with gloo on the CPU and NCCL on CUDA: stage ``index`` of ``count``. Works after
-    ``connect``.
-
-    ``num_messages`` counts those that this rank has sent or waited for.
+    """One rank's place in a pipeline: stage ``index`` of ``count``. Uses gloo on the CPU and NCCL on CUDA. Works after
+    ``connect``. ``num_messages`` counts the messages that this rank has sent or waited for.
     """
 
     def __init__(self, index: int, count: int, device: torch.device) -> None:
@@ -70,11 +68,11 @@ class PipelineStage:
         self.num_messages = 0
         self._device = device
         self._process_group: Any = None
-        # Messages on their way, with their memory.
+        # Messages in flight, with their memory.
         self._sent: deque[tuple[Any, torch.Tensor]] = deque()
 
     def connect(self, store: distributed.Store, address: str | None) -> None:
-        """Connects to the other stages, all of which rendezvous through ``store``. ``address`` as in
+        """Connects to the other stages. All stages rendezvous through ``store``. ``address`` is as in
         ``GroupCoordinator.connect``.
         """
         with reachable_at(address):
@@ -87,16 +85,15 @@ class PipelineStage:
                 self._wait(self._process_group.send([token], self.index + 1, 0))
 
     def receive(self, tensor: torch.Tensor) -> torch.Tensor:
-        """Fills ``tensor`` [T, hidden] with the hidden states of the stage before, and returns it."""
+        """Fills ``tensor`` [T, hidden] with the hidden states of the previous stage, and returns it."""
         self._wait(self._process_group.recv([tensor], self.index - 1, 0))
         return tensor
 
     def pass_on(self, hidden: torch.Tensor) -> None:
-        """Ends this stage's part of a step, whose hidden states are ``hidden`` [T, hidden]: sends them to the next
-        stage, if there is one. What is sent is copied, so that the next step may overwrite ``hidden``.
+        """Ends this stage's part of a step: sends ``hidden`` [T, hidden] to the next stage, if there is one. Sends a
+        copy, so that the next step may overwrite ``hidden``.
 
-        Does not wait, but for messages that must have arrived by now: no more steps are in flight than there are
-        stages.
+        Waits only for messages that must have arrived by now, since at most ``count`` steps are in flight.
         """
         if is_last(self):
             return
@@ -108,14 +105,12 @@ class PipelineStage:
             work.wait()
 
     def abort(self) -> None:
-        """On CUDA, fails messages that wait for a rank that has died; gloo notices that by itself. May be called from
-        any thread.
-        """
+        """On CUDA, makes messages that wait for a dead rank fail. gloo notices a dead rank by itself. Thread-safe."""
         if self._process_group is not None and self._device.type == "cuda":
             self._process_group.abort()
 
     def close(self) -> None:
-        """Leaves the other stages, which may have ended already."""
+        """Leaves the group. The other stages may have ended already."""
         self.abort()
         group, self._process_group = self._process_group, None
         self._sent.clear()

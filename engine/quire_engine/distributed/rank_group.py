@@ -1,6 +1,6 @@
-"""``RankGroup``: everything that connects one rank of a model to the others. The ranks are a grid: those that share the
-layers of one stage, and those that have the same part of every stage. ``RankStore``: how ranks of several machines find
-each other.
+"""``RankGroup``: all connections of one rank of a model. Ranks form a grid: the ranks of one stage share its layers,
+and the ranks with the same part of every stage form a pipeline. ``RankStore``: how ranks on several machines find each
+other.
 """
 
 from collections.abc import Callable, Sequence
@@ -17,7 +17,7 @@ from quire_engine.distributed.pipeline import PipelineStage
 
 @dataclass(frozen=True, slots=True)
 class EnginePlace:
-    """Engine ``dp_rank`` of the ``dp_size`` of a data-parallel group, at ``address`` for the others."""
+    """Engine ``dp_rank`` of ``dp_size`` in a data-parallel group. The other engines reach it at ``address``."""
 
     dp_rank: int
     dp_size: int
@@ -25,12 +25,12 @@ class EnginePlace:
 
 
 class RankGroup:
-    """The links of ``rank``, on ``device``. Rank ``stage * tensor_size + part`` has that part of the layers of that
-    stage, of ``num_stages``. They work after ``connect``.
+    """The connections of ``rank`` on ``device``. Rank ``stage * tensor_size + part`` has part ``part`` of the layers of
+    stage ``stage``; there are ``num_stages`` stages. The connections work after ``connect``.
 
-    ``communicator`` connects the ranks that share the layers of one stage, and ``stage`` is this rank's; None without a
-    pipeline. ``expert_communicator`` connects those that share experts: the same, or if this engine has a ``place`` in
-    a group all ranks of all its engines.
+    ``communicator`` connects the ranks that share the layers of one stage. ``stage`` is this rank's stage, or None
+    without a pipeline. ``expert_communicator`` connects the ranks that share experts: the same ranks, or all ranks of
+    all engines if this engine has a ``place`` in a group.
     """
 
     def __init__(
@@ -59,14 +59,14 @@ class RankGroup:
 
     @property
     def num_exchanges(self) -> int:
-        """Collectives that this rank has started, and messages that it has sent or waited for."""
+        """The collectives that this rank has started, plus the messages that it has sent or waited for."""
         collectives = 0 if self._tensor is None else self._tensor.num_collectives
         messages = 0 if self.stage is None else self.stage.num_messages
         return collectives + messages + self.num_expert_exchanges
 
     @property
     def num_expert_exchanges(self) -> int:
-        """Those of them that are with other engines of a group."""
+        """How many of ``num_exchanges`` are with other engines of a group."""
         return 0 if self._experts is None else self._experts.num_collectives
 
     @property
@@ -77,10 +77,11 @@ class RankGroup:
     def connect(
         self, store: distributed.Store, address: str | None, expert_store: distributed.Store | None = None
     ) -> None:
-        """Connects to the other ranks, all of which rendezvous through ``store``. ``address`` is this machine's for the
-        others; None if all ranks are on it. ``expert_store`` is that of all engines of a group.
+        """Connects to the other ranks. All ranks rendezvous through ``store``. ``address`` is this machine's address
+        for the others, or None if all ranks are on this machine. ``expert_store`` is the store of all engines of a
+        group.
         """
-        self._store = store  # torch keeps its own half of a store only
+        self._store = store  # torch keeps only its own half of a store
         for link, name in zip((self._tensor, self.stage), self._stores, strict=True):
             if link is not None:
                 link.connect(distributed.PrefixStore(name, store), address)
@@ -89,12 +90,12 @@ class RankGroup:
             self._experts.connect(distributed.PrefixStore("experts", expert_store), self._place.address)
 
     def broadcast(self, tensor: torch.Tensor) -> None:
-        """Overwrites ``tensor`` on the other ranks of the stage with that of their first one."""
+        """Overwrites ``tensor`` on the other ranks of the stage with the first rank's."""
         if self._tensor is not None:
             self._tensor.broadcast(tensor)
 
     def abort(self) -> None:
-        """Fails what waits for a rank that has died. May be called from any thread."""
+        """Makes calls that wait for a dead rank fail. Thread-safe."""
         for link in self._links:
             link.abort()
 
@@ -109,16 +110,16 @@ class RankGroup:
 
 
 def file_store(folder: Path, size: int) -> distributed.Store:
-    """The store of ``size`` ranks on one machine: a file in a private ``folder``."""
+    """Returns a store for ``size`` ranks on one machine: a file in a private ``folder``."""
     return distributed.FileStore(str(folder / "store"), size)
 
 
 class RankStore(distributed.Store):  # type: ignore[misc]  # the binding has no stubs
-    """The store of ranks on several machines: each has all values, which arrive through the ranks' own links. Those are
-    authenticated, which torch's ``TCPStore`` is not.
+    """The store of ranks on several machines. Each rank has all values. They arrive over the ranks' own links, which
+    are authenticated, unlike torch's ``TCPStore``.
 
-    ``publish`` sends a value to all other ranks. ``wait_for_more`` is called until values that are waited for are
-    there, or raises. Any thread may call ``put`` and ``check``.
+    ``publish`` sends a value to all other ranks. ``wait_for_more`` is called until the awaited values have arrived, or
+    raises. ``put`` and ``check`` are thread-safe.
     """
 
     def __init__(self, publish: Callable[[str, bytes], None], wait_for_more: Callable[[], None]) -> None:
@@ -128,7 +129,7 @@ class RankStore(distributed.Store):  # type: ignore[misc]  # the binding has no 
         self._values: dict[str, bytes] = {}
 
     def put(self, key: str, value: bytes) -> None:
-        """Another rank has set ``key``."""
+        """Stores a value that another rank has set."""
         self._values[key] = value
 
     def set(self, key: str, value: bytes) -> None:
@@ -142,7 +143,7 @@ class RankStore(distributed.Store):  # type: ignore[misc]  # the binding has no 
         return self._values[key]
 
     def wait(self, keys: Sequence[str], _timeout: timedelta | None = None) -> None:
-        """See ``Store.wait``. There is no other bound than the life of the rank's link."""
+        """See ``Store.wait``. Ignores the timeout: waits as long as the rank's link lives."""
         while not self.check(keys):
             self._wait_for_more()
 
@@ -151,5 +152,5 @@ class RankStore(distributed.Store):  # type: ignore[misc]  # the binding has no 
         return all(key in self._values for key in keys)
 
     def clone(self) -> "RankStore":
-        """See ``Store.clone``: all threads may use this one."""
+        """See ``Store.clone``. Returns this store, which all threads may use."""
         return self

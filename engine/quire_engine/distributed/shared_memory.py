@@ -1,8 +1,8 @@
-"""``SharedMemorySums``: sums over the ranks of one machine through memory that they share, by ``kernels/sums.cpp``. A
-sum through sockets takes two threads to be woken at each end; here a rank looks for the others' numbers where they are.
+"""``SharedMemorySums``: sums over the ranks of one machine through shared memory, computed by ``kernels/sums.cpp``. A
+sum through sockets wakes two threads at each end. Here a rank reads the other ranks' numbers in place.
 
-The memory never has a name: rank 0 makes a file in memory with no right for anybody else (0600), and the other ranks
-open it through ``/proc``, as only processes of this user can. Its size is sealed, and nobody keeps it open.
+The memory never has a name. Rank 0 makes a file in memory with mode 0600, and the other ranks open it through
+``/proc``, as only processes of the same user can. Its size is sealed, and no rank keeps it open.
 """
 
 import ctypes
@@ -19,20 +19,22 @@ from quire_engine.kernels.bindings import DTYPES, SumCall, SumRanks, library
 
 log = logging.getLogger(__name__)
 SLOT_BYTES = 1 << 18
-"""So much of a tensor is added up at once: the slots of some ranks stay in the processor's caches."""
+"""How much of a tensor is added at a time, so that the slots of a few ranks stay in the processor's caches."""
 _FLAG_BYTES = 64
-# Looks at another rank's flag before it is waited for asleep: about 0.1 ms, longer than ranks in step are apart.
+# How often to check another rank's flag before sleeping: about 0.1 ms, longer than ranks in step are apart.
 _SPINS = 2000
 _STORE_KEY = "sums"
 
 
 class SharedMemorySums:
-    """The view that ``rank`` of ``size`` has of ``memory``. Threads other than the one that sums may call ``end``."""
+    """The view of ``memory`` that rank ``rank`` of ``size`` has. ``end`` may be called from any thread, all else from
+    the thread that sums.
+    """
 
     def __init__(self, kernels: ctypes.CDLL, memory: mmap.mmap, rank: int, size: int) -> None:
         self._kernels, self._memory = kernels, memory
         start = ctypes.addressof(ctypes.c_char.from_buffer(memory))
-        # Ranks that share cores wait for each other's turn, and spinning would take it from them.
+        # Ranks that share cores wait for each other's turn; spinning would take that turn away.
         spins = _SPINS if size * torch.get_num_threads() <= usable_cores() else 0
         self._ranks = SumRanks(memory=start, rank=rank, size=size, slot_bytes=SLOT_BYTES, spins=spins)
         self._call = SumCall(ranks=ctypes.addressof(self._ranks))
@@ -40,8 +42,8 @@ class SharedMemorySums:
 
     @classmethod
     def connect(cls, rank: int, size: int, store: Any, all_ready: Any) -> "SharedMemorySums | None":
-        """Connects the ranks, which find the memory through ``store``, a torch ``Store``; None on all of them where one
-        cannot. ``all_ready`` takes whether this rank could, and says whether all could.
+        """Connects the ranks, which find the memory through ``store``, a torch ``Store``. Returns None on all ranks if
+        one cannot share memory. ``all_ready`` takes whether this rank succeeded and returns whether all did.
         """
         kernels, descriptor, memory = library(), -1, None
         try:
@@ -53,7 +55,7 @@ class SharedMemorySums:
                 descriptor = os.open(path, os.O_RDWR | os.O_CLOEXEC)
             if descriptor >= 0 and kernels is not None:
                 memory = mmap.mmap(descriptor, _bytes_of(size))
-        except (OSError, AttributeError) as error:  # no such files on this system, or too little memory
+        except (OSError, AttributeError) as error:  # the system has no such files, or too little memory
             log.info("sums go through sockets, because memory cannot be shared: %s", error)
             if rank == 0:
                 store.set(_STORE_KEY, "")
@@ -64,27 +66,27 @@ class SharedMemorySums:
 
     @property
     def num_sums(self) -> int:
-        """The sums that this rank has begun, those of CPU graphs too."""
+        """The number of sums that this rank has started, in CPU graphs too."""
         return int(self._ranks.sums)
 
     def suits(self, tensor: torch.Tensor) -> bool:
-        """Whether ``tensor`` can be added up."""
+        """Whether ``tensor`` can be summed this way."""
         return tensor.dtype in DTYPES and tensor.is_contiguous()
 
     def add(self, tensor: torch.Tensor) -> None:
-        """Overwrites ``tensor`` with the sum of all ranks'. Raises ``RuntimeError`` as ``raise_if_ended``."""
+        """Overwrites ``tensor`` with the sum of all ranks' tensors. Raises ``RuntimeError`` like ``raise_if_ended``."""
         call = self._call
         call.x, call.count, call.bf16 = tensor.data_ptr(), tensor.numel(), int(tensor.dtype is torch.bfloat16)
         self._kernels.quire_sum(self._reference)
         self.raise_if_ended()
 
     def raise_if_ended(self) -> None:
-        """Raises ``RuntimeError`` where a sum has ended without the other ranks."""
+        """Raises ``RuntimeError`` if a sum ended without the other ranks."""
         if self._ranks.failed:
             raise RuntimeError("another rank has ended, and its part of a sum is missing")
 
     def end(self) -> None:
-        """Ends the waiting of all ranks, for good. May be called from any thread."""
+        """Ends all waits of all ranks for good. Thread-safe."""
         self._kernels.quire_end_sums(ctypes.byref(self._ranks))
 
 
@@ -93,11 +95,11 @@ def _bytes_of(size: int) -> int:
 
 
 def _make_file(nbytes: int) -> int:
-    """A descriptor of a file in memory. Raises ``OSError``."""
+    """Makes a file in memory. Returns its descriptor. Raises ``OSError``."""
     descriptor = os.memfd_create("quire-sums", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
     try:
         os.fchmod(descriptor, 0o600)
-        os.posix_fallocate(descriptor, 0, nbytes)  # else a full memory would be a signal at the first write
+        os.posix_fallocate(descriptor, 0, nbytes)  # otherwise full memory would raise a signal at the first write
         fcntl.fcntl(descriptor, fcntl.F_ADD_SEALS, fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL)
     except OSError:
         os.close(descriptor)

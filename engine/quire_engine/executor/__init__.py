@@ -1,1 +1,1 @@
-"""Executors with torch: in this process, or over the processes of several ranks."""
+"""Executors that run models with torch, in this process or across several rank processes."""

@@ -1,4 +1,4 @@
-"""``EncoderExecutor``: runs an encoder, whose prompts are computed whole in one step and leave no KV memory behind."""
+"""``EncoderExecutor``: runs an encoder, which computes each prompt in one step and keeps no KV cache."""
 
 from collections.abc import Sequence
 from time import perf_counter
@@ -28,10 +28,10 @@ _TIMED_TOKENS = 128
 
 
 class EncoderExecutor:
-    """Executes one step after the other. Used by one thread. An ``Executor`` of depth 1.
+    """Executes one step at a time. Implements ``Executor`` with depth 1. Use it from one thread.
 
-    An encoder has no KV memory, so ``kv_cache_config`` has blocks for the tokens of one step that take no memory: the
-    scheduler gives them to prompts as it does everywhere, and they are free again when the step ends.
+    An encoder has no KV memory. ``kv_cache_config`` has enough blocks of 0 bytes for the tokens of one step: the
+    scheduler allocates them as for any model, and they are free again when the step ends.
     """
 
     depth = 1
@@ -60,8 +60,8 @@ class EncoderExecutor:
         owns_process: bool = False,
         startup: StartupTimer | None = None,
     ) -> "EncoderExecutor":
-        """Loads the model of ``args``, described by ``config``. An engine that ``owns_process`` sets the number of
-        torch's threads for all of it. ``startup`` times the phases. Raises ``ModelError``.
+        """Loads the model of ``args``, described by ``config``. If the engine ``owns_process``, sets torch's thread
+        count for the process. ``startup`` times the phases. Raises ``ModelError``.
         """
         device = resolve_device(args.device)
         check_start(args, config, device)
@@ -80,7 +80,7 @@ class EncoderExecutor:
 
     @property
     def dtype_name(self) -> str:
-        """What weights and activations are held in."""
+        """The dtype of weights and activations."""
         return str(self._model.dtype).removeprefix("torch.")
 
     def execute_model(self, scheduler_output: SchedulerOutput) -> ModelOutput:
@@ -103,7 +103,7 @@ class EncoderExecutor:
         return output
 
     def take_transfers(self, timeout: float) -> Sequence[TransferResult]:
-        """See ``Executor.take_transfers``. There is no disk tier."""
+        """See ``Executor.take_transfers``. An encoder has no disk tier."""
         del timeout
         return ()
 
@@ -112,7 +112,7 @@ class EncoderExecutor:
         raise LoRAError(f"This engine serves no adapters, so not {lora.lora_name}: its model is an encoder.")
 
     def remove_lora(self, lora_id: int) -> None:
-        """See ``Executor.remove_lora``. There is none."""
+        """See ``Executor.remove_lora``. An encoder has no adapters."""
 
     @property
     def can_sleep(self) -> bool:
@@ -120,7 +120,7 @@ class EncoderExecutor:
         return True
 
     def sleep(self) -> None:
-        """See ``Sleeper.sleep``. There is no KV memory."""
+        """See ``Sleeper.sleep``. An encoder has no KV memory."""
         self._put_away = put_away(device_storages(self._model, self._model.device), self._model.device)
 
     def wake_up(self) -> None:
@@ -130,11 +130,11 @@ class EncoderExecutor:
         self._put_away = None
 
     def close(self) -> None:
-        """Gives the memory of the weights back. May be called again."""
+        """Frees the memory of the weights. May be called again."""
         self.__dict__.pop("_model", None)
 
     def _measure(self) -> float:
-        """Tokens that it computes a second."""
+        """Returns the measured speed in tokens per second."""
         count = min(_TIMED_TOKENS, self.max_model_len)
         tokens = torch.arange(count) * 7919 % self.config.vocab_size
         with inference_on(self._model.device):

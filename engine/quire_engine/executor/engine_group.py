@@ -1,8 +1,8 @@
-"""``EngineGroup``: an engine's place among data-parallel engines, which share the experts of a mixture. Each has a
-scheduler, KV memory and all other weights of its own; they meet at engine 0, and make their forward passes together.
+"""``EngineGroup``: an engine's membership in a group of data-parallel engines that share the experts of an MoE model.
+Each engine has its own scheduler, KV memory and other weights. The engines run their forward passes together.
 
-Engine 0 has the coordinator. Each other engine has one connection to it, with a thread of its own, which carries when
-passes are made and how ranks find each other. Tokens do not go there, but straight to the ranks of their experts.
+Engine 0 runs the coordinator. Each other engine has one connection to it, served by its own thread, which carries the
+timing of passes and the addresses of ranks. Tokens travel directly between the ranks.
 """
 
 import asyncio
@@ -28,14 +28,14 @@ from quire_engine.executor.rendezvous import Rendezvous, RendezvousHub, facts_in
 log = logging.getLogger(__name__)
 T = TypeVar("T")
 
-# In which it is known which engine is lost, once an exchange with it has failed.
+# After a failed exchange, the time to wait for the report of which engine is lost.
 LOSS_SECONDS = 3.0
-# A value may have been stored between a look and the wait for it.
+# A value may be stored between a lookup and the wait for it.
 STORED_POLL_SECONDS = 0.05
 
 
 def engine_rendezvous(config: EngineArgs, nodes: NodeArgs) -> Rendezvous:
-    """Where the engines of a group meet."""
+    """Returns where the engines of a group meet."""
     size, rank = config.data_parallel_size, nodes.data_parallel_rank
     address, port = nodes.data_parallel_address, nodes.data_parallel_rpc_port
     own_address = nodes.node_addr or (address if rank == 0 else None)
@@ -52,7 +52,7 @@ def join_engines(
     nodes: NodeArgs | None,
     on_lost: Callable[[str], None] | None,
 ) -> "EngineGroup":
-    """The group of an engine with these settings, once all its engines are there. Raises ``ModelError``."""
+    """Joins the data-parallel group of ``config``. Returns when all its engines have joined. Raises ``ModelError``."""
     if nodes is None:
         raise ModelError(OFFLINE.refused[Feature.DATA_PARALLEL])
     facts = facts_in_common(config, model_config, device, {})
@@ -63,11 +63,11 @@ def join_engines(
 
 
 class EngineGroup:
-    """This engine's place among those that meet at ``rendezvous`` and have ``facts`` in common, all of which are waited
-    for. ``on_lost`` is called with a sentence, on another thread, when one of them is lost; without it, that is logged.
-    Raises ``ModelError``, and ``TlsError`` for files of TLS.
+    """This engine's membership in the group that meets at ``rendezvous``. Waits for all engines; all must have the same
+    ``facts``. ``lockstep`` synchronizes their forward passes, and ``store`` is where their ranks exchange addresses.
 
-    ``lockstep`` is this engine's part in their forward passes, and ``store`` is where their ranks find each other.
+    ``on_lost`` is called on another thread, with a sentence, when an engine is lost. Without it the sentence is logged.
+    Raises ``ModelError``, and ``TlsError`` if the TLS files cannot be used.
     """
 
     def __init__(self, rendezvous: Rendezvous, facts: Mapping[str, Any], on_lost: Callable[[str], None] | None) -> None:
@@ -86,13 +86,15 @@ class EngineGroup:
         log.info("engine %d of a group of %d", self.place.dp_rank, self.place.dp_size)
 
     def connect(self, ranks: RankGroup) -> None:
-        """``ranks`` are the links of this engine's rank 0, whose exchanges end with the group."""
+        """Sets the ``RankGroup`` of this engine's rank 0. If an engine is lost, the group aborts its exchanges."""
         self._ranks = ranks
 
     def run_pass(self, forward: Callable[[], T], execute_dummy_batch: Callable[[], object]) -> T:
-        """Makes a forward pass together with the other engines. Where ``forward`` fails before it has exchanged
-        anything with them, as it does for a wrong batch, ``execute_dummy_batch`` is this engine's part of the pass,
-        and the error is raised. Raises ``ExecutorError`` where the engines cannot go on.
+        """Runs ``forward`` as this engine's part of a forward pass of all engines.
+
+        If ``forward`` fails before its first exchange with other engines, as it does for a wrong batch, this engine
+        completes the pass with ``execute_dummy_batch`` and raises the error. Raises ``ExecutorError`` if the engines
+        cannot continue.
         """
         assert self._ranks is not None, "connect comes first"
         self.lockstep.begin()
@@ -116,23 +118,23 @@ class EngineGroup:
         return self._ranks.has_most_tokens
 
     def execute_dummy_batch(self, execute: Callable[[], object]) -> None:
-        """Takes part in a forward pass that is due, without tokens. Raises ``ExecutorError``."""
+        """Takes part in a due forward pass without tokens. Raises ``ExecutorError``."""
         self.lockstep.begin()
         self._complete_pass(execute)
 
     def publish(self, key: str, value: bytes) -> None:
-        """Stores a value for the ranks of all other engines. May be called from any thread."""
+        """Stores a value for the ranks of all other engines. Thread-safe."""
         self._end.post(FrameKind.STORED, [key, value.hex()])
 
     def share_store(self, put_stored: Callable[[str, bytes], None]) -> None:
-        """Has ``put_stored`` called with what other engines have stored and will store."""
+        """Calls ``put_stored`` with each value that other engines have stored or will store."""
         with self._changed:
             self._put_stored, values = put_stored, dict(self._values)
         for key, value in values.items():
             put_stored(key, value)
 
     def close(self) -> None:
-        """Ends the links. The other engines cannot go on, unless all have finished."""
+        """Ends the links. The other engines lose this one, unless all have finished."""
         self._is_over = True
         self._end.close()
 
@@ -146,7 +148,7 @@ class EngineGroup:
         self.lockstep.end()
 
     def _cannot_go_on(self, error: Exception) -> ExecutorError:
-        """Why a pass cannot be ended: an engine is lost, or this one has failed where the others have not."""
+        """Returns why the pass cannot complete: an engine is lost, or this engine failed where the others did not."""
         reason = self.lockstep.wait_for_loss(LOSS_SECONDS)
         own = f"This engine failed in a step in which others did not: {type(error).__name__}: {first_line(error)}."
         return ExecutorError(reason or own)
@@ -163,7 +165,7 @@ class EngineGroup:
     # On the thread of the links
 
     def _receive(self, kind: FrameKind, value: Any) -> None:
-        """Something has come for this engine."""
+        """Handles what another engine or the coordinator sent to this engine."""
         if kind == FrameKind.STORED:
             key, stored = _to_stored(value)
             self.store.put(key, stored)
@@ -181,7 +183,7 @@ class EngineGroup:
             self.lockstep.receive(message)
 
     def _lose(self, reason: str) -> None:
-        """The group ends, unless it has ended already."""
+        """Ends the group, unless it has ended already."""
         with self._changed:
             if self._is_over or self._loss is not None:
                 return
@@ -197,7 +199,7 @@ class EngineGroup:
 
 
 def to_message(value: Any) -> DPMessage:
-    """The message of a DP_MESSAGE frame. Raises ``LinkEndedError``."""
+    """Parses a DP_MESSAGE frame. Raises ``LinkEndedError``."""
     try:
         kind, number, reason = value
         return DPMessage(DPMessageKind(kind), int(number), str(reason))
@@ -206,7 +208,7 @@ def to_message(value: Any) -> DPMessage:
 
 
 def _to_stored(value: Any) -> tuple[str, bytes]:
-    """Key and value of a STORED frame. Raises ``LinkEndedError``."""
+    """Returns the key and value of a STORED frame. Raises ``LinkEndedError``."""
     try:
         key, stored = value
         return str(key), bytes.fromhex(stored)
@@ -224,26 +226,26 @@ Link = tuple[asyncio.StreamReader, asyncio.StreamWriter]
 
 
 class _Coordinating:
-    """Engine 0's end of the links. ``receive`` and ``lose`` are called on their thread."""
+    """Engine 0's side of the links. Calls ``receive`` and ``lose`` on the thread of the links."""
 
     def __init__(self, rendezvous: Rendezvous, facts: Mapping[str, Any], receive: Receive, lose: Lose) -> None:
         self._receive_own = receive
         self._lose = lose
         self._coordinator = DPCoordinator(rendezvous.count)
-        self._engines: dict[int, JoinedEngine] = {}  # by rank; here before any can join, and be lost
+        self._engines: dict[int, JoinedEngine] = {}  # by rank; exists before an engine can join and be lost
         self._hub: RendezvousHub[JoinedEngine] = RendezvousHub(rendezvous, facts, self._make_engine)
         try:
             self._hub.wait_joined()
         except BaseException:
             self._hub.close()
             raise
-        # Whoever is started again finds the next engine 0, and not this one, which is about to end.
+        # If an engine restarts, it must find the next engine 0 and not this one, which is about to end.
         self._hub.stop_listening()
         self.own_address = self._hub.addresses[0]
         self._hub.call(self._send_all, FrameKind.READY, None, 0)
 
     def post(self, kind: FrameKind, value: Any) -> None:
-        """This engine has something for the coordinator."""
+        """Passes a message of engine 0 to the coordinator."""
         self._hub.call(self._receive, 0, kind, value)
 
     def close(self) -> None:
@@ -258,7 +260,7 @@ class _Coordinating:
         return engine
 
     def _receive(self, rank: int, kind: FrameKind, value: Any) -> None:
-        """Engine ``rank`` has something for the coordinator, or for all."""
+        """Handles a message of engine ``rank``: relays stored values, and passes the rest to the coordinator."""
         if kind == FrameKind.STORED:
             self._send_all(kind, value, but=rank)
         elif (answer := self._coordinator.receive(to_message(value))) is not None:
@@ -271,14 +273,16 @@ class _Coordinating:
     def _send_all(self, kind: FrameKind, value: Any, but: int | None = None) -> None:
         for engine in self._engines.values():
             if engine.rank != but:
-                with suppress(OSError):  # it is gone, as its link finds too
+                with suppress(OSError):  # it is gone; its link notices that too
                     engine.link.send(kind, value)
         if but != 0:
             self._receive_own(kind, value)
 
 
 class JoinedEngine:
-    """Another engine as engine 0 has it. A ``Member``. ``receive`` is called with its number and what it sends."""
+    """Another engine, from engine 0's side. Implements ``Member``. Calls ``receive`` with the engine's rank and each
+    message.
+    """
 
     def __init__(
         self, rank: int, address: str, link: Link, receive: Callable[[int, FrameKind, Any], None], lose: Lose
@@ -299,7 +303,7 @@ class JoinedEngine:
 
 
 class _Following:
-    """Another engine's end of its link to engine 0. ``receive`` and ``lose`` are called on its thread."""
+    """The link of another engine to engine 0. Calls ``receive`` and ``lose`` on the thread of the link."""
 
     def __init__(self, rendezvous: Rendezvous, facts: Mapping[str, Any], receive: Receive, lose: Lose) -> None:
         self._rendezvous = rendezvous
@@ -318,7 +322,7 @@ class _Following:
             raise self._failures[0]
 
     def post(self, kind: FrameKind, value: Any) -> None:
-        """This engine has something for the coordinator."""
+        """Sends a message of this engine to the coordinator."""
         assert self._link is not None, "it has joined"
         with suppress(RuntimeError):  # the link has ended
             self._loop.call_soon_threadsafe(self._link.send, kind, value)
@@ -334,7 +338,7 @@ class _Following:
         with asyncio.Runner(loop_factory=lambda: self._loop) as runner:
             try:
                 runner.run(self._run(facts))
-            except BaseException as failure:  # noqa: BLE001 - raised where this was made
+            except BaseException as failure:  # noqa: BLE001 - the constructor raises it
                 self._failures.append(failure)
             finally:
                 self._started.set()
@@ -360,11 +364,11 @@ class _Following:
 
 
 def _checked(frame: Frame) -> FrameKind:
-    """Its kind. Raises ``LinkEndedError`` for one that engines do not send each other."""
+    """Returns the kind of ``frame``. Raises ``LinkEndedError`` for kinds that engines do not send to each other."""
     if frame.kind not in (FrameKind.DP_MESSAGE, FrameKind.STORED):
         raise LinkEndedError("has sent something that is not a message")
     return FrameKind(frame.kind)
 
 
 async def _no_sockets(_: int) -> None:
-    """Links between engines carry no ranks' sockets."""
+    """Does nothing: links between engines carry no rank sockets."""

@@ -1,6 +1,7 @@
-"""A model of several ranks as rank 0 leads it: ``MultiprocLeader`` starts and ends the processes of the others, and
-``MultiprocRanks`` has all ranks execute each step together. At the end, the ranks' KV caches: one decision from what
-all of them measured.
+"""Tensor and pipeline parallelism, from rank 0's side.
+
+``MultiprocLeader`` starts and ends the processes of the other ranks. ``MultiprocRanks`` executes each step on all ranks
+together. ``compute_rank_cache_sizes`` decides the size of the KV caches from the memory profiles of all ranks.
 """
 
 import logging
@@ -51,12 +52,11 @@ NO_OVERLAP = "--enable-dbo changes nothing: sums go through shared memory, where
 
 
 class MultiprocLeader:
-    """The ranks of a model in several processes. Starts the other ranks, which begin to load their weights; those on
-    other machines, if ``settings`` have some, join as ``nodes`` say. ``engines`` are those of a data-parallel group.
+    """Starts the processes of the other ranks, which immediately begin to load their weights, and leads them. Ranks on
+    other machines join through ``nodes``. ``engines`` is this engine's data-parallel group.
 
-    ``on_lost`` is called, on another thread, with the reason why the model cannot be run any more: a rank has died or
-    has failed alone. Without ``on_lost`` the reason is logged. The other processes exist until then or until
-    ``close``.
+    ``on_lost`` is called on another thread, with the reason, when a rank has died or has failed alone, and the model
+    can no longer run. Without ``on_lost`` the reason is logged. The rank processes live until then or until ``close``.
     """
 
     def __init__(
@@ -78,7 +78,7 @@ class MultiprocLeader:
             self._close_hub()
             raise
         try:
-            # What all ranks would log, rank 0 logs alone.
+            # Rank 0 logs what all ranks would log.
             level = logging.DEBUG if log.isEnabledFor(logging.DEBUG) else logging.ERROR
             addresses = () if self._hub is None else tuple(self._hub.addresses)
             settings = replace(settings, log_level=level, log_format=log_format())
@@ -94,11 +94,11 @@ class MultiprocLeader:
 
     @property
     def group(self) -> RankGroup:
-        """The links of rank 0, for the model."""
+        """The ``RankGroup`` of rank 0, for the model."""
         return self._group
 
     def connect(self) -> None:
-        """Waits until all ranks have loaded their weights, and connects them. Raises ``ModelError``, ``RankError``."""
+        """Waits until all ranks have loaded their weights, then connects them. Raises ``ModelError``, ``RankError``."""
         self._workers.wait_for_replies(self._load_call)
         with inference_on(self._device):
             number, _ = call_all_ranks(
@@ -112,13 +112,15 @@ class MultiprocLeader:
         if self._settings.engine.enable_dbo and not self._group.communicator.overlaps_sums:
             log.warning("%s", NO_OVERLAP)
         if self._device.type == "cpu":
-            self._rendezvous_folder.cleanup()  # NCCL still reads it later
+            self._rendezvous_folder.cleanup()  # NCCL still reads the folder later
 
     def profile_memory(
         self, profiler: MemoryProfiler, largest_step: Callable[[], object] | None
     ) -> list[MemoryProfile]:
-        """The memory profile of each rank, by rank. ``largest_step`` runs on all of them, unless that is None: the
-        other ranks handle the calls of the step within PROFILE_MEMORY, until END_PROFILE.
+        """Returns the memory profile of each rank, in rank order.
+
+        Runs ``largest_step`` on all ranks, unless it is None. The other ranks handle the calls of that step inside
+        PROFILE_MEMORY, until END_PROFILE.
         """
         number = self._workers.request(RpcMethod.PROFILE_MEMORY, [json_to_array(largest_step is not None)])
         own = profiler.profile(largest_step)
@@ -127,18 +129,18 @@ class MultiprocLeader:
         return [own, *(MemoryProfile(**answer) for answer in self._workers.wait_for_replies(number))]
 
     def make_ranks(self, model: LoadedModel, cache_sizes: CacheSizes) -> Ranks:
-        """The ranks with KV memory of ``cache_sizes`` bytes on each."""
+        """Makes the ranks. ``cache_sizes`` is rank 0's KV memory in bytes."""
         return MultiprocRanks(self._workers, self._group, model, cache_sizes)
 
     def close(self) -> None:
-        """Ends the other ranks. Nothing can be run afterwards."""
+        """Ends the other ranks. Nothing can run afterwards."""
         self._workers.close()
         self._close_hub()
         self._group.close()
         self._rendezvous_folder.cleanup()
 
     def announce_ready(self) -> None:
-        """Tells the other nodes that the engine has all it needs."""
+        """Tells the other nodes that the engine serves."""
         if self._hub is not None:
             self._hub.announce_ready()
 
@@ -160,13 +162,13 @@ class MultiprocLeader:
 
 
 class MultiprocRanks:
-    """The ``Ranks`` of a model in several processes, as rank 0 has them: each has a runner of its own, with its shard
-    of the model, and KV memory of as many blocks as rank 0 has in ``cache_sizes``. Decode steps are captured as graphs
-    on all ranks or on none.
+    """The ``Ranks`` of a multi-process model, on rank 0. Each rank has its own runner, with its shard of the model. All
+    ranks have as many KV blocks as rank 0 has in ``cache_sizes``. Decode steps are captured as graphs on all ranks or
+    on none.
 
-    In a pipeline each rank makes the calls in their order, and a later stage makes a call later.
+    In a pipeline every rank makes the calls in the same order, and later stages make them later.
 
-    A call that fails on all ranks in the same way raises rank 0's error. One that fails on some ranks only raises
+    A call that fails on all ranks in the same way raises rank 0's error. A call that fails only on some ranks raises
     ``RankError``.
     """
 
@@ -203,7 +205,7 @@ class MultiprocRanks:
         self._workers.begin_call(RpcMethod.EXECUTE, step_to_arrays(output, drawn, without_loras))
         self._num_exchanges_before = self._group.num_exchanges
         step = self._failing_alike(work)
-        if not (self.draws and step.needs_logits):  # else they are part of the call
+        if not (self.draws and step.needs_logits):  # otherwise sampling is part of the call
             self._workers.call_succeeded()
         return step
 
@@ -226,7 +228,7 @@ class MultiprocRanks:
         self._drawn.frombytes(np.stack((rows, positions, token_ids), 1).astype(np.int32).tobytes())
 
     def broadcast(self, pending: torch.Tensor) -> None:
-        """See ``Ranks.broadcast``: from device to device."""
+        """See ``Ranks.broadcast``. Copies from device to device."""
         self._group.broadcast(pending)
 
     def execute_dummy_batch(self) -> None:
@@ -234,8 +236,8 @@ class MultiprocRanks:
         call_all_ranks(self._workers, self._group, RpcMethod.EXECUTE_DUMMY_BATCH, [], self.runner.execute_dummy_batch)
 
     def add_lora(self, lora: LoRARequest) -> None:
-        """See ``Ranks.add_lora``. Each rank reads the folder, and keeps its part. As that may be changing, one rank
-        can fail alone: then none has the adapter.
+        """See ``Ranks.add_lora``. Each rank reads the folder and keeps its shard. The folder may be changing, so one
+        rank can fail alone; then the adapter is removed from all ranks.
         """
         if errors := self._errors_of("add_lora", lora_to_plain(lora), lambda: self.runner.add_lora(lora)):
             self.remove_lora(lora.lora_int_id)
@@ -246,13 +248,13 @@ class MultiprocRanks:
         self._errors_of("remove_lora", lora_id, lambda: self.runner.remove_lora(lora_id))
 
     def sleep(self) -> None:
-        """See ``Sleeper.sleep``. If one rank cannot, none does."""
+        """See ``Sleeper.sleep``. If one rank cannot sleep, all ranks wake up again."""
         if errors := self._errors_of("sleep", None, self.runner.sleep):
             self._errors_of("wake_up", None, self.runner.wake_up)
             raise SleepError(errors[0])
 
     def wake_up(self) -> None:
-        """See ``Sleeper.wake_up``. If one rank cannot, all sleep on."""
+        """See ``Sleeper.wake_up``. If one rank cannot wake up, all ranks sleep again."""
         if errors := self._errors_of("wake_up", None, self.runner.wake_up):
             self._errors_of("sleep", None, self.runner.sleep)
             raise SleepError(errors[0])
@@ -260,8 +262,8 @@ class MultiprocRanks:
     def open_disk(
         self, folder: Path, fingerprint: str, num_slots: int, report: Callable[[TransferResult], object]
     ) -> DiskContents:
-        """See ``Ranks.open_disk``. Each rank has its part of a block in a folder of its own, and the disk has what all
-        of them have.
+        """See ``Ranks.open_disk``. Each rank keeps its part of a block in its own folder. The disk tier has the blocks
+        that all ranks have.
         """
         self._workers.on_transfer = report
 
@@ -276,13 +278,13 @@ class MultiprocRanks:
         return DiskContents.in_common([answers[0], *map(disk_from_plain, answers[1:])])
 
     def close(self) -> None:
-        """See ``Ranks.close``. Ranks that are lost already are left out."""
+        """See ``Ranks.close``. Skips the other ranks if they are lost already."""
         if self._workers.is_usable:
             self._workers.request(RpcMethod.CLOSE_RUNNER)
         self.runner.close()
 
     def _failing_alike(self, work: Callable[[], T]) -> T:
-        """Does a part of the call that was begun last."""
+        """Does rank 0's work in the current call. Reports an error to the other ranks' tracker, then raises it."""
         try:
             return work()
         except Exception as error:
@@ -290,12 +292,14 @@ class MultiprocRanks:
             raise
 
     def _errors_of(self, name: str, argument: object, work: Callable[[], None]) -> list[str]:
-        """As ``_call``. Returns the reasons of those ranks that cannot."""
+        """Like ``_call``. Returns the reasons of the ranks that could not do it."""
         return [answer for answer in self._call(name, argument, work) if answer is not None]
 
     def _call(self, name: str, argument: object, work: Callable[[], object]) -> list[Any]:
-        """Has the other ranks make the rare call ``name`` while this one does ``work``. Returns the answers by rank: a
-        text where a rank cannot, which is no failure of it.
+        """Makes the rare call ``name`` on the other ranks while this rank does ``work``.
+
+        Returns the answers in rank order. A rank that cannot do it answers with a string, which does not count as a
+        failure of the rank.
         """
         number = self._workers.request(RpcMethod.CALL, [json_to_array([name, argument])])
         own = answer_of(work)
@@ -317,8 +321,10 @@ def call_all_ranks(
     arrays: Sequence[RpcArray],
     work: Callable[[], T],
 ) -> tuple[int, T]:
-    """Has the other ranks call ``method`` while this one does ``work``. Returns the call's number and the result of
-    ``work``. Raises the error of ``work`` where all ranks fail alike, else ``RankError``.
+    """Calls ``method`` on the other ranks while this rank does ``work``. Returns the call number and the result of
+    ``work``.
+
+    Raises the error of ``work`` if all ranks fail alike, else ``RankError``.
     """
     number = workers.begin_call(method, arrays)
     before = group.num_exchanges
@@ -333,8 +339,9 @@ def call_all_ranks(
 
 @dataclass(frozen=True, slots=True)
 class RankCacheSizes:
-    """What ranks decide together: rank 0's ``sizes``, after which every rank gets as many blocks; the profile that
-    decided them; and how many layers' blocks the memory of that profile holds.
+    """The cache sizes that the ranks agreed on. ``sizes`` are rank 0's bytes; every rank gets the same number of
+    blocks. ``profile`` is the memory profile that decided, and ``num_layers`` the number of layers whose blocks that
+    memory holds.
     """
 
     sizes: CacheSizes
@@ -349,12 +356,14 @@ def compute_rank_cache_sizes(
     num_layers: Sequence[int],
     nnodes: int = 1,
 ) -> RankCacheSizes:
-    """``profiles`` are the ranks', ``smallest`` is the least that rank 0 needs, and blocks are as large as
-    ``num_layers`` on each are many. ``nnodes`` machines have as many ranks each; the fullest memory decides.
+    """Decides the cache sizes of all ranks. The fullest memory decides.
 
-    On the CPU the ranks of a machine share one memory, and ``budget`` is for all of them. On CUDA each has a GPU of its
-    own, and those of a machine share its host memory for swap pools. Raises ``ModelError`` as ``compute_cache_sizes``
-    does.
+    ``profiles`` and ``num_layers`` are in rank order; a rank's blocks take memory in proportion to its number of
+    layers. ``smallest`` is the least that rank 0 needs. Each of the ``nnodes`` machines has the same number of ranks.
+
+    On the CPU the ranks of a machine share one memory, and ``budget`` is for all of them. On CUDA each rank has its own
+    GPU, and the ranks of a machine share its host memory for swap pools. Raises ``ModelError`` like
+    ``compute_cache_sizes``.
     """
     own, each = num_layers[0], len(profiles) // nnodes
     decided: list[RankCacheSizes] = []
@@ -373,26 +382,30 @@ def compute_rank_cache_sizes(
 
 
 def _host_available(node: Sequence[MemoryProfile]) -> int:
-    """What of a machine's memory the swap pools of its ranks can have together: none of them knows what the others use,
-    and have pinned, within the same limit.
+    """Returns the host memory in bytes that the ranks of one machine can have for swap pools in total. A rank does not
+    know how much the other ranks use or have pinned within the same limit.
     """
     rest = min(one.host_limit for one in node) - sum(one.host_used for one in node)
     return max(0, min(rest, *(one.host_available or 0 for one in node)))
 
 
 def _decide(budget: CacheBudget, profile: MemoryProfile, smallest: CacheSizes, own: int, layers: int) -> RankCacheSizes:
-    """What one memory decides, of blocks of ``layers``, in bytes of rank 0, which has its ``own``."""
+    """Sizes the caches in one memory, which holds the blocks of ``layers`` layers. Returns rank 0's bytes, for its
+    ``own`` layers.
+    """
     sizes = compute_cache_sizes(budget, profile, _scale(smallest, layers, own))
     return RankCacheSizes(_scale(sizes, own, layers), profile, layers)
 
 
 def _scale(sizes: CacheSizes, layers: int, of: int) -> CacheSizes:
-    """The sizes of as many blocks of ``layers`` as ``sizes`` are of blocks of another number ``of`` layers."""
+    """Converts ``sizes`` for blocks of ``of`` layers to the bytes that as many blocks of ``layers`` layers take."""
     return CacheSizes(sizes.kv_cache_bytes * layers // of, sizes.swap_bytes * layers // of)
 
 
 def sum_profiles(profiles: Sequence[MemoryProfile]) -> MemoryProfile:
-    """One profile for ranks of one memory: bytes in use are added up. What they share, as code, counts for each."""
+    """Merges the profiles of ranks that share one memory. Adds up the bytes in use; pages that ranks share, such as
+    code, count once per rank.
+    """
     first, loaded = profiles[0], sum(one.used_loaded for one in profiles)
     peaks = [one.peak for one in profiles if one.peak is not None]
     return replace(

@@ -1,5 +1,5 @@
-"""``NodeAgent``: a machine of an engine other than node 0. It joins node 0, runs the ranks that it is given there, and
-ends with them.
+"""``NodeAgent``: runs one machine of a multi-node engine, other than node 0. It joins node 0, runs the ranks that node
+0 assigns to it, and exits when node 0 ends the engine.
 """
 
 import asyncio
@@ -23,13 +23,15 @@ from quire_engine.models.loader import read_model_config
 
 log = logging.getLogger(__name__)
 
-# After the time that node 0 has to finish its requests.
+# Added to the time that node 0 has to finish its requests.
 LEAVING_GRACE_SECONDS = 10.0
 
 
 class NodeAgent:
-    """The node ``config.node_rank`` of an engine, of which nothing but its ranks runs here. Raises ``ModelError`` for a
-    model, a device or files of TLS that cannot be used.
+    """Node ``config.node_rank`` of an engine. This machine runs only rank processes; node 0 runs the scheduler and the
+    server.
+
+    Raises ``ModelError`` if the model, the device or the TLS files cannot be used.
     """
 
     def __init__(self, config: EngineConfig) -> None:
@@ -43,8 +45,9 @@ class NodeAgent:
         self._is_over = False
 
     def run(self) -> None:
-        """Joins node 0 and runs ranks until node 0 ends the engine. Raises ``ModelError`` if it does not come to that:
-        with what node 0 has against this node, or how the engine ended.
+        """Joins node 0 and runs ranks until node 0 ends the engine.
+
+        Raises ``ModelError`` if node 0 refuses this node, with its reason, or if the engine ends in any other way.
         """
         try:
             asyncio.run(self._run())
@@ -84,16 +87,16 @@ class NodeAgent:
             raise LinkEndedError("has ended the engine")
 
     async def _on_rank_end(self, rank: int) -> None:
-        """A rank has ended: tells node 0, and ends the others here."""
+        """Reports to node 0 that ``rank`` has ended, then ends the link and with it the other ranks of this node."""
         if self._is_over:
             return
         reason = await asyncio.to_thread(self._processes[rank].exit_reason)
         self._link.send(FrameKind.RANK_ENDED, reason)
-        await asyncio.sleep(EXIT_TIMEOUT_SECONDS)  # in which node 0 ends the connection
+        await asyncio.sleep(EXIT_TIMEOUT_SECONDS)  # node 0 closes the connection in this time
         raise LinkEndedError("knows that a rank of this node has ended")
 
     async def _leave_when_told(self) -> None:
-        """Has the engine leave when this node is told to stop: node 0 finishes its requests, and then ends it."""
+        """Waits for SIGTERM or SIGINT, then asks node 0 to finish its requests and end the engine."""
         await self._stop_requested.wait()
         log.info("leaving: node 0 ends the engine")
         self._link.send(FrameKind.LEAVING)
@@ -110,5 +113,5 @@ class NodeAgent:
 
 
 def node_facts(config: EngineArgs, model_config: ModelConfig, device: torch.device, nnodes: int) -> dict[str, Any]:
-    """What all nodes of an engine have in common, by its name, as JSON has it."""
+    """Returns what all nodes of an engine must have in common, by name, as JSON values."""
     return facts_in_common(config, model_config, device, {"--nnodes": nnodes})

@@ -1,5 +1,5 @@
-"""``NodeHub``: node 0's end of the links to the other nodes of an engine. ``RemoteRank`` is a rank there, for
-``RankWorkers``.
+"""``NodeHub``: node 0's side of the links to the other nodes of an engine. ``RemoteRank`` represents a rank on another
+node for ``RankWorkers``.
 """
 
 import asyncio
@@ -21,7 +21,7 @@ log = logging.getLogger(__name__)
 
 
 def node_rendezvous(nodes: NodeArgs) -> Rendezvous:
-    """Where the machines of an engine meet."""
+    """Returns where the nodes of an engine meet."""
     rank, address, port = nodes.node_rank, nodes.master_addr, nodes.master_port
     timeout, own_address = nodes.dist_timeout, nodes.own_addr
     return Rendezvous(
@@ -31,8 +31,8 @@ def node_rendezvous(nodes: NodeArgs) -> Rendezvous:
 
 
 class NodeHub:
-    """Waits for the other machines of ``nodes``; each runs ``ranks_per_node`` ranks. ``facts`` are what a node must
-    have in common with this one. Raises ``ModelError``, and ``TlsError`` for files of TLS.
+    """Waits for the other machines of ``nodes``, each of which runs ``ranks_per_node`` ranks. ``facts`` are what a node
+    must have in common with this one. Raises ``ModelError``, and ``TlsError`` if the TLS files cannot be used.
     """
 
     def __init__(self, nodes: NodeArgs, facts: Mapping[str, Any], ranks_per_node: int) -> None:
@@ -41,13 +41,13 @@ class NodeHub:
         self._hub: RendezvousHub[JoinedNode] = RendezvousHub(node_rendezvous(nodes), facts, self._make_node)
 
     def wait_joined(self) -> "list[RemoteRank]":
-        """The ranks of all other nodes, once those have joined. Raises ``ModelError`` when one has not in time."""
+        """Waits for all other nodes. Returns their ranks. Raises ``ModelError`` if a node has not joined in time."""
         self._nodes = self._hub.wait_joined()
         return [rank for node in self._nodes for rank in node.ranks]
 
     @property
     def addresses(self) -> list[str]:
-        """The address of each node for the others, by node. All have joined."""
+        """The address of each node for the others, in node order. Requires that all have joined."""
         return self._hub.addresses
 
     def announce_ready(self) -> None:
@@ -56,7 +56,7 @@ class NodeHub:
             self._hub.call(node.link.send, FrameKind.READY)
 
     def close(self) -> None:
-        """Ends all links. Nodes whose ranks were not closed before find node 0 gone."""
+        """Ends all links. A node whose ranks were not closed before finds node 0 gone."""
         self._hub.close()
 
     def _make_node(
@@ -67,7 +67,7 @@ class NodeHub:
 
 
 class JoinedNode:
-    """Another node, at ``address``, and its ``ranks``. Made on the thread of the links."""
+    """Another node, at ``address``, and its ``ranks``. Create it on the thread of the links."""
 
     def __init__(
         self, rank: int, address: str, ranks: range, reader: asyncio.StreamReader, writer: asyncio.StreamWriter
@@ -87,11 +87,13 @@ class JoinedNode:
 
     @property
     def accepted(self) -> list[int]:
-        """The ranks that it is to run."""
+        """The ranks that the node must run."""
         return [each.rank for each in self.ranks]
 
     def end(self, reason: str) -> None:
-        """Sets why it has ended, unless that is known better, and closes its ranks' sockets, at which rank 0 asks."""
+        """Sets ``reason`` as the exit reason, unless a better one is known, and closes the sockets of its ranks. Rank 0
+        then asks for the reason.
+        """
         if not self.exit_reason:
             name = f"Node {self.rank} ({self.address})"
             self.exit_reason = f"{name} {reason}, and the engine cannot go on without it."
@@ -100,8 +102,8 @@ class JoinedNode:
         self.ended.set()
 
     def abort(self) -> None:
-        """Ends the link from another thread: the node finds that at once, and kills its ranks."""
-        with suppress(RuntimeError):  # the loop has ended, and all links with it
+        """Ends the link from another thread. The node notices at once and kills its ranks."""
+        with suppress(RuntimeError):  # the loop has ended, and with it all links
             self._loop.call_soon_threadsafe(self.link.abort)
 
     async def _on_frame(self, frame: Frame) -> None:
@@ -113,14 +115,14 @@ class JoinedNode:
             os.kill(os.getpid(), signal.SIGTERM)
 
     async def _on_end(self, _: int) -> None:
-        """Rank 0 has closed one of the ranks' sockets, as it then does with all."""
+        """Tells the node to end, once, when rank 0 closes the sockets of its ranks."""
         if not self._closing:
             self._closing = True
             self.link.send(FrameKind.CLOSE)
 
 
 class RemoteRank:
-    """A rank on another node: what ``RankWorkers`` asks of a ``RankProcess``."""
+    """A rank on another node, with the interface of ``RankProcess`` that ``RankWorkers`` needs."""
 
     def __init__(self, rank: int, link: socket.socket, node: JoinedNode) -> None:
         self.rank = rank
@@ -129,11 +131,11 @@ class RemoteRank:
 
     @property
     def place(self) -> str:
-        """Where it runs, for the log."""
+        """Where the rank runs, for the log."""
         return f"node {self._node.rank}"
 
     def exit_reason(self) -> str:
-        """How it ended, as a sentence. Call it once the link is closed."""
+        """Returns how the rank ended, as a sentence. Call it after the link has closed."""
         return self._node.exit_reason
 
     def kill(self) -> None:
@@ -141,12 +143,12 @@ class RemoteRank:
         self._node.abort()
 
     def close_link(self) -> None:
-        """Shuts the link down, at which the process ends."""
+        """Shuts down the link, which ends the process."""
         with suppress(OSError):
             self.link.shutdown(socket.SHUT_RDWR)
 
     def wait_or_kill(self, deadline: float) -> None:
-        """Waits for its node to end, and drops it at ``deadline`` (monotonic clock)."""
+        """Waits for its node to end, and drops the node at ``deadline`` (monotonic clock)."""
         if not self._node.ended.wait(max(0.0, deadline - time.monotonic())):
             self.kill()
         self.link.close()

@@ -1,9 +1,9 @@
-"""The connection between node 0 of an engine and another of its machines, or between engine 0 of a group and another:
-one TCP connection, with TLS where it leaves the machine. ``NodeLink`` carries in it what the ranks of the other node
-and rank 0 send each other, and tells a node that is gone or frozen from one that is busy.
+"""The connection between node 0 of an engine and another node, or between engine 0 of a group and another engine. It is
+one TCP connection, with TLS between machines. ``NodeLink`` carries the bytes that rank 0 and the ranks of the other
+node send to each other. It tells a dead or frozen node from a busy one.
 
-A frame is its kind, a rank, a length and bytes. The bytes of a rank's socket are cut into frames anywhere; all other
-frames are JSON.
+A frame consists of its kind, a rank, a length and bytes. DATA frames carry the byte stream of a rank's socket, cut
+anywhere. All other frames carry JSON.
 """
 
 import asyncio
@@ -21,7 +21,7 @@ from quire_proto.supervise import forget_cancellations
 from quire_proto.tls import ServerTls, TlsError
 
 HEARTBEAT_SECONDS = 1.0
-# A node from which nothing came for as long is lost: its machine is gone or cut off, or its processes are stopped.
+# A node that sends nothing for this long is lost: its machine is gone or cut off, or its processes are stopped.
 SILENCE_SECONDS = 10.0
 HANDSHAKE_SECONDS = 10.0
 _HEADER = struct.Struct("<BHI")
@@ -30,24 +30,24 @@ _MAX_FRAME_BYTES = 1 << 20
 
 
 class FrameKind(IntEnum):
-    """What a frame holds, and who sends it."""
+    """What a frame holds and who sends it."""
 
-    HELLO = 1  # another node or engine, first: what it is and what it runs
-    ACCEPTED = 2  # number 0: it is taken in; the ranks that a node is to run
-    REFUSED = 3  # number 0: why not
+    HELLO = 1  # other node or engine, first frame: its rank and what it runs
+    ACCEPTED = 2  # member 0: accepted; the ranks that the node must run
+    REFUSED = 3  # member 0: refused, and why
     DATA = 4  # both: bytes of a rank's socket
     HEARTBEAT = 5  # both
-    RANK_ENDED = 6  # another node: how a rank has ended
-    LEAVING = 7  # another node: it was asked to stop
+    RANK_ENDED = 6  # other node: how a rank ended
+    LEAVING = 7  # other node: it was asked to stop
     READY = 8  # node 0: the engine serves; engine 0: all engines have joined
     CLOSE = 9  # node 0: the engine ends
     DP_MESSAGE = 10  # between engines: a ``DPMessage``
-    STORED = 11  # between engines: a value of the ranks' store
+    STORED = 11  # between engines: a value of the ``RankStore``
 
 
 @dataclass(frozen=True, slots=True)
 class Frame:
-    """One message. ``rank`` is 0 where it is of no rank."""
+    """One message. ``rank`` is 0 if the frame belongs to no rank."""
 
     kind: int
     rank: int = 0
@@ -55,7 +55,7 @@ class Frame:
 
     @property
     def value(self) -> Any:
-        """The JSON of a frame that is not DATA. Raises ``LinkEndedError``."""
+        """The JSON value of a frame other than DATA. Raises ``LinkEndedError``."""
         try:
             return json.loads(self.data)
         except ValueError:
@@ -63,17 +63,17 @@ class Frame:
 
 
 class LinkEndedError(Exception):
-    """The connection cannot be used any more. The text says why, as the end of a sentence about the other node."""
+    """The connection is no longer usable. The text says why, as the end of a sentence about the other node."""
 
 
 def write_frame(writer: asyncio.StreamWriter, kind: FrameKind, value: object = None) -> None:
-    """Sends a frame of JSON."""
+    """Sends ``value`` as a JSON frame."""
     data = json.dumps(value).encode()
     writer.write(_HEADER.pack(kind, 0, len(data)) + data)
 
 
 async def read_frame(reader: asyncio.StreamReader) -> Frame:
-    """The next frame. Raises ``LinkEndedError``."""
+    """Reads the next frame. Raises ``LinkEndedError``."""
     try:
         kind, rank, size = _HEADER.unpack(await reader.readexactly(_HEADER.size))
         if size > _MAX_FRAME_BYTES:
@@ -90,15 +90,16 @@ def _reason(error: BaseException) -> str:
 
 
 def tls_reason(error: ssl.SSLError) -> str:
-    """OpenSSL's word for ``error``."""
+    """Returns OpenSSL's word for ``error``."""
     return (error.reason or "unknown reason").lower().replace("_", " ")
 
 
 class NodeLink:
-    """One end of the connection, for the ``sockets`` of ranks of the other node, or of this one if it is not node 0.
+    """One end of the connection. ``sockets`` lead to the ranks of the other node on node 0, and to this node's own
+    ranks elsewhere.
 
-    ``on_frame`` is called with each frame that is neither DATA nor a heartbeat, and ``on_end`` with each rank whose
-    socket has ended on this side. Both may raise ``LinkEndedError`` to end the connection.
+    ``on_frame`` is called with each frame other than DATA and HEARTBEAT, and ``on_end`` with each rank whose socket has
+    ended on this side. Both may raise ``LinkEndedError`` to end the connection.
     """
 
     def __init__(
@@ -119,7 +120,7 @@ class NodeLink:
         self._is_delivering = False
 
     async def run(self) -> str:
-        """Carries until the connection ends, and closes it and the sockets. Returns why it ended, as the end of a
+        """Carries data until the connection ends, then closes it and the sockets. Returns why it ended, as the end of a
         sentence about the other node.
         """
         reasons: list[str] = []
@@ -139,15 +140,15 @@ class NodeLink:
         return reasons[0]
 
     def send(self, kind: FrameKind, value: object = None) -> None:
-        """Sends a frame of JSON, on the loop's thread."""
+        """Sends a JSON frame. Call it on the thread of the loop."""
         write_frame(self._writer, kind, value)
 
     def abort(self) -> None:
-        """Ends the connection at once, on the loop's thread: ``run`` returns."""
+        """Ends the connection at once, so that ``run`` returns. Call it on the thread of the loop."""
         self._writer.transport.abort()
 
     async def _send_all(self, rank: int, reader: asyncio.StreamReader) -> None:
-        """Carries what comes out of a rank's socket."""
+        """Sends what a rank writes to its socket to the other node."""
         while data := await _read_some(reader):
             self._writer.write(_HEADER.pack(FrameKind.DATA, rank, len(data)) + data)
             try:
@@ -157,7 +158,7 @@ class NodeLink:
         await self._on_end(rank)
 
     async def _receive_all(self) -> None:
-        """Carries what the other node sends."""
+        """Handles the frames of the other node."""
         while True:
             frame = await read_frame(self._reader)
             self._heard = True
@@ -169,16 +170,18 @@ class NodeLink:
                 await self._on_frame(frame)
 
     async def _deliver(self, writer: asyncio.StreamWriter, data: bytes) -> None:
-        """Gives a rank its data, and waits where it is busy and has much to read already."""
+        """Writes data to a rank's socket. Waits if the rank is busy and its buffer is full."""
         self._is_delivering = True
-        with suppress(OSError):  # it has ended, of which ``on_end`` tells
+        with suppress(OSError):  # the rank has ended, which ``on_end`` reports
             writer.write(data)
             await writer.drain()
         self._is_delivering = False
 
     async def _beat(self) -> None:
-        """Sends heartbeats, and ends the connection when none come. While this process was stopped itself, could not
-        run this, or waited for one of its own ranks, nothing could be heard: such a time does not count.
+        """Sends heartbeats, and ends the connection if the other node sends nothing.
+
+        Time in which this process could not listen does not count as silence: it was stopped or stalled, or it waited
+        for one of its own ranks.
         """
         loop = asyncio.get_running_loop()
         silent = 0.0
@@ -193,7 +196,7 @@ class NodeLink:
 
 
 async def _read_some(reader: asyncio.StreamReader) -> bytes:
-    """What a rank has sent; nothing at its end."""
+    """Reads what a rank sent. Returns no bytes at the end of the stream."""
     try:
         return await reader.read(_CHUNK_BYTES)
     except OSError:
@@ -204,8 +207,9 @@ async def _read_some(reader: asyncio.StreamReader) -> bytes:
 
 
 def tls_context(tls: ServerTls, *, server: bool) -> ssl.SSLContext:
-    """One side of a connection between nodes, which both show their certificates. Raises ``LinkEndedError`` where this
-    node's own files were replaced by ones that cannot be used: the other node has no part in that.
+    """Returns the TLS context for one side of a connection between nodes, on which both show certificates. Raises
+    ``LinkEndedError`` if this node's own files were replaced by files that cannot be used; the other node is not at
+    fault then.
     """
     try:
         return _load_context(tls, server=server)
@@ -216,19 +220,19 @@ def tls_context(tls: ServerTls, *, server: bool) -> ssl.SSLContext:
 
 
 def _load_context(tls: ServerTls, *, server: bool) -> ssl.SSLContext:
-    """See ``tls_context``. Raises ``OSError`` for files that cannot be used."""
+    """See ``tls_context``. Raises ``OSError`` if the files cannot be used."""
     context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER if server else ssl.PROTOCOL_TLS_CLIENT)
     context.minimum_version = ssl.TLSVersion.TLSv1_3
     context.load_cert_chain(tls.identity.certificate, tls.identity.key, password=str)
     context.load_verify_locations(tls.client_ca)
-    context.check_hostname = False  # addresses of nodes come and go: ``check_peer`` looks at the names
+    context.check_hostname = False  # nodes change their addresses; ``check_peer`` compares the names instead
     context.verify_mode = ssl.CERT_REQUIRED
     return context
 
 
 def own_names(tls: ServerTls) -> frozenset[str]:
-    """The names in the certificate of ``tls``, as a peer sees them. Raises ``TlsError`` if other nodes, which have the
-    same settings, would not accept it.
+    """Returns the names in the certificate of ``tls``, as a peer sees them. Raises ``TlsError`` if other nodes with the
+    same settings would not accept the certificate.
     """
     to_server, to_client = ssl.MemoryBIO(), ssl.MemoryBIO()
     try:
@@ -250,8 +254,8 @@ def own_names(tls: ServerTls) -> frozenset[str]:
 
 
 def check_peer(writer: asyncio.StreamWriter, names: Iterable[str]) -> None:
-    """Raises ``LinkEndedError`` unless the other side's certificate has one of ``names``: authorities vouch for routers
-    too, which are no nodes.
+    """Raises ``LinkEndedError`` unless the peer's certificate has one of ``names``. The certificate authority alone is
+    not enough: it also signs for routers, which must not join as nodes.
     """
     if not _names(writer.get_extra_info("peercert")) & frozenset(names):
         raise LinkEndedError("has a certificate with none of the names of this node's")

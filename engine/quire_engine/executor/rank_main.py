@@ -1,7 +1,7 @@
-"""The process of a rank other than 0: runs a ``RankWorker``, and ends when rank 0 does.
+"""The process of a rank other than 0: runs a ``RankWorker`` and ends when rank 0 ends.
 
-It is started as ``python -m quire_engine.executor.rank_main RANK LINK PARENT``, with the descriptor of an open socket
-and the process id of rank 0.
+Started as ``python -m quire_engine.executor.rank_main RANK LINK PARENT``, with the descriptor of an open socket and the
+process id of rank 0.
 """
 
 import ctypes
@@ -32,8 +32,8 @@ def main() -> None:
 
 
 def _kill_with_parent(parent: int) -> None:
-    """Has the kernel kill this process when the thread that started it ends, however it ends, and even if this process
-    is stopped then.
+    """Makes the kernel kill this process when the thread that started it ends. That works however the thread ends, and
+    even if this process is stopped.
     """
     ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
     if os.getppid() != parent:
@@ -41,7 +41,7 @@ def _kill_with_parent(parent: int) -> None:
 
 
 def _exit_with_link(link: int) -> None:
-    """Ends this process soon after the link is closed, also when a collective waits for ranks that have ended."""
+    """Ends this process soon after the link closes, even if a collective is waiting for ranks that have ended."""
     poll = select.poll()
     poll.register(link, select.POLLRDHUP)
     poll.poll()

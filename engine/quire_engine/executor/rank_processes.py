@@ -1,7 +1,7 @@
-"""``RankWorkers``: rank 0's handle on all other ranks, here and on other nodes. It sends them calls, receives replies
-and failures, and when one rank is lost it kills all of them and reports why.
+"""``RankWorkers``: rank 0's handle on all other ranks, on this node and on others. It sends calls to them and receives
+replies and failures. When one rank is lost, it kills all of them and reports why.
 
-A watcher thread starts the processes and reads from them, so that a loss is noticed while rank 0 computes, waits in a
+A watcher thread starts the processes and reads from them, so it notices a lost rank while rank 0 computes, waits in a
 collective, or is idle.
 """
 
@@ -43,29 +43,29 @@ if TYPE_CHECKING:
     from quire_engine.executor.node_hub import NodeHub, RemoteRank
 
 EXIT_TIMEOUT_SECONDS = 2.0
-# How far apart ranks may be in noticing the same failure. They compute the same at the same time.
+# How long after each other ranks may report the same failure. They compute the same at the same time.
 DIVERGENCE_GRACE_SECONDS = 3.0
-# How much later the end of a rank may be noticed than the failures of those that it leaves waiting.
+# How much later the end of a rank may be noticed than the failures of the ranks that wait for it.
 END_GRACE_SECONDS = 0.3
 FAILURE_TIMEOUT_SECONDS = 10.0
-# A value may have been stored between a look and the wait for it.
+# A value may be stored between a lookup and the wait for it.
 STORED_POLL_SECONDS = 0.05
 RANKS_CLOSED = "The ranks of this model have ended."
-# The command of a rank's process. Its arguments follow: the rank, the descriptor of its socket, rank 0's pid.
+# The command of a rank process. Three arguments follow: the rank, the descriptor of its socket, rank 0's pid.
 COMMAND = (sys.executable, "-P", "-m", "quire_engine.executor.rank_main")
 
 
 class RankError(ExecutorError):
-    """A rank is lost, or has failed where the others have not."""
+    """A rank is lost, or it failed where other ranks did not."""
 
 
 class RankWorkers:
-    """The processes of the ranks 1 to ``size`` - 1 on this node, and all ranks of the other nodes of ``hub``, which are
-    waited for. One thread makes calls, one after the other.
+    """The processes of ranks 1 to ``size`` - 1 on this node, and all ranks of the other nodes of ``hub``. The
+    constructor waits for those nodes to join. Calls must come from one thread, one at a time.
 
-    ``on_lost`` is called once with the reason of a loss, on the watcher thread, and never after ``close``. There
-    ``on_transfer`` is called too, with each rank's result of a transfer to or from the disk. ``on_stored`` is called
-    with each value that a rank stores, for other engines. Raises ``ModelError``.
+    ``on_lost`` is called once, with the reason, when a rank is lost, but never after ``close``. ``on_transfer`` is
+    called with each rank's result of a disk transfer. Both run on the watcher thread. ``on_stored`` is called with each
+    value that a rank stores, for other engines. Raises ``ModelError``.
     """
 
     def __init__(
@@ -99,7 +99,7 @@ class RankWorkers:
 
     @property
     def places(self) -> list[str]:
-        """Where the other ranks run, in their order, for the log."""
+        """Where each of the other ranks runs, in rank order, for the log."""
         return [process.place for process in self._processes]
 
     @property
@@ -108,7 +108,7 @@ class RankWorkers:
         return not self._is_over
 
     def begin_call(self, method: RpcMethod, arrays: Sequence[RpcArray] = ()) -> int:
-        """Sends a call that rank 0 makes at the same time; returns its number. Rank 0 reports its own outcome with
+        """Sends a call that rank 0 makes too. Returns its number. Rank 0 then reports its own outcome with
         ``call_succeeded`` or ``call_failed``. Raises ``RankError``.
         """
         with self._changed:
@@ -118,7 +118,7 @@ class RankWorkers:
         return number
 
     def request(self, method: RpcMethod, arrays: Sequence[RpcArray] = ()) -> int:
-        """Sends a call that only the other ranks make; returns its number, for ``wait_for_replies``. Raises
+        """Sends a call that only the other ranks make. Returns its number, for ``wait_for_replies``. Raises
         ``RankError``.
         """
         with self._changed:
@@ -130,12 +130,12 @@ class RankWorkers:
         return number
 
     def send(self, method: RpcMethod, arrays: Sequence[RpcArray]) -> None:
-        """Sends more of the latest call. Raises ``RankError``."""
+        """Sends another message of the current call. Raises ``RankError``."""
         self._send(RpcMessage(method, 0, arrays))
 
     def wait_for_output(self) -> ModelOutput:
-        """Waits for what came of the oldest step that has not been asked for. Raises ``RankError``, and
-        ``RuntimeError`` where nothing did.
+        """Waits for the output of the oldest step whose output has not been taken. Raises ``RankError``, and
+        ``RuntimeError`` if that step has no output.
         """
         with self._changed:
             self._changed.wait_for(lambda: self._is_over or self._outputs)
@@ -158,9 +158,9 @@ class RankWorkers:
                     send(process.link, message)
 
     def put_stored(self, key: str, value: bytes) -> None:
-        """Another engine has stored a value for all ranks. May be called from any thread."""
+        """Stores a value of another engine for all ranks. Thread-safe."""
         self._put(key, value)
-        with suppress(OSError):  # a rank is lost, of which the watcher tells
+        with suppress(OSError):  # a rank is lost, which the watcher reports
             self._send_to_all(RpcMessage(RpcMethod.STORE, 0, stored_to_arrays(key, value)))
 
     def _put(self, key: str, value: bytes) -> None:
@@ -178,13 +178,13 @@ class RankWorkers:
             self._changed.wait(STORED_POLL_SECONDS)
 
     def call_succeeded(self) -> None:
-        """The latest call has succeeded on rank 0."""
+        """Records that the current call succeeded on rank 0."""
         with self._changed:
             self._failures.record_success()
 
     def call_failed(self, collectives: int, error: Exception) -> None:
-        """The latest call has failed on rank 0, after it had started ``collectives`` collectives. Returns when it has
-        failed on all ranks alike. Raises ``RankError`` when it has not.
+        """Records that the current call failed on rank 0 after it had started ``collectives`` collectives. Returns once
+        the call has failed on all ranks alike. Raises ``RankError`` if it has not.
         """
         with self._changed:
             self._failures.record_failure(collectives, describe_error(error))
@@ -197,8 +197,8 @@ class RankWorkers:
             raise RankError("Not all ranks have failed in the same step.")
 
     def wait_for_replies(self, number: int) -> list[Any]:
-        """Waits for the replies to call ``number``, and returns them by rank. Raises ``ModelError`` with the reason of
-        a rank that failed or is lost.
+        """Waits for the replies to call ``number``. Returns them in rank order. Raises ``ModelError`` with the reason
+        of a rank that failed or is lost.
         """
         wanted = [(number, process.rank) for process in self._processes]
         with self._changed:
@@ -212,7 +212,7 @@ class RankWorkers:
         return answers
 
     def close(self) -> None:
-        """Ends all processes. Nothing can be called afterwards."""
+        """Ends all processes. No call can be made afterwards."""
         with self._changed:
             if self._closing:
                 return
@@ -235,7 +235,7 @@ class RankWorkers:
             raise RankError(self._lost_reason or RANKS_CLOSED)
 
     def _wait_for_loss(self) -> None:
-        """A link is broken: raises ``RankError`` with the reason, once the watcher thread has found it."""
+        """Handles a broken link: waits until the watcher thread knows the reason, and raises ``RankError`` with it."""
         with self._changed:
             self._changed.wait_for(lambda: self._is_over, FAILURE_TIMEOUT_SECONDS)
             self._check_usable()
@@ -291,7 +291,7 @@ class RankWorkers:
                     self._wake_reader.recv(4096)
                 else:
                     self._on_readable(by_descriptor[descriptor])
-            if self._lost_reason is not None:  # the ranks are killed: their links stay readable
+            if self._lost_reason is not None:  # the killed ranks' links stay readable
                 poll = select.poll()
                 poll.register(wake, select.POLLIN)
             suspected_since = self._check_divergence(suspected_since)
@@ -330,15 +330,17 @@ class RankWorkers:
             self._changed.notify_all()
 
     def _on_stored(self, rank: int, message: RpcMessage) -> None:
-        """A rank has stored a value for all of them."""
+        """Passes a value that one rank stored on to all other ranks."""
         key, value = stored_from_arrays(message.arrays)
         self._put(key, value)
         self._send_to_all(RpcMessage(RpcMethod.STORE, 0, message.arrays), but=rank)
         self._on_own_stored(key, value)
 
     def _check_divergence(self, suspected_since: float | None) -> float | None:
-        """Marks the ranks lost when their outcomes differ: soon when that is certain, unless one has ended, which is
-        the better reason, and later when it is only suspected. Returns since when it has been suspected, or None.
+        """Marks the ranks lost if their outcomes differ. Returns the time since which that has been suspected, or None.
+
+        Waits briefly even if the difference is certain, because the end of a rank would be the better reason. Waits
+        longer if it is only suspected.
         """
         with self._changed:
             certain, suspected = self._failures.divergence, self._failures.suspected_failure
@@ -363,8 +365,8 @@ class RankWorkers:
 
 @dataclass(frozen=True, slots=True)
 class RankFailure:
-    """A rank's failure in the call ``call_number``, after it had started ``collectives`` collectives. With
-    ``user_error``, ``reason`` is a whole sentence for the user who chose the settings.
+    """A failure of a rank in call ``call_number``, after it had started ``collectives`` collectives. With
+    ``user_error``, ``reason`` is a complete sentence for the user who chose the settings.
     """
 
     call_number: int
@@ -374,13 +376,13 @@ class RankFailure:
 
 
 class RankFailureTracker:
-    """Decides whether all ranks have come to the same end of the latest call. ``num_other_ranks`` report to rank 0. Not
+    """Decides whether all ranks ended the current call alike. ``num_other_ranks`` ranks report to rank 0. Not
     thread-safe.
 
-    All ranks make the same calls, each of which fails on all of them in the same place or on none: a wrong batch is
-    rejected by every rank before anything is exchanged, and the next call finds all of them ready. After anything
-    else one rank waits for what another will never send, and the engine has to end. The later stages of a pipeline
-    make a call later, so a failure may be of a call before the latest one.
+    All ranks make the same calls. A call may fail on all ranks in the same place: every rank rejects a wrong batch
+    before it exchanges anything, and is ready for the next call. After any other failure one rank waits for what
+    another will never send, and the engine must end. Later pipeline stages make a call later, so a failure may belong
+    to an earlier call.
     """
 
     def __init__(self, num_other_ranks: int) -> None:
@@ -391,28 +393,28 @@ class RankFailureTracker:
         self._reported_failures: dict[int, RankFailure] = {}
 
     def begin_call(self) -> int:
-        """Begins the next call; returns its number."""
-        if self._own_failure is not None:  # all ranks have failed alike; what failed elsewhere alone is not forgotten
+        """Begins the next call. Returns its number."""
+        if self._own_failure is not None:  # all ranks failed alike; a failure of one rank alone is kept
             self._reported_failures.clear()
         self._call_number += 1
         self._own_failure, self._succeeded = None, False
         return self._call_number
 
     def record_success(self) -> None:
-        """The latest call has succeeded on rank 0."""
+        """Records that the current call succeeded on rank 0."""
         self._succeeded = True
 
     def record_failure(self, collectives: int, reason: str) -> None:
-        """The latest call has failed on rank 0."""
+        """Records that the current call failed on rank 0."""
         self._own_failure = RankFailure(self._call_number, collectives, reason)
 
     def record_remote_failure(self, rank: int, failure: RankFailure) -> None:
-        """A call has failed on another rank."""
+        """Records that a call failed on another rank."""
         self._reported_failures[rank] = failure
 
     @property
     def all_failed_alike(self) -> bool:
-        """Whether all ranks have failed in the same place."""
+        """Whether all ranks failed in the same place."""
         return (
             self._own_failure is not None
             and len(self._reported_failures) == self._num_other_ranks
@@ -421,7 +423,7 @@ class RankFailureTracker:
 
     @property
     def divergence(self) -> str | None:
-        """The failure that certainly leaves the ranks in different places, as a sentence; None if there is none."""
+        """A sentence about a failure after which the ranks are certainly out of step, or None."""
         for rank, failure in sorted(self._reported_failures.items()):
             if failure.user_error and self._own_failure is None:
                 return failure.reason
@@ -433,8 +435,8 @@ class RankFailureTracker:
 
     @property
     def suspected_failure(self) -> str | None:
-        """The failure that leaves the ranks in different places unless the others report it too, as a sentence; None if
-        no rank has failed, or all have failed alike.
+        """A sentence about a failure that leaves the ranks out of step unless the others report it too. None if no rank
+        has failed or all failed alike.
         """
         if self.all_failed_alike:
             return None
@@ -448,13 +450,15 @@ class RankFailureTracker:
 
 
 class RankProcess:
-    """The process of ``rank``. Make it on a thread that outlives it: the kernel kills it when that thread ends."""
+    """The process of ``rank``. Create it on a thread that outlives it: the kernel kills the process when that thread
+    ends.
+    """
 
     def __init__(self, rank: int) -> None:
         self.rank = rank
         self.link, child_end = socket.socketpair()
         with child_end:
-            # A process group of its own: Ctrl-C is for rank 0, which ends the others when it has finished its work.
+            # Its own process group: Ctrl-C reaches only rank 0, which ends the others after it has finished its work.
             self._popen = subprocess.Popen(  # noqa: S603 - our own module
                 [*COMMAND, str(rank), str(child_end.fileno()), str(os.getpid())],
                 stdin=subprocess.DEVNULL,
@@ -469,25 +473,27 @@ class RankProcess:
 
     @property
     def place(self) -> str:
-        """Where it runs, for the log."""
+        """Where the process runs, for the log."""
         return f"process {self.pid}"
 
     def exit_reason(self) -> str:
-        """How the process ended, as a sentence. Call it once the link is closed."""
+        """Returns how the process ended, as a sentence. Call it after the link has closed."""
         return f"Rank {self.rank} (process {self.pid}) {self._exit_status()}, and the engine cannot go on without it."
 
     def kill(self) -> None:
-        """Kills the process, even where it is stopped."""
+        """Kills the process, even if it is stopped."""
         with suppress(ProcessLookupError):
             self._popen.kill()
 
     def close_link(self) -> None:
-        """Shuts the link down, at which the process ends."""
+        """Shuts down the link, which ends the process."""
         with suppress(OSError):
             self.link.shutdown(socket.SHUT_RDWR)
 
     def wait_or_kill(self, deadline: float) -> None:
-        """Waits for the process to end, and kills it at ``deadline`` (monotonic clock). It has ended afterwards."""
+        """Waits for the process to end, and kills it at ``deadline`` (monotonic clock). The process has ended when this
+        returns.
+        """
         try:
             self._popen.wait(max(0.0, deadline - time.monotonic()))
         except subprocess.TimeoutExpired:
@@ -510,6 +516,6 @@ def _rank_failure_message(rank: int, failure: RankFailure) -> str:
 
 
 def describe_error(error: BaseException) -> str:
-    """An error on one short line, without a full stop."""
+    """Returns ``error`` as one short line without a full stop."""
     text = " ".join(str(error).split()).rstrip(".")[:500]
     return f"{type(error).__name__}: {text}" if text else type(error).__name__

@@ -1,4 +1,4 @@
-"""``RankWorker``: the loop of a rank other than 0, which makes the calls of rank 0 in a process of its own."""
+"""``RankWorker``: the loop of a rank other than 0, which handles rank 0's calls in its own process."""
 
 import logging
 import socket
@@ -53,11 +53,12 @@ log = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True)
 class RankSettings:
-    """All settings that another rank's process needs, as values that JSON has (``to_plain``).
+    """All settings that the process of another rank needs. ``to_plain`` returns them as JSON values.
 
-    ``threads`` are those of each rank. ``device`` is rank 0's; another rank's GPU is that of its number on its node.
-    ``nnodes`` machines have as many ranks each. Ranks on one machine find each other through the folder ``rendezvous``;
-    several have ``addresses``, by node. ``place`` is that of this engine in a data-parallel group.
+    ``threads`` is the number of threads per rank. ``device`` is rank 0's device; another rank uses the GPU with its
+    local rank. Each of the ``nnodes`` machines runs the same number of ranks. Ranks on one machine meet in the folder
+    ``rendezvous``; ranks on several machines use ``addresses``, one per node. ``place`` is this engine's place in its
+    data-parallel group.
     """
 
     engine: EngineArgs
@@ -78,19 +79,19 @@ class RankSettings:
 
     @property
     def ranks_per_node(self) -> int:
-        """The number of ranks on one machine."""
+        """The number of ranks on each machine."""
         return self.size // self.nnodes
 
     def device_for(self, rank: int) -> torch.device:
-        """The device of a rank."""
+        """Returns the device of ``rank``."""
         device = torch.device(self.device)
         if device.type == "cpu" or self.size == 1:
             return device
         return torch.device(device.type, rank % self.ranks_per_node)
 
     def connect(self, rank: int, group: RankGroup, store: RankStore) -> None:
-        """Connects a rank to the others: through a file, or where they are on several machines through ``store``, by
-        which ranks of several engines find each other too.
+        """Connects ``rank`` to the others. Ranks on one machine meet through a file, and ranks on several machines or
+        in several engines through ``store``.
         """
         if self.nnodes == 1:
             group.connect(file_store(self.rendezvous, self.size), None, store)
@@ -98,13 +99,13 @@ class RankSettings:
             group.connect(store, self.addresses[rank // self.ranks_per_node])
 
     def make_group(self, rank: int) -> RankGroup:
-        """The links of a rank, not connected yet."""
+        """Returns the ``RankGroup`` of ``rank``, not connected yet."""
         engine = self.engine
         sizes = engine.tensor_parallel_size, engine.pipeline_parallel_size
         return RankGroup(rank, *sizes, self.device_for(rank), ordered=engine.deterministic, place=self.place)
 
     def load(self, rank: int, group: RankGroup) -> LoadedModel:
-        """Loads a rank's shard of the model. Raises ``ModelError``."""
+        """Loads the model shard of ``rank``. Raises ``ModelError``."""
         if self.engine.cpu_offload_gb and self.device_for(rank).type != "cpu":
             check_host_memory(int(self.engine.cpu_offload_gb * GIB), self.ranks_per_node, CpuMemory())
         engine = self.engine.model_copy(update={"weights_memory_gb": self.weights_memory_gb(rank)})
@@ -114,7 +115,7 @@ class RankSettings:
         )
 
     def weights_memory_gb(self, rank: int) -> float | None:
-        """A rank's part of what the weights of the ranks on its machine may take: as its layers are of theirs."""
+        """Returns the share of ``rank`` in the weights memory of its machine in GiB, in proportion to its layers."""
         limit, each = self.engine.weights_memory_gb, self.ranks_per_node
         if limit is None or self.size == 1:
             return limit
@@ -123,22 +124,22 @@ class RankSettings:
 
     @property
     def lora_bytes(self) -> int:
-        """The most memory that the adapters take that a rank holds; what is not divided counts as divided evenly."""
+        """The most bytes that adapters take on one rank. Tensors that are not sharded count as if they were."""
         engine, targets = self.engine, model_class(self.config).lora_targets(self.config)
         if not engine.enable_lora:
             return 0
         return engine.num_loras_held * adapter_bytes(targets, engine.max_lora_rank) // self.size
 
     def num_layers(self) -> list[int]:
-        """The layers of each rank."""
+        """Returns the number of layers of each rank."""
         table = model_class(self.config).shard_table(self.config)
-        if table is None:  # it runs in one process
+        if table is None:  # the model runs in one process
             return [1]
         stages = table.stages(self.engine.pipeline_parallel_size)
         return [len(layers) for layers in stages for _ in range(self.engine.tensor_parallel_size)]
 
     def to_plain(self) -> dict[str, Any]:
-        """The settings as values that JSON has."""
+        """Returns the settings as JSON values."""
         return {
             "engine": self.engine.model_dump(mode="json", include=set(EngineArgs.model_fields)),
             "config": asdict(self.config),
@@ -154,7 +155,7 @@ class RankSettings:
 
     @classmethod
     def from_plain(cls, values: dict[str, Any]) -> "RankSettings":
-        """The inverse of ``to_plain``, for a model whose configuration is a ``DecoderConfig``."""
+        """The inverse of ``to_plain``, for models with a ``DecoderConfig``."""
         engine, config = EngineArgs.model_validate(values["engine"]), DecoderConfig.from_plain(values["config"])
         rendezvous, addresses = Path(values["rendezvous"]), tuple(values["addresses"])
         place = None if values["place"] is None else EnginePlace(**values["place"])
@@ -173,8 +174,8 @@ class _LoadedRank:
 
 
 class RankWorker:
-    """Handles calls that come in on ``link`` until it ends. Results stay in this process: failures are reported to
-    rank 0, and methods with ``has_reply`` are answered.
+    """Handles the calls that arrive on ``link`` until the link ends. Reports failures to rank 0 and answers methods
+    with ``has_reply``. Other results stay in this process.
     """
 
     def __init__(self, link: socket.socket, rank: int) -> None:
@@ -193,7 +194,7 @@ class RankWorker:
             RpcMethod.CLOSE_RUNNER: self._close_runner,
             RpcMethod.CALL: self._call,
             RpcMethod.EXECUTE: self._execute,
-            RpcMethod.BITMASK: lambda _: None,  # for another rank, or of a step that failed
+            RpcMethod.BITMASK: lambda _: None,  # for another rank, or of a failed step
             RpcMethod.EXECUTE_DUMMY_BATCH: self._execute_dummy_batch,
             RpcMethod.STORE: self._put_stored,
         }
@@ -206,7 +207,7 @@ class RankWorker:
         }
 
     def run(self, until: RpcMethod | None = None) -> None:
-        """Handles calls up to a message of the method ``until``, or to the end of the link."""
+        """Handles calls until a message with method ``until`` arrives or the link ends."""
         while (message := self._receive()) is not None and message.code != until:
             self._handle(message)
 
@@ -236,7 +237,7 @@ class RankWorker:
         return self._loaded_rank.group.num_exchanges if self._loaded_rank else 0
 
     def _reply(self, code: RpcReply, number: int, value: object) -> None:
-        with suppress(OSError):  # rank 0 has ended, and so will the loop
+        with suppress(OSError):  # rank 0 has ended, so the loop ends too
             self._send(RpcMessage(code, number, [json_to_array(value)]))
 
     def _send(self, message: RpcMessage) -> None:
@@ -264,7 +265,7 @@ class RankWorker:
         self._send(RpcMessage(RpcReply.STORED, 0, stored_to_arrays(key, value)))
 
     def _receive_stored(self) -> None:
-        """Waits for a value that another rank stores: while ranks connect, nothing else comes."""
+        """Waits for a value that another rank stores. While ranks connect, no other message arrives."""
         message = receive(self._link)
         if message is None or message.code != RpcMethod.STORE:
             raise MessageError("Rank 0 stores nothing while ranks connect.")
@@ -274,7 +275,7 @@ class RankWorker:
         self._store.put(*stored_from_arrays(arrays))
 
     def _profile_memory(self, arrays: Sequence[RpcArray]) -> dict[str, Any]:
-        """Profiles this rank. The calls up to END_PROFILE are the largest step, if there is one."""
+        """Profiles this rank. If there is a largest step, it consists of the calls up to END_PROFILE."""
         with_step: bool = json_from_array(arrays[0])
         return asdict(
             self._loaded_or_fail.profiler.profile((lambda: self.run(RpcMethod.END_PROFILE)) if with_step else None)
@@ -296,7 +297,7 @@ class RankWorker:
         self._worker = self._ranks = None
 
     def _execute(self, arrays: Sequence[RpcArray]) -> None:
-        """Executes a step up to this rank's part of it, which is all on the rank that draws."""
+        """Executes this rank's part of a step. The rank that samples executes all of it and sends the output."""
         worker, ranks, group = self._worker_or_fail, self._ranks, self._loaded_or_fail.group
         assert ranks is not None, "MAKE_RUNNER comes first"
         output, drawn, without_loras = step_from_arrays(arrays)
@@ -323,7 +324,7 @@ class RankWorker:
             self._runner_or_fail.execute_dummy_batch()
 
     def _call(self, arrays: Sequence[RpcArray]) -> object:
-        """Makes a rare call. Returns its answer, or why this rank cannot: that is no failure of the rank."""
+        """Makes a rare call. Returns its answer, or why this rank cannot do it, which does not count as a failure."""
         name, argument = json_from_array(arrays[0])
         with inference_on(self._loaded_or_fail.model.device):
             return answer_of(lambda: self._calls[name](argument))
@@ -342,13 +343,13 @@ class RankWorker:
         self._runner_or_fail.wake_up()
 
     def _open_disk(self, argument: Any) -> dict[str, Any]:
-        """Returns what is on this rank's disk. Raises ``OSError``."""
+        """Returns what this rank's disk holds. Raises ``OSError``."""
         folder, fingerprint, num_slots = argument
         part, own = make_rank_folder(Path(folder), self._rank), rank_fingerprint(fingerprint, self._rank)
         return disk_to_plain(self._runner_or_fail.open_disk(part, own, num_slots, self._report))
 
     def _report(self, result: TransferResult) -> None:
-        """Tells rank 0 what came of a transfer; on a thread of the disk's."""
+        """Sends the result of a transfer to rank 0. Runs on a disk thread."""
         if result.reason:
             result = replace(result, reason=f"rank {self._rank}: {result.reason}")
         with suppress(OSError):
@@ -371,13 +372,15 @@ class RankWorker:
 
 
 class _ReceivedBitmasks:
-    """What has bitmasks filled by rank 0, which sends the one of a step behind it. An ``AnyBitmaskFiller``."""
+    """Implements ``AnyBitmaskFiller`` with bitmasks that rank 0 fills. Rank 0 sends the bitmask of a step after the
+    step.
+    """
 
     def __init__(self, receive_next: Callable[[], RpcMessage | None]) -> None:
         self._receive_next = receive_next
 
     def start(self, _draws: Sequence[object]) -> "_ReceivedBitmasks":
-        """See ``AnyBitmaskFiller.start``. Each step has one."""
+        """See ``AnyBitmaskFiller.start``. Each step has one bitmask."""
         return self
 
     def wait(self) -> GrammarBitmask:
@@ -392,7 +395,7 @@ class _ReceivedBitmasks:
 
 
 def answer_of(work: Callable[[], object]) -> object:
-    """What ``work`` returns, or as a text why it cannot be done here."""
+    """Returns the result of ``work``, or the reason as a string if it cannot be done here."""
     try:
         return work()
     except (LoRAError, SleepError, OSError) as error:
@@ -400,14 +403,14 @@ def answer_of(work: Callable[[], object]) -> object:
 
 
 def make_rank_folder(folder: Path, rank: int) -> Path:
-    """Makes the folder of a rank's part of the blocks on disk in ``folder``. Raises ``OSError``."""
+    """Makes the folder in ``folder`` for this rank's part of the blocks on disk. Raises ``OSError``."""
     part = folder / f"rank-{rank}"
     part.mkdir(mode=0o700, exist_ok=True)
     return part
 
 
 def rank_fingerprint(fingerprint: str, rank: int) -> str:
-    """What a rank's part of a block depends on, besides its hash."""
+    """Returns what the content of this rank's part of a block depends on, apart from the block's hash."""
     return f"{fingerprint} rank {rank}"
 
 

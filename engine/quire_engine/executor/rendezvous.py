@@ -1,5 +1,5 @@
-"""How the machines of one engine meet, and the engines of a data-parallel group: number 0 listens as a
-``RendezvousHub``, and the others ``join`` it. It takes in those that run the same model with the same settings, and
+"""How the machines of one engine, or the engines of a data-parallel group, find each other. Member 0 listens as a
+``RendezvousHub``, and the others ``join`` it. It accepts members that run the same model with the same settings, and
 refuses all others with the reason.
 """
 
@@ -39,18 +39,19 @@ from quire_engine.executor.node_link import (
 log = logging.getLogger(__name__)
 
 RETRY_SECONDS = 0.5
-# After which it is said again who is waited for.
+# How often the log repeats which members are missing.
 WAITING_SECONDS = 15.0
-# Connections that have not joined yet; more are closed at once.
+# Connections that have not joined yet. Further ones are closed at once.
 MAX_STRANGERS = 64
 
 
 @dataclass(frozen=True, slots=True)
 class Rendezvous:
-    """Where ``count`` members meet, of which this process is number ``rank``: number 0 listens at ``address`` and
-    ``port``. ``own_address`` is this one's for the others, where that is known. All have to come within ``timeout``
-    seconds. ``noun`` is what a member is called, and ``count_flag`` the setting that says how many there are. Number 0
-    asks for a token of ``token_file``, if there is one.
+    """Where ``count`` members meet, from the view of member ``rank``. Member 0 listens at ``address`` and ``port``. All
+    must join within ``timeout`` seconds.
+
+    ``own_address`` is the address of this member for the others, if known. ``noun`` is the word for a member, and
+    ``count_flag`` the option that sets ``count``. If there is a ``token_file``, member 0 requires one of its tokens.
     """
 
     noun: str
@@ -66,11 +67,13 @@ class Rendezvous:
 
     @property
     def master(self) -> str:
-        """Number 0 and where it listens."""
+        """Member 0 and where it listens, for messages."""
         return f"{self.noun} 0 ({join_host_port(self.address, self.port)})"
 
     def tokens(self) -> EngineTokens | None:
-        """What number 0 asks for, and the others say. Raises ``ModelError`` if the file cannot be used."""
+        """Returns the tokens that member 0 requires and the others send. Raises ``ModelError`` if the file cannot be
+        used.
+        """
         try:
             return None if self.token_file is None else EngineTokens(self.token_file)
         except TokenError as error:
@@ -78,14 +81,16 @@ class Rendezvous:
 
     @property
     def sentence_start(self) -> str:
-        """The same, at the begin of a sentence."""
+        """``master`` with a capital letter, for the start of a sentence."""
         return self.master[0].upper() + self.master[1:]
 
 
 def facts_in_common(
     config: EngineArgs, model_config: ModelConfig, device: torch.device, more: Mapping[str, Any]
 ) -> dict[str, Any]:
-    """What all members have in common, by its name, as JSON has it; ``more`` is not of ``EngineArgs``."""
+    """Returns what all members must have in common, by name, as JSON values. ``more`` adds facts that are not in
+    ``EngineArgs``.
+    """
     settings = config.model_dump(mode="json", include=set(EngineArgs.model_fields))
     return {
         "version of Quire": __version__,
@@ -97,11 +102,11 @@ def facts_in_common(
     }
 
 
-# Number 0
+# Member 0
 
 
 class Member(Protocol):
-    """Another member that has joined, with the number ``rank``, at ``address``, and its ``link``."""
+    """A member that has joined: its ``rank``, its ``address`` and its ``link``."""
 
     rank: int
     address: str
@@ -109,11 +114,13 @@ class Member(Protocol):
 
     @property
     def accepted(self) -> object:
-        """What it is told when it is taken in."""
+        """What member 0 sends to it with ACCEPTED."""
         ...
 
     def end(self, reason: str) -> None:
-        """Its link has ended, after all had joined. ``reason`` is the end of a sentence about it."""
+        """Handles the end of its link after all members had joined. ``reason`` is the end of a sentence about the
+        member.
+        """
         ...
 
 
@@ -122,11 +129,11 @@ MakeMember = Callable[[int, str, asyncio.StreamReader, asyncio.StreamWriter], M]
 
 
 class RendezvousHub(Generic[M]):
-    """Waits for the other members at ``place``, each of which becomes what ``make_member`` makes of its number, its
-    address and its connection. ``facts`` are what a member must have in common with this one.
+    """Waits for the other members at ``place``. ``make_member`` turns the rank, address and connection of each into an
+    object. ``facts`` are what a member must have in common with this one.
 
-    The links have an event loop on a thread of their own, on which members are made and ended. Raises ``ModelError``,
-    and ``TlsError`` for files of TLS.
+    The links run in an event loop on their own thread, which also makes and ends members. Raises ``ModelError``, and
+    ``TlsError`` if the TLS files cannot be used.
     """
 
     def __init__(self, place: Rendezvous, facts: Mapping[str, Any], make_member: MakeMember[M]) -> None:
@@ -154,7 +161,7 @@ class RendezvousHub(Generic[M]):
             )
 
     def wait_joined(self) -> list[M]:
-        """All other members, in order, once they have joined. Raises ``ModelError`` when one has not in time."""
+        """Waits for all other members. Returns them in order. Raises ``ModelError`` if one has not joined in time."""
         missing: list[int] = []
 
         def all_joined() -> bool:
@@ -173,7 +180,8 @@ class RendezvousHub(Generic[M]):
                         else f"{noun.capitalize()}s {names} have"
                     )
                     raise ModelError(f"{late} not joined within {self._place.timeout:g} seconds.")
-                # A warning, as what is started by hand shows nothing less, and nothing else can be seen meanwhile.
+                # A warning, because a program that is started by hand shows nothing less severe, and nothing else is
+                # visible meanwhile.
                 who = noun if len(missing) == 1 else f"{noun}s"
                 log.warning("waiting for %s %s to join at %s, for up to %.0f seconds", who, names, address, left)
                 self._changed.wait_for(all_joined, min(left, WAITING_SECONDS))
@@ -181,21 +189,21 @@ class RendezvousHub(Generic[M]):
 
     @property
     def addresses(self) -> list[str]:
-        """The address of each member for the others, in order. All have joined."""
+        """The address of each member for the others, in order. Requires that all have joined."""
         return [self._own_address, *(member.address for _, member in sorted(self._joined.items()))]
 
     def call(self, work: Callable[..., object], *arguments: object) -> None:
-        """Has the links' thread do ``work``, unless it has ended."""
+        """Runs ``work`` on the thread of the links, unless that has ended."""
         with suppress(RuntimeError):
             self._loop.call_soon_threadsafe(work, *arguments)
 
     def stop_listening(self) -> None:
-        """Takes nobody in any more, who then finds nobody here, and may find the next one to listen."""
+        """Accepts no more members. A late member then gets no connection here and may find the next hub."""
         assert self._server is not None, "it has started"
         self.call(self._server.close)
 
     def close(self) -> None:
-        """Ends all links: the others find this member gone."""
+        """Ends all links. The other members notice that this one is gone."""
         if self._thread.is_alive():
             self._loop.call_soon_threadsafe(self._stop.set)
         self._thread.join()
@@ -222,12 +230,12 @@ class RendezvousHub(Generic[M]):
                 await asyncio.wait(list(self._connections))
 
     async def _on_connection(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        """Serves one connection, to its end."""
+        """Serves one connection until it ends."""
         task = asyncio.current_task()
         assert task is not None, "a connection has a task of its own"
         self._connections[task] = writer
         task.add_done_callback(self._connections.pop)
-        name = writer.get_extra_info("peername")  # None where it has closed the connection again
+        name = writer.get_extra_info("peername")  # None if the peer has closed the connection again
         peer = name[0] if name else "somebody"
         if self._strangers >= MAX_STRANGERS:
             writer.transport.abort()
@@ -259,7 +267,7 @@ class RendezvousHub(Generic[M]):
             await writer.drain()
             raise LinkEndedError(f"is refused: {refusal}")
         member = self._make_member(rank, str(hello.value.get("address", peer)), reader, writer)
-        with self._changed:  # once the answer is read, it has joined for everybody
+        with self._changed:  # once the member reads the answer, all must see it as joined
             write_frame(writer, FrameKind.ACCEPTED, member.accepted)
             self._joined[rank] = member
             self._changed.notify_all()
@@ -293,7 +301,7 @@ class RendezvousHub(Generic[M]):
 
 
 def describe_difference(noun: str, rank: int, mine: Mapping[str, Any], theirs: object) -> str | None:
-    """What member ``rank`` has otherwise than number 0, as a sentence; None where all is equal."""
+    """Returns a sentence about the first fact in which member ``rank`` differs from member 0, or None."""
     name_of = f"{noun.capitalize()} {rank}"
     if not isinstance(theirs, dict):
         return f"{name_of} does not say what it runs."
@@ -314,12 +322,12 @@ def _describe_refused(error: BaseException) -> str:
     return str(error) if isinstance(error, LinkEndedError) else "has closed the connection"
 
 
-# The others
+# The other members
 
 
 @dataclass(frozen=True, slots=True)
 class Joined:
-    """A connection to number 0, which has taken this member in, and what it says. ``own_address`` is this one's for the
+    """An accepted connection to member 0, and its answer ``accepted``. ``own_address`` is this member's address for the
     others.
     """
 
@@ -330,8 +338,8 @@ class Joined:
 
 
 async def join(place: Rendezvous, facts: Mapping[str, Any], stop_requested: asyncio.Event) -> Joined:
-    """Joins number 0 as soon as it takes connections. Raises ``ModelError`` with what it has against this member, or
-    where it does not come to that, and ``LinkEndedError``.
+    """Joins member 0 as soon as it accepts connections. Raises ``ModelError`` if member 0 refuses this member or cannot
+    be reached in time, and ``LinkEndedError`` if the connection fails.
     """
     reader, writer = await _connect(place, stop_requested)
     address = place.own_address or writer.get_extra_info("sockname")[0]

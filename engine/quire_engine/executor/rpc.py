@@ -1,7 +1,7 @@
-"""Messages between the processes of ranks: JSON and arrays of numbers, framed on a stream socket. Rank 0 sends
-``RpcMethod`` messages, one for each step, and the others answer with ``RpcReply``.
+"""Messages between rank processes: JSON and number arrays, framed on a stream socket. Rank 0 sends ``RpcMethod``
+messages, one per step, and the other ranks answer with ``RpcReply``.
 
-Nothing is pickled, and sizes are checked against bounds before memory is allocated for a message.
+Nothing is pickled. Sizes are checked against bounds before memory is allocated for a message.
 """
 
 import json
@@ -33,18 +33,18 @@ from quire_engine.sampling.grammar_bitmask import GrammarBitmask
 
 RpcArray = npt.NDArray[Any]
 MAX_ARRAYS = 1 << 16
-"""A step has some for its columns, and some for each new sequence."""
+"""A step has an array per column and a few per new sequence."""
 
 MAX_BYTES = 1 << 28
 _DTYPES = tuple(map(np.dtype, ("uint8", "int32", "int64")))
 # A message's code, number of arrays and call number; each array's index in ``_DTYPES`` and its length.
 _MESSAGE_HEADER, _ARRAY_HEADER = struct.Struct("<IIQ"), struct.Struct("<IQ")
 _TRANSFERS = ("blocks_to_store", "blocks_to_load")
-_ARRAY = "$array"  # the key of an object of JSON that stands for an array
+_ARRAY = "$array"  # key of the JSON object that stands for an array
 
 
 class RpcMethod(IntEnum):
-    """The calls that rank 0 sends. Those up to ``CALL`` are answered; of the others only a failure is."""
+    """The calls that rank 0 sends. Methods up to ``CALL`` are always answered, the others only if they fail."""
 
     LOAD = 1
     CONNECT = 2
@@ -60,14 +60,18 @@ class RpcMethod(IntEnum):
 
     @property
     def has_reply(self) -> bool:
-        """Whether success is answered too: rank 0 waits for it."""
+        """Whether success is answered too, because rank 0 waits for it."""
         return self <= RpcMethod.CALL
 
 
 class RpcReply(IntEnum):
-    """The messages of the other ranks; their call numbers are those of the calls that they answer, or 0: a value is
-    stored for all ranks, a transfer to or from the disk has ended, or this is the ``OUTPUT`` of the oldest step that
-    has none, from the rank that draws; ``NO_OUTPUT`` says why there is none.
+    """The messages of the other ranks. ``DONE`` and ``FAILED`` have the number of the call that they answer. All others
+    have number 0:
+
+    * ``STORED``: the rank stored a value for all ranks.
+    * ``TRANSFERRED``: a disk transfer ended.
+    * ``OUTPUT``: the output of the oldest step without one, from the rank that samples.
+    * ``NO_OUTPUT``: why that step has no output.
     """
 
     DONE = 1
@@ -79,13 +83,13 @@ class RpcReply(IntEnum):
 
 
 class MessageError(Exception):
-    """The bytes that came in are not a valid message."""
+    """The received bytes are not a valid message."""
 
 
 @dataclass(frozen=True, slots=True)
 class RpcMessage:
-    """``code`` is an ``RpcMethod`` or ``RpcReply``, ``call_number`` counts rank 0's calls. ``arrays`` have one
-    dimension, and are uint8, int32 or int64.
+    """``code`` is an ``RpcMethod`` or ``RpcReply``, and ``call_number`` counts rank 0's calls. ``arrays`` have one
+    dimension and dtype uint8, int32 or int64.
     """
 
     code: int
@@ -94,7 +98,7 @@ class RpcMessage:
 
 
 def send(link: socket.socket, message: RpcMessage) -> None:
-    """Writes all of ``message``. Raises ``OSError`` when the other side has closed the link."""
+    """Writes all of ``message``. Raises ``OSError`` if the other side has closed the link."""
     assert len(message.arrays) <= MAX_ARRAYS, "no rank would take it"
     heads = [_MESSAGE_HEADER.pack(message.code, len(message.arrays), message.call_number)]
     heads += [_ARRAY_HEADER.pack(_DTYPES.index(array.dtype), len(array)) for array in message.arrays]
@@ -102,7 +106,7 @@ def send(link: socket.socket, message: RpcMessage) -> None:
 
 
 def receive(link: socket.socket) -> RpcMessage | None:
-    """The next message; None when the other side has closed the link. Raises ``MessageError``."""
+    """Reads the next message. Returns None if the other side has closed the link. Raises ``MessageError``."""
     head = _read_up_to(link, _MESSAGE_HEADER.size)
     if not head:
         return None
@@ -135,8 +139,8 @@ def _read_exactly(link: socket.socket, size: int) -> bytearray:
 
 
 def _read_up_to(link: socket.socket, size: int) -> bytearray:
-    """``size`` bytes, or none when the stream ends before the first one. Raises ``MessageError`` when it ends between
-    two.
+    """Reads ``size`` bytes. Returns no bytes if the stream ends before the first one. Raises ``MessageError`` if it
+    ends later.
     """
     data, read = bytearray(size), 0
     while read < size:
@@ -150,12 +154,12 @@ def _read_up_to(link: socket.socket, size: int) -> bytearray:
 
 
 def json_to_array(value: object) -> RpcArray:
-    """``value`` as JSON, in an array of bytes."""
+    """Returns ``value`` as JSON text in a uint8 array."""
     return np.frombuffer(json.dumps(value).encode(), np.uint8)
 
 
 def json_from_array(text: RpcArray) -> Any:
-    """The value of ``json_to_array``. Raises ``MessageError``."""
+    """The inverse of ``json_to_array``. Raises ``MessageError``."""
     try:
         return json.loads(text.tobytes())
     except ValueError:
@@ -163,7 +167,7 @@ def json_from_array(text: RpcArray) -> Any:
 
 
 def stored_to_arrays(key: str, value: bytes) -> list[RpcArray]:
-    """A value of a ``RankStore``."""
+    """Encodes a value of a ``RankStore``."""
     return [json_to_array(key), np.frombuffer(value, np.uint8)]
 
 
@@ -175,7 +179,7 @@ def stored_from_arrays(arrays: Sequence[RpcArray]) -> tuple[str, bytes]:
 
 
 def plain_to_arrays(value: object) -> list[RpcArray]:
-    """``value`` as JSON in an array of bytes, and what of it is bytes or an array, each as an array of its own."""
+    """Returns ``value`` as JSON in a uint8 array, followed by one array for each bytes object or array in it."""
     arrays: list[RpcArray] = []
 
     def take_array(part: Any) -> dict[str, int]:
@@ -200,7 +204,7 @@ def plain_from_arrays(message: Sequence[RpcArray]) -> Any:
 
 
 class _UnknownGrammar:
-    """Stands for a grammar that rank 0 alone knows: bitmasks come from there."""
+    """Stands for a grammar that only rank 0 knows. Rank 0 sends its bitmasks."""
 
     def new_matcher(self) -> GrammarMatcher:
         """See ``Grammar``."""
@@ -211,8 +215,8 @@ UNKNOWN_GRAMMAR = _UnknownGrammar()
 
 
 def step_to_arrays(output: SchedulerOutput, drawn: "array[int]", without_loras: Sequence[int]) -> list[RpcArray]:
-    """A step for the other ranks: ``drawn`` are tokens that were drawn before, as triples like those of
-    ``output.new_tokens``. Adapters ``without_loras`` count as none.
+    """Encodes a step for the other ranks. ``drawn`` has the tokens sampled since the last step, as triples like those
+    in ``output.new_tokens``. Rows whose adapter is in ``without_loras`` run without one.
     """
     transfers = {name: list(map(_transfer_to_plain, getattr(output.copies, name))) for name in _TRANSFERS}
     plain = {"drawn": drawn, "without_loras": without_loras, "transfers": transfers, **step_to_plain(output)}
@@ -230,7 +234,7 @@ def step_from_arrays(message: Sequence[RpcArray]) -> "tuple[SchedulerOutput, arr
 
 
 def output_to_arrays(output: ModelOutput) -> list[RpcArray]:
-    """What a step made."""
+    """Encodes the output of a step."""
     return plain_to_arrays(output_to_plain(output))
 
 
@@ -241,7 +245,7 @@ def output_from_arrays(message: Sequence[RpcArray]) -> ModelOutput:
 
 
 def bitmask_to_arrays(bitmask: GrammarBitmask) -> list[RpcArray]:
-    """What the grammars of a step allow."""
+    """Encodes the bitmask of a step."""
     errors = {number: error_to_plain(error) for number, error in bitmask.errors.items()}
     plain = {"rows": bitmask.rows, "errors": errors, "words": array("i", bitmask.words.tobytes())}
     return plain_to_arrays(plain)
@@ -274,7 +278,7 @@ def _transfer_from_plain(fields: Sequence[Any]) -> DiskTransfer:
 
 
 def result_to_array(result: TransferResult) -> RpcArray:
-    """What came of a rank's part of a transfer."""
+    """Encodes the result of a rank's part of a transfer."""
     return json_to_array(asdict(result))
 
 
@@ -288,7 +292,7 @@ def result_from_array(text: RpcArray) -> TransferResult:
 
 
 def disk_to_plain(contents: DiskContents) -> dict[str, Any]:
-    """What a rank's disk has, as values that JSON has."""
+    """Returns what a rank's disk holds, as JSON values."""
     stored = [(disk_block, block_hash.hex()) for disk_block, block_hash in contents.stored]
     return {**asdict(contents), "stored": stored}
 

@@ -1,4 +1,4 @@
-"""``TorchExecutor``: loads a model, decides how much KV memory there is for it, and has a worker execute steps."""
+"""``TorchExecutor``: loads a model, sizes its KV cache, and executes steps with a worker."""
 
 import logging
 import weakref
@@ -47,13 +47,13 @@ MakeRanks = Callable[[LoadedModel, CacheSizes], Ranks]
 
 
 class TorchExecutor:
-    """Executes one step after the other. Used by one thread. An ``AsyncExecutor``.
+    """Executes one step at a time. Implements ``AsyncExecutor``. Use it from one thread.
 
-    ``depth`` is constant: steps that may be in flight at once. ``config`` is the model's, ``max_model_len`` the longest
-    sequence in tokens, and ``rates`` are measured once it is loaded. ``disk_contents`` is what the disk tier has at the
-    start, None without one. ``weight_stats`` are those of layers that are read from disk, on rank 0 if there are
-    several; None if none are. If it shares experts with the executors of other ``engines``, its forward passes are
-    theirs.
+    ``depth`` is the constant number of steps that may be in flight. ``config`` is the model's configuration,
+    ``max_model_len`` the longest sequence in tokens, and ``rates`` the speeds measured after loading. ``disk_contents``
+    is what the disk tier held at the start, or None without one. ``weight_stats`` counts the reads of layers that are
+    kept on disk or in host memory, on rank 0; None if all layers stay on the device. If the executor shares experts
+    with other ``engines``, they run their forward passes together.
     """
 
     def __init__(
@@ -99,19 +99,23 @@ class TorchExecutor:
         nodes: NodeArgs | None = None,
         startup: StartupTimer | None = None,
     ) -> "TorchExecutor":
-        """Loads the model of ``config`` onto a device, and makes KV pools for it.
+        """Loads the model of ``config`` onto a device and makes its KV pools. Raises ``ModelError`` with one sentence
+        if that is not possible.
 
-        ``max_model_len`` defaults to the model's own limit. Without ``kv_cache_memory``, the largest step that
-        ``max_num_batched_tokens`` and ``max_num_seqs`` allow is run, and the pools take what is left of the device's
-        memory; ``gpu_memory_utilization`` is the part of it that may be taken in all (see ``worker.memory``).
-        ``async_scheduling`` says whether a step may be launched while another runs; by default it may on CUDA, see
-        ``_depth``. With ``enforce_eager`` no graphs are captured. With a ``tensor_parallel_size`` or a
-        ``pipeline_parallel_size`` above 1 other processes share the model until ``close``; ``on_lost`` is called, on
-        another thread, with the reason why they cannot go on. ``nodes`` are the machines that have the ranks, if there
-        are several; this one is node 0, and waits for the others. With a ``data_parallel_size`` above 1 they say which
-        engine of a group this is, and where it meets the others, for which it waits. An engine that ``owns_process``
-        sets the number of torch's threads and how the heap treats freed memory, for all of it. ``startup`` times the
-        phases. Raises ``ModelError``, with one sentence, for what cannot be.
+        ``max_model_len`` defaults to the model's own limit. Without ``kv_cache_memory``, runs the largest step that
+        ``max_num_batched_tokens`` and ``max_num_seqs`` allow, and gives the rest of the device's memory to the pools.
+        ``gpu_memory_utilization`` limits the fraction of the memory that all of this may use (see ``worker.memory``).
+
+        ``async_scheduling`` allows a step to be launched while another runs; ``_depth`` decides the default.
+        ``enforce_eager`` disables graph capture.
+
+        With a ``tensor_parallel_size`` or ``pipeline_parallel_size`` above 1, other processes share the model until
+        ``close``. ``on_lost`` is called on another thread, with the reason, if they cannot continue. ``nodes``
+        describes the machines of the ranks, if there are several; this machine is node 0 and waits for the others. With
+        a ``data_parallel_size`` above 1, ``nodes`` says which engine of the group this is and where the engines meet.
+
+        If the engine ``owns_process``, sets torch's thread count and the heap's treatment of freed memory for the
+        process. ``startup`` times the phases.
         """
         nnodes = 1 if nodes is None else nodes.nnodes
         threads = (configure_threads if owns_process else usable_threads)(config.num_ranks // nnodes)
@@ -135,7 +139,7 @@ class TorchExecutor:
             except ExecutorError as error:
                 if engines is None:
                     raise
-                raise ModelError(str(error)) from error  # another engine was lost while this one loaded
+                raise ModelError(str(error)) from error  # another engine was lost during loading
             executor._close_ranks = weakref.finalize(executor, opened.pop_all().close)
         if leader is not None:
             leader.announce_ready()
@@ -152,8 +156,8 @@ class TorchExecutor:
         *,
         owns_process: bool,
     ) -> "TorchExecutor":
-        """Loads the model, or rank 0's shard of it, and makes an executor with KV pools of the size that the
-        memory has room for, on all ranks. What is to be closed behind it is ``opened``.
+        """Loads the model, or rank 0's shard of it, and makes an executor on all ranks. Its KV pools have the size that
+        ``compute_rank_cache_sizes`` decides. ``opened`` collects what must be closed afterwards.
         """
         config = settings.engine
         profiler = MemoryProfiler(settings.device_for(0), settings.lora_bytes)
@@ -197,7 +201,7 @@ class TorchExecutor:
         startup.begin(StartupPhase.WARMUP)
         num_tokens = min(config.max_num_batched_tokens, model.max_model_len)
         if engines is not None:
-            executor.execute_dummy_batch()  # ends when all have come here: no timed step waits for one that still loads
+            executor.execute_dummy_batch()  # a barrier: no timed step waits for an engine that still loads
         executor.rates = measure_rates(executor, num_tokens, model.config.vocab_size)
         capacity = executor.kv_cache_config
         capacity = replace(capacity, block_bytes=capacity.block_bytes * decided.num_layers // num_layers[0])
@@ -212,8 +216,8 @@ class TorchExecutor:
     def _run_largest_step(
         cls, make_executor: Callable[[], "TorchExecutor"], limits: EngineArgs, profiled: ExitStack
     ) -> None:
-        """Runs the largest step that ``limits`` allow on an executor with the least KV memory. It is closed with
-        ``profiled``: not before its memory is read, as graphs are part of it.
+        """Runs the largest step that ``limits`` allow, on an executor with the least KV memory. ``profiled`` closes
+        that executor, after its memory has been read, because the memory includes its graphs.
         """
         executor = profiled.enter_context(closing(make_executor()))
         block_size, vocab_size = executor.kv_cache_config.block_size, executor.config.vocab_size
@@ -234,17 +238,17 @@ class TorchExecutor:
 
     @property
     def kv_cache_config(self) -> KVCacheConfig:
-        """Blocks of both pools; constant."""
+        """The blocks of both pools. Constant."""
         return self._kv_cache_config
 
     @property
     def dtype_name(self) -> str:
-        """What weights and activations are held in: ``float32`` or ``bfloat16``."""
+        """The dtype of weights and activations: ``float32`` or ``bfloat16``."""
         return str(self._runner.dtype).removeprefix("torch.")
 
     @property
     def data_parallel(self) -> DataParallel | None:
-        """This engine's part in its group; None if it is alone."""
+        """This engine's part in its data-parallel group, or None if it is alone."""
         return None if self._engines is None else DataParallel(self._engines.lockstep, self.execute_dummy_batch)
 
     def execute_dummy_batch(self) -> None:
@@ -267,8 +271,8 @@ class TorchExecutor:
         return step
 
     def open_disk(self, config: EngineArgs, path: Path, block_bytes: int) -> None:
-        """Opens the disk tier of the prefix cache below ``path``. A block has ``block_bytes`` on all ranks together.
-        Where that cannot be, a warning is logged, and the engine does without.
+        """Opens the disk tier of the prefix cache in ``path``. ``block_bytes`` is the size of a block on all ranks
+        together. If the disk cannot be used, logs a warning and serves without the tier.
         """
         num_slots = int(config.kv_disk_space * (1 << 30)) // block_bytes
         if not (num_slots and self.kv_cache_config.host_blocks):
@@ -291,7 +295,7 @@ class TorchExecutor:
         log.info("KV blocks on disk: %d of %d found in %s", len(contents.stored), num_slots, lock.folder)
 
     def _fingerprint(self, config: EngineArgs) -> str:
-        """All that decides what numbers a block of KV memory has, but what its hash names."""
+        """Returns all that decides the numbers in a KV block, apart from what the block's hash covers."""
         numbers = (config.dtype, config.kv_cache_dtype, config.quantization, config.deterministic, config.attention)
         block_size = self._kv_cache_config.block_size
         facts = (__version__, self.config.model_revision, self.dtype_name, self._device.type, block_size)
@@ -312,7 +316,7 @@ class TorchExecutor:
 
     @property
     def can_sleep(self) -> bool:
-        """Whether this is a ``Sleeper``: no other engine needs its experts, and all of its weights are in memory."""
+        """Whether this is a ``Sleeper``: no other engine needs its experts, and all its weights are in memory."""
         return self._engines is None and self.weight_stats is None
 
     def sleep(self) -> None:
@@ -329,8 +333,8 @@ class TorchExecutor:
             self._ranks.wake_up()
 
     def close(self) -> None:
-        """Gives the memory of KV pools and weights back, and ends the other ranks. Nothing can be run any more. May be
-        called again.
+        """Frees the memory of KV pools and weights, and ends the other ranks. Nothing can run afterwards. May be called
+        again.
         """
         if self._is_closed:
             return
@@ -343,19 +347,19 @@ class TorchExecutor:
 
 
 def _make_one_rank(model: LoadedModel, cache_sizes: CacheSizes) -> Ranks:
-    """The ranks of a model in one piece."""
+    """Makes the ``Ranks`` of a model that runs in one process."""
     return OneRank(ModelRunner(model, cache_sizes))
 
 
 def _depth(config: EngineArgs, model: LoadedModel) -> int:
-    """The steps that may be in flight at once."""
+    """Returns how many steps may be in flight at once."""
     if config.pipeline_parallel_size > 1:
         return config.pipeline_parallel_size
     overlaps = config.async_scheduling
     if overlaps is None:
-        # A draft can only be looked up behind a token that is known. And where launching a step takes as long as the
-        # step, what the one before has made would be published as much later. A state is never computed ahead: it could
-        # not be taken back.
+        # Not with speculation: a draft is looked up after a token that must be known. Not where launching a step takes
+        # as long as the step, because its output would be published that much later. Not with recurrent state, which
+        # cannot be rolled back if it was computed ahead.
         waits = model.model.waits_for_device or model.model.state_bytes > 0
         overlaps = model.device.type == "cuda" and config.speculative_method == "none" and not waits
     return 2 if overlaps else 1

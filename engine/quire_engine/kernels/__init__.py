@@ -1,1 +1,1 @@
-"""The compiled kernels of the CPU, each with a torch twin for machines without a compiler, and those of a GPU."""
+"""The compiled CPU kernels, each with a torch equivalent for machines without a compiler, and the GPU kernels."""

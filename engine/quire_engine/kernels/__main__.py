@@ -1,5 +1,5 @@
-"""``python -m quire_engine.kernels [LEVEL …]``: compiles the kernels ahead of time, for a wheel or an image that
-has no compiler; for all levels of processors unless some are named.
+"""``python -m quire_engine.kernels [LEVEL …]``: compiles the kernels ahead of time, for a wheel or image without a
+compiler. Compiles for all processor levels unless some are named.
 """
 
 import logging

@@ -1,9 +1,9 @@
-"""``batch_invariant_linear``: a matrix product for CUDA whose order of summation never depends on the number of rows
-(batch invariance, He and Thinking Machines Lab 2025). In Triton, which comes with torch for CUDA.
+"""``batch_invariant_linear``: a matrix product for CUDA whose order of summation does not depend on the number of rows
+(batch invariance, He and Thinking Machines Lab 2025). It uses Triton, which comes with torch for CUDA.
 
 A library chooses tiles, and whether to split the sum over K, by the shape of the whole product. Here the tiles are
-always the same, one program computes one tile, and it adds the products in the order of K in float32: the result of a
-row depends on neither the other rows nor its position. The price is the speed of the library's choice.
+always the same. One program computes one tile and adds the products in the order of K in float32, so the result of a
+row depends only on that row. The price is the speed of the library's choice.
 """
 
 import functools
@@ -16,11 +16,11 @@ import torch
 
 @functools.cache
 def linear_kernel() -> Any:
-    """The Triton kernel, one program for each tile of the result. Raises ``ImportError`` without Triton."""
+    """Returns the Triton kernel, with one program per tile of the result. Raises ``ImportError`` without Triton."""
     import triton
     import triton.language as tl
 
-    # A kernel specialised for one row, or for a multiple of 16, could sum in another order.
+    # A kernel specialized for one row, or for a multiple of 16, could sum in another order.
     @triton.jit(do_not_specialize=["rows"])
     def linear(  # noqa: PLR0917 -- a launch passes them by position
         x,  # [rows, depth]
@@ -36,10 +36,10 @@ def linear_kernel() -> Any:
         column_tile: tl.constexpr,
         depth_tile: tl.constexpr,
     ):
-        """``out = x @ weight.T + bias`` for one tile.
+        """Computes one tile of ``out = x @ weight.T + bias``.
 
-        The tiles of one group of columns follow each other, so that its weights are read from the cache by all but the
-        first. Rows and columns beyond the edge repeat those before it, and are not stored.
+        The tiles of one group of columns are adjacent, so that all but the first read its weights from the cache. Rows
+        and columns beyond the edge repeat earlier ones and are not stored.
         """
         row_tiles = tl.cdiv(rows, row_tile)
         tile = tl.program_id(0)
@@ -64,19 +64,17 @@ def linear_kernel() -> Any:
 
 
 ROWS, COLUMNS, DEPTH = 64, 64, 64
-"""The size of a tile of the result, and how much of K is multiplied at once."""
+"""The size of a tile of the result, and the part of K that is multiplied at a time."""
 
 _WARPS, _STAGES = 4, 4
 
 
 def batch_invariant_linear(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
-    """``x @ weight.T + bias``, summed in float32 and rounded once.
+    """Returns ``x @ weight.T + bias`` [M, N], summed in float32 and rounded once. Raises ``ValueError`` if the shapes
+    or dtypes do not match.
 
-    ``x`` [M, K] with contiguous rows, ``weight`` [N, K] and ``bias`` [N] or None, contiguous and of the same
-    dtype, bf16 or fp16 -> [M, N].
-
-    Raises:
-        ValueError: the shapes or dtypes do not match.
+    ``x`` [M, K] has contiguous rows. ``weight`` [N, K] and ``bias`` [N] or None are contiguous. All have the same
+    dtype, bf16 or fp16.
     """
     (rows, depth), (columns, inner) = x.shape, weight.shape
     if depth != inner or x.dtype != weight.dtype or (bias is not None and bias.shape != (columns,)):

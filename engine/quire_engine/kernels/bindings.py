@@ -1,4 +1,4 @@
-"""The compiled kernels as typed ctypes calls. ``library`` loads them once a process, and logs once why it cannot."""
+"""The compiled kernels as typed ctypes calls. ``library`` loads them once per process, and logs once if it cannot."""
 
 import ctypes
 import functools
@@ -18,7 +18,7 @@ logger = logging.getLogger(__name__)
 
 
 class AttentionPlan(ctypes.Structure):
-    """The ragged batch of an ``AttentionCall``: field by field the struct in ``attention.cpp``."""
+    """The ragged batch of an ``AttentionCall``. The fields match the struct in ``attention.cpp``."""
 
     _fields_ = (
         *((name, _POINTER) for name in ("query_indptr", "page_indptr", "page_ids", "context_lens")),
@@ -27,7 +27,7 @@ class AttentionPlan(ctypes.Structure):
 
 
 class AttentionCall(ctypes.Structure):
-    """The argument of ``quire_attention``: field by field the struct of that name in ``attention.cpp``."""
+    """The argument of ``quire_attention``. The fields match the struct of that name in ``attention.cpp``."""
 
     _fields_ = (
         *((name, _POINTER) for name in ("query", "key", "value", "kv", "out")),
@@ -43,7 +43,7 @@ class AttentionCall(ctypes.Structure):
 
 
 class Int8Call(ctypes.Structure):
-    """The argument of ``quire_int8_linear``: field by field the struct of that name in ``products.h``."""
+    """The argument of ``quire_int8_linear``. The fields match the struct of that name in ``products.h``."""
 
     _fields_ = (
         *((name, _POINTER) for name in ("panels", "scales", "bias", "x", "out")),
@@ -52,7 +52,7 @@ class Int8Call(ctypes.Structure):
 
 
 class GroupsCall(ctypes.Structure):
-    """The argument of ``quire_groups_linear``: field by field the struct of that name in ``products.h``."""
+    """The argument of ``quire_groups_linear``. The fields match the struct of that name in ``products.h``."""
 
     _fields_ = (
         *((name, _POINTER) for name in ("panels", "scales", "bias", "x", "out")),
@@ -62,13 +62,13 @@ class GroupsCall(ctypes.Structure):
 
 
 class LoraPlan(ctypes.Structure):
-    """Which rows have which adapter: field by field the struct of that name in ``lora.cpp``."""
+    """Which rows use which adapter. The fields match the struct of that name in ``lora.cpp``."""
 
     _fields_ = (("rows", _POINTER), ("tiles", _POINTER), ("count", _INTEGER))
 
 
 class LoraCall(ctypes.Structure):
-    """The argument of ``quire_lora``: field by field the struct of that name in ``lora.cpp``."""
+    """The argument of ``quire_lora``. The fields match the struct of that name in ``lora.cpp``."""
 
     _fields_ = (
         *((name, _POINTER) for name in ("x", "a", "b", "out", "ranks", "columns", "plan")),
@@ -78,7 +78,7 @@ class LoraCall(ctypes.Structure):
 
 
 class RouteCall(ctypes.Structure):
-    """The argument of ``quire_route``: field by field the struct of that name in ``experts.cpp``."""
+    """The argument of ``quire_route``. The fields match the struct of that name in ``experts.cpp``."""
 
     _fields_ = (
         *((name, _POINTER) for name in ("logits", "weights", "chosen")),
@@ -87,7 +87,7 @@ class RouteCall(ctypes.Structure):
 
 
 class ExpertsCall(ctypes.Structure):
-    """The argument of ``quire_experts``: field by field the struct of that name in ``experts.cpp``."""
+    """The argument of ``quire_experts``. The fields match the struct of that name in ``experts.cpp``."""
 
     _fields_ = (
         *((name, _POINTER) for name in ("x", "weights", "chosen", "out", "sorted", "between", "gate_up", "down")),
@@ -98,7 +98,7 @@ class ExpertsCall(ctypes.Structure):
 
 
 class SumRanks(ctypes.Structure):
-    """One rank's view of the memory for sums: field by field the struct of that name in ``sums.cpp``."""
+    """One rank's view of the memory for sums. The fields match the struct of that name in ``sums.cpp``."""
 
     _fields_ = (
         ("memory", _POINTER),
@@ -107,13 +107,13 @@ class SumRanks(ctypes.Structure):
 
 
 class SumCall(ctypes.Structure):
-    """The argument of ``quire_sum``: field by field the struct of that name in ``sums.cpp``."""
+    """The argument of ``quire_sum``. The fields match the struct of that name in ``sums.cpp``."""
 
     _fields_ = (("x", _POINTER), ("count", _INTEGER), ("bf16", _INTEGER), ("ranks", _POINTER))
 
 
 class SampleCall(ctypes.Structure):
-    """The argument of ``quire_sample``: field by field the struct of that name in ``sample.cpp``."""
+    """The argument of ``quire_sample``. The fields match the struct of that name in ``sample.cpp``."""
 
     _fields_ = (
         *((name, _POINTER) for name in ("logits", "row_of", "temperature", "top_k", "top_p", "log_min_p", "keys")),
@@ -123,7 +123,7 @@ class SampleCall(ctypes.Structure):
 
 
 class LinearLayer(ctypes.Structure):
-    """A packed weight and a call with it: field by field the struct of that name in ``products.h``."""
+    """A packed weight and a call with it. The fields match the struct of that name in ``products.h``."""
 
     _fields_ = (
         *((name, _POINTER) for name in ("weight", "bias")),
@@ -166,15 +166,14 @@ _loading = threading.Lock()
 
 @functools.cache
 def library() -> ctypes.CDLL | None:
-    """The kernels, or None where they cannot be built or ``QUIRE_ENGINE_CPU_KERNELS=off`` refuses them.
+    """Returns the kernels, or None if they cannot be built or ``QUIRE_ENGINE_CPU_KERNELS=off`` disables them.
 
-    They run on the threads of torch's own OpenMP runtime, which is loaded before them. Calls release the
-    interpreter lock.
+    They run on the threads of torch's own OpenMP runtime, which is loaded first. Calls release the interpreter lock.
     """
     switch = read_switch()
     if switch not in (*ON, *OFF):
         logger.warning("%s is %r, which is not on or off, and counts as on", SWITCH, switch)
-    with _loading:  # a second copy would have functions of its own, whose calls a CPU graph does not hear of
+    with _loading:  # a CPU graph would not see calls to a second copy
         return None if switch in OFF else _load()
 
 
@@ -191,7 +190,7 @@ def _load() -> ctypes.CDLL | None:
 
 
 def declare(loaded: ctypes.CDLL) -> None:
-    """Gives the kernels that are in ``loaded`` the types of their arguments."""
+    """Declares the argument types of the kernels that ``loaded`` has."""
     for name, arguments in _SIGNATURES.items():
         function = getattr(loaded, name, None)
         if function is not None:

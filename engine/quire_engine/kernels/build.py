@@ -1,9 +1,8 @@
-"""Compiles the kernels of this folder for this processor, once for each user, and finds them again; or for all levels
-of processors, ahead of time, as a wheel or an image is built on one processor and runs on others.
+"""Compiles the kernels of this folder for this processor, once per user, and finds them again. It can also compile them
+ahead of time for all processor levels, for a wheel or image that is built on one processor and runs on others.
 
-The sources need neither torch's headers nor Python's, so a bare compiler is enough and a build takes seconds. Any
-number of engines may start at once: each compiles into a folder of its own and renames the result into place, which is
-atomic.
+The sources need no headers of torch or Python, so a bare compiler is enough and a build takes seconds. Any number of
+engines may start at once: each compiles into its own folder and renames the result into place, which is atomic.
 """
 
 import atexit
@@ -28,23 +27,23 @@ ON, OFF = ("on", "1", "true", ""), ("off", "0", "false")
 SOURCES = sorted(Path(__file__).parent.glob("*.cpp"))
 HEADERS = sorted(Path(__file__).parent.glob("*.h"))
 AHEAD_FOLDER = Path(__file__).parent / "ahead"
-"""Where a wheel or an image has the kernels, compiled for every level. A checkout does not have the folder."""
+"""The folder of a wheel or an image with kernels compiled for every level. A checkout does not have it."""
 _COMPILERS = ("c++", "g++", "clang++")
-# GCC avoids fused products in some sums where they are slower, on AMD's Zen, and so rounds a row alone unlike the same
-# row among others: the last of these has it fuse all. Clang, which does not do that, passes over it.
+# In some sums GCC avoids fused products where they are slower, on AMD's Zen, and so rounds a single row unlike the same
+# row among others. The last flag makes it fuse all. Clang does not avoid them, and ignores the flag.
 _FLAGS = ("-std=c++17", "-O3", "-fPIC", "-shared", "-fopenmp", "--param=avoid-fma-max-bits=0")
 _SECONDS_TO_COMPILE = 300
-_SECONDS_TO_COMPILE_AHEAD = 3600  # where images are built, processors may be busy or emulated
+_SECONDS_TO_COMPILE_AHEAD = 3600  # processors that build images may be busy or emulated
 
 
 class BuildError(Exception):
-    """The kernels cannot be compiled here; the text says why, in one line."""
+    """The kernels cannot be compiled here. The text says why, in one line."""
 
 
 @dataclass(frozen=True, slots=True)
 class CpuLevel:
-    """A kind of processor that kernels are compiled for. ``flags`` are the compiler's, ``required_features`` are those
-    that ``/proc/cpuinfo`` must list.
+    """A kind of processor to compile kernels for. ``flags`` are for the compiler. ``required_features`` must be listed
+    in ``/proc/cpuinfo``.
     """
 
     name: str
@@ -65,7 +64,7 @@ _AVX512 = f"{_AVX2} avx512f avx512bw avx512cd avx512dq avx512vl"
 _BF16 = f"{_AVX512} avx512_vnni avx512_bf16"
 _V4 = "-march=x86-64-v4"
 X86: tuple[CpuLevel, ...] = (
-    # With matrix registers (AMX) torch's products are faster, and the kernels leave them to it.
+    # With matrix registers (AMX) torch's products are faster, so the kernels leave them to torch.
     _level("amx", f"{_V4} -mavx512vnni -mavx512bf16 -mamx-tile -mamx-bf16", f"{_BF16} amx_tile amx_bf16"),
     _level("avx512-bf16", f"{_V4} -mavx512vnni -mavx512bf16", _BF16),
     _level("avx512-vnni", f"{_V4} -mavx512vnni", f"{_AVX512} avx512_vnni"),
@@ -77,24 +76,23 @@ OTHER: tuple[CpuLevel, ...] = (_level("generic", ""),)
 
 
 def levels_of(machine: str) -> Sequence[CpuLevel]:
-    """The levels of an architecture as in ``platform.machine``, best first; the last one runs on all its processors."""
+    """Returns the levels of an architecture named as in ``platform.machine``, best first. The last one runs on all its
+    processors.
+    """
     return X86 if machine.lower() in ("x86_64", "amd64") else OTHER
 
 
 def read_switch() -> str:
-    """What ``QUIRE_ENGINE_CPU_KERNELS`` says, in small letters. What is neither ``ON`` nor ``OFF`` counts as on."""
+    """Returns ``QUIRE_ENGINE_CPU_KERNELS`` in lower case. Any value outside ``ON`` and ``OFF`` counts as on."""
     return os.environ.get(SWITCH, "on").lower()
 
 
 def shared_object() -> Path:
-    """The compiled kernels: those of the wheel or the image, from the cache, or compiled now.
+    """Returns the compiled kernels: from the wheel or image, from the cache, or compiled now. Raises ``BuildError`` if
+    the compiler is missing or fails.
 
-    The cache is ``$XDG_CACHE_HOME/quire`` or ``~/.cache/quire``. A build found there needs no compiler. Where
-    that folder cannot be written or not be trusted, the build goes to a fresh private folder that ends with
-    the process.
-
-    Raises:
-        BuildError: there is no compiler, or it fails.
+    The cache is ``$XDG_CACHE_HOME/quire`` or ``~/.cache/quire``. A build found there needs no compiler. If that folder
+    is not writable or not trusted, the build goes to a new private folder that is removed when the process exits.
     """
     if ready := find_build():
         return ready
@@ -104,7 +102,7 @@ def shared_object() -> Path:
 
 
 def find_build() -> Path | None:
-    """Kernels that need not be compiled any more; None if there are none."""
+    """Returns kernels that are compiled already, or None."""
     if ready := _compiled_ahead():
         return ready
     stem, cache = f"kernels-{_fingerprint()}", _cache_folder()
@@ -115,19 +113,16 @@ def find_build() -> Path | None:
 
 
 def needs_build() -> bool:
-    """Whether an engine that starts now will compile its kernels."""
+    """Whether an engine that starts now would compile its kernels."""
     try:
         return read_switch() not in OFF and find_build() is None and bool(find_compiler())
     except BuildError:
-        return False  # it runs without them
+        return False  # the engine runs without them
 
 
 def compile_ahead(names: Sequence[str] = ()) -> None:
-    """Compiles the kernels for the levels of this architecture with these names, or for all, into ``AHEAD_FOLDER``,
-    which takes ten seconds each.
-
-    Raises:
-        BuildError: a name is unknown, there is no compiler, or it fails.
+    """Compiles the kernels for the named levels of this architecture, or for all, into ``AHEAD_FOLDER``. Each level
+    takes about ten seconds. Raises ``BuildError`` if a name is unknown, or if the compiler is missing or fails.
     """
     levels = {level.name: level for level in levels_of(platform.machine())}
     if unknown := [name for name in names if name not in levels]:
@@ -142,13 +137,13 @@ def compile_ahead(names: Sequence[str] = ()) -> None:
 
 
 def best_level() -> CpuLevel:
-    """The best level that this processor can run."""
+    """Returns the best level that this processor can run."""
     features = _cpu_features()
     return next(level for level in levels_of(platform.machine()) if level.runs_on(features))
 
 
 def _compiled_ahead() -> Path | None:
-    """The best level that this processor can run, compiled from the present sources; None if there is none."""
+    """Returns the best build for this processor that was compiled ahead from the present sources, or None."""
     if not AHEAD_FOLDER.is_dir():
         return None
     features = _cpu_features()
@@ -161,7 +156,7 @@ def _ahead_path(level: str) -> Path:
 
 
 def _cpu_features() -> frozenset[str]:
-    """All words of ``/proc/cpuinfo`` about this processor, among them the names of its instruction sets."""
+    """Returns all words of ``/proc/cpuinfo`` about this processor, including the names of its instruction sets."""
     return frozenset(_processor().split())
 
 
@@ -170,14 +165,16 @@ def _source_text() -> bytes:
 
 
 def _digest(build: Path) -> str:
-    """The hash in a build's name: a truncated file, left by a full disk, would crash the process when loaded."""
+    """Returns the hash in a build's name. It detects a file truncated by a full disk, which would crash the process on
+    loading.
+    """
     return hashlib.sha256(build.read_bytes()).hexdigest()[:16]
 
 
 def _cache_folder() -> Path | None:
     try:
         return trusted_folder(user_cache_folder())
-    except (OSError, RuntimeError):  # a home that is read-only, or none at all, or where others may write
+    except (OSError, RuntimeError):  # a home that is read-only, missing, or writable by others
         return None
 
 
@@ -188,7 +185,7 @@ def _private_folder() -> Path:
 
 
 def _fingerprint() -> str:
-    """A hash of everything that decides the build: a home folder may be shared by different machines."""
+    """Returns a hash of everything that determines the build, because different machines may share a home folder."""
     machine = (*_flags(), *platform.libc_ver(), _processor())
     return hashlib.sha256(_source_text() + "\0".join(machine).encode()).hexdigest()[:16]
 
@@ -208,7 +205,7 @@ def _flags() -> tuple[str, ...]:
 
 
 def find_compiler() -> list[str]:
-    """The command of a C++ compiler: ``$CXX``, or one on the path. Raises ``BuildError`` if there is none."""
+    """Returns the command of a C++ compiler: ``$CXX``, or one on the path. Raises ``BuildError`` if there is none."""
     named = os.environ.get("CXX", "").strip()
     if named:
         try:

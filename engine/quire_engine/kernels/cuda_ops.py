@@ -1,7 +1,7 @@
-"""FlashInfer's kernels for the small operations of ``ops``, where FlashInfer and the tensors allow it.
+"""FlashInfer's kernels for the small operations of ``ops``, for tensors that FlashInfer supports.
 
-Each function computes what its namesake in ``ops`` does, in fp16 and bf16. It returns None or False when it cannot, and
-has changed nothing then. Norms are rounded once, at the end.
+Each function computes the same as its namesake in ``ops``, in fp16 and bf16. If it cannot, it returns None or False and
+has changed nothing. Norms are rounded once, at the end.
 """
 
 import functools
@@ -14,7 +14,7 @@ import torch
 
 _DTYPES = (torch.float16, torch.bfloat16)
 _ALIGNMENT = 16
-# In bytes, of tensors [T, N]: FlashInfer's kernel for them requires it.
+# In bytes, for tensors [T, N], as FlashInfer's kernel for them requires.
 _TENSOR_ALIGNMENT = 128
 _ROTATED_AT_ONCE = 8
 
@@ -24,7 +24,7 @@ logger = logging.getLogger(__name__)
 def flashinfer_rms_norm(
     x: torch.Tensor, weight: torch.Tensor, eps: float, *, offset: float = 0.0
 ) -> torch.Tensor | None:
-    """See ``ops.rms_norm``. FlashInfer has an offset of 1 too, but not for each head."""
+    """See ``ops.rms_norm``. FlashInfer also supports an offset of 1, but not per head."""
     library = _flashinfer_for(x, weight)
     if library is None or not _has_aligned_rows(x, weight) or not _is_tensor_aligned(x):
         return None
@@ -68,10 +68,10 @@ def _gated(name: str, gate_up: torch.Tensor) -> torch.Tensor | None:
 
 
 def flashinfer_rotate(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> bool:
-    """See ``ops.rotate``. FlashInfer rotates a query and a key at once: here they are the first head and all others.
+    """See ``ops.rotate``. FlashInfer rotates a query and a key together; here these are the first head and all others.
 
-    Its table has a row for each position, cosines first. Here a row belongs to a token, and the table needs no copy
-    where ``cos`` and ``sin`` are the halves of one tensor.
+    FlashInfer's table has a row per position, cosines first. Here each row belongs to a token, and the table needs no
+    copy if ``cos`` and ``sin`` are the halves of one tensor.
     """
     library, (tokens, heads, dim), half = _flashinfer_for(x), x.shape, cos.shape[1]
     if library is None or heads < 2 or half % max(_ROTATED_AT_ONCE, dim // 32) or not _has_aligned_rows(x):
@@ -91,7 +91,7 @@ def _cos_sin_table(cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
 
 
 def _rows(count: int, device: torch.device) -> torch.Tensor:
-    """The row of the table for each of ``count`` tokens: 0, 1, 2 ..."""
+    """Returns the table row of each of ``count`` tokens: 0, 1, 2 ..."""
     return _cached_arange(max(1 << 16, 1 << (count - 1).bit_length()), device)[:count]
 
 
@@ -101,7 +101,7 @@ def _cached_arange(count: int, device: torch.device) -> torch.Tensor:
 
 
 def _flashinfer_for(*tensors: torch.Tensor) -> Any:
-    """FlashInfer, if all tensors are of one dtype that it supports, and none is empty; else None."""
+    """Returns FlashInfer if all tensors have one dtype that it supports and none is empty, else None."""
     first = tensors[0]
     if first.dtype not in _DTYPES or any(t.dtype != first.dtype or not t.numel() for t in tensors):
         return None

@@ -1,5 +1,5 @@
-"""A mixture of experts on the CPU by ``experts.cpp``: ``route`` chooses each token's experts, and ``ExpertsKernel``
-adds up what they make of it, all experts in one grouped product.
+"""MoE layers on the CPU with ``experts.cpp``: ``route`` chooses each token's experts, and ``ExpertsKernel`` sums their
+outputs, with all experts in one grouped product.
 """
 
 import ctypes
@@ -16,10 +16,11 @@ _KINDS: tuple[type[ctypes.Structure], ...] = (LinearLayer, Int8Call, GroupsCall)
 
 
 def route(logits: torch.Tensor, top: int, *, normalise: bool, round_weights: bool) -> tuple[torch.Tensor, torch.Tensor]:
-    """Weights and ids of each token's ``top`` experts, both [T, top], by descending weight, of ``logits`` [T, experts].
+    """Returns the weights and ids of each token's ``top`` experts from ``logits`` [T, experts], both [T, top], by
+    descending weight.
 
-    Weights are fp32, of the softmax over all experts, or add up to 1 with ``normalise``; with ``round_weights`` they
-    are rounded to the dtype of ``logits``. Ids are int64, and differ whatever the logits are.
+    Weights are fp32. They come from the softmax over all experts, or add up to 1 with ``normalise``. With
+    ``round_weights`` they are rounded to the dtype of ``logits``. Ids are int64, and distinct for any logits.
     """
     kernels = library() if logits.is_cpu and logits.dtype in DTYPES and logits.is_contiguous() else None
     if kernels is None:
@@ -39,11 +40,11 @@ def route(logits: torch.Tensor, top: int, *, normalise: bool, round_weights: boo
 
 
 class ExpertsKernel:
-    """The experts ``first`` and following of a mixture, as ``Experts`` of ``layers/mlp.py``.
+    """Consecutive experts of an MoE layer, from the expert ``first``. Implements ``Experts`` of ``layers/mlp.py``.
 
-    Args: of each expert the packed ``gate_up`` [2 * inner, hidden] and ``down`` [hidden, inner], for activations of
-    ``dtype``. ``round_weights``: weights are of ``dtype``, and products with them are rounded. The activation is
-    ``silu_mul`` unless it is ``clamped``. One thread calls at a time.
+    Args: for each expert the packed ``gate_up`` [2 * inner, hidden] and ``down`` [hidden, inner], for activations of
+    ``dtype``. With ``round_weights``, weights have that dtype, and products with them are rounded. The activation is
+    ``silu_mul``, or ``clamped`` if that is given. Call it from one thread at a time.
     """
 
     is_capturable = True
@@ -94,14 +95,14 @@ class ExpertsKernel:
         round_weights: bool,
         clamped: ClampedSwiGLU | None = None,
     ) -> "ExpertsKernel | None":
-        """The kernel of these experts; None where they are not packed, or in different ways."""
+        """Makes the kernel for these experts, or returns None if they are not packed, or not all in the same way."""
         known = [[each for each in layers if each is not None] for layers in (gate_up, down)]
         if any(len(layers) < max(1, len(gate_up)) or len(set(map(_kind_of, layers))) > 1 for layers in known):
             return None
         return cls(known[0], known[1], first, dtype, round_weights=round_weights, clamped=clamped)
 
     def __call__(self, states: torch.Tensor, topk_weights: torch.Tensor, topk_ids: torch.Tensor) -> torch.Tensor:
-        """See ``Experts``. Raises ``ValueError`` for tensors that the kernel may not read."""
+        """See ``Experts``. Raises ``ValueError`` for tensors that the kernel must not read."""
         call, (tokens, hidden), top = self._call, states.shape, topk_ids.shape[1]
         if states.dtype is not self._dtype or hidden != call.hidden or states.stride(1) != 1:
             raise ValueError(f"{states.dtype} {tuple(states.shape)} is not {self._dtype} [T, {call.hidden}] in rows")

@@ -1,13 +1,13 @@
-"""A mixture of experts on CUDA as grouped products, in Triton, which comes with torch for CUDA: the way of vLLM's
-``fused_moe``, with its names.
+"""MoE layers on CUDA as grouped products in Triton, which comes with torch for CUDA. Follows vLLM's ``fused_moe`` and
+its names.
 
-Pairs of a token and one of its experts (``sorted_token_ids``) are sorted by expert, and padded so that a block of rows
-has one expert: the programs of one launch compute the blocks of all experts. How many blocks there are is known to the
-device alone; there are programs for as many as can be, and those without a block end at once. So the host waits for
-nothing, and a CUDA graph can capture it all.
+Pairs of a token and one of its experts (``sorted_token_ids``) are sorted by expert, and padded so that each block of
+rows belongs to one expert. One launch computes the blocks of all experts. Only the device knows how many blocks there
+are, so there are programs for the largest possible number, and those without a block exit at once. The host never
+waits, and a CUDA graph can capture everything.
 
-Blocks are always the same, and a program adds the products in the order of K in float32: what a token gets depends on
-neither the other tokens nor its position.
+Blocks always have the same size, and a program adds the products in the order of K in float32. So the result of a token
+does not depend on the other tokens or on its position.
 """
 
 import functools
@@ -20,17 +20,17 @@ from quire_engine.kernels.ops import silu_mul
 # mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-decorators
 
 BLOCK_SIZE_M, BLOCK_SIZE_N, BLOCK_SIZE_K = 16, 64, 64
-"""The size of a block of the result, and how much of K is multiplied at once. Few rows, as a step that decodes has few
-tokens for each expert.
+"""The size of a block of the result, and the part of K that is multiplied at a time. Blocks have few rows, because a
+decode step has few tokens per expert.
 """
 _LARGE_BLOCK_SIZE_M = 64
-"""Rows of a block where there are that many tokens for each expert, unless results must not depend on their number."""
+"""Rows of a block if there are at least this many tokens per expert, unless results must not depend on their number."""
 _WARPS, _STAGES = 4, 4
 
 
 @functools.cache
 def fused_moe_kernel() -> Any:
-    """The Triton kernel, one program for each block of the result. Raises ``ImportError`` without Triton."""
+    """Returns the Triton kernel, with one program per block of the result. Raises ``ImportError`` without Triton."""
     import triton
     import triton.language as tl
 
@@ -52,7 +52,7 @@ def fused_moe_kernel() -> Any:
         block_size_k: tl.constexpr,
         precision: tl.constexpr,
     ):
-        """``c[p] = a[p // top_k] @ b[expert].T`` for the pairs p of one block, all of which have one expert."""
+        """Computes ``c[p] = a[p // top_k] @ b[expert].T`` for the pairs p of one block, which all have one expert."""
         block = tl.program_id(0)
         expert = tl.load(expert_ids + block)
         if expert < num_experts:
@@ -77,7 +77,9 @@ def fused_moe_kernel() -> Any:
 
 @functools.cache
 def moe_sum_kernel() -> Any:
-    """The Triton kernel, one program for some columns of one token. Raises ``ImportError`` without Triton."""
+    """Returns the Triton kernel, with one program for some columns of one token. Raises ``ImportError`` without
+    Triton.
+    """
     import triton
     import triton.language as tl
 
@@ -94,7 +96,9 @@ def moe_sum_kernel() -> Any:
         rounds: tl.constexpr,
         block: tl.constexpr,
     ):
-        """``out[t]``: the sum over a token's experts of weight times output, in their order, of those held here."""
+        """Sets ``out[t]`` to the sum of weight times output over the token's experts that are held here, in their
+        order.
+        """
         token = tl.program_id(0).to(tl.int64)
         column = tl.program_id(1) * block + tl.arange(0, block)
         within = column < columns
@@ -114,10 +118,9 @@ def moe_sum_kernel() -> Any:
 
 
 class AlignedBlocks(NamedTuple):
-    """Which pairs a block of rows has: ``sorted_token_ids`` [blocks * block_size] int64, indices into the flat
-    ``topk_ids``, their number where a row is padding; and ``expert_ids`` [blocks] int64, counted from the first that is
-    held, the number of them for a block that is not needed. (That stands for vLLM's ``num_tokens_post_padded``: blocks
-    of experts that are not held have no end of their own.)
+    """The pairs of each block of rows. ``sorted_token_ids`` [blocks * block_size] int64 are indices into the flat
+    ``topk_ids``; a padding row has their number instead. ``expert_ids`` [blocks] int64 count from the first expert held
+    here; an unneeded block has the number of experts. (This replaces vLLM's ``num_tokens_post_padded``.)
     """
 
     sorted_token_ids: torch.Tensor
@@ -125,8 +128,8 @@ class AlignedBlocks(NamedTuple):
 
 
 def moe_align_block_size(topk_ids: torch.Tensor, block_size: int, first: int, num_experts: int) -> AlignedBlocks:
-    """Blocks of ``block_size`` rows for ``topk_ids`` [T, top_k] of the ``num_experts`` from ``first`` on. Nothing waits
-    for the device.
+    """Makes blocks of ``block_size`` rows for ``topk_ids`` [T, top_k] of the ``num_experts`` experts from ``first``.
+    Does not wait for the device.
     """
     expert = topk_ids.flatten() - first
     expert = torch.where((expert >= 0) & (expert < num_experts), expert, num_experts)
@@ -135,7 +138,7 @@ def moe_align_block_size(topk_ids: torch.Tensor, block_size: int, first: int, nu
     counts.scatter_add_(0, expert, torch.ones_like(expert))
     padded = (counts + block_size - 1) // block_size * block_size
     ends = padded[:num_experts].cumsum(0)
-    # No expert needs more than one block that is not full, and none more blocks than it has pairs.
+    # No expert needs more than one partial block, or more blocks than it has pairs.
     num_blocks = min(num_valid_tokens, num_valid_tokens // block_size + num_experts)
     starts = torch.arange(num_blocks, device=topk_ids.device) * block_size
     expert_ids = torch.searchsorted(ends, starts, right=True)
@@ -144,7 +147,7 @@ def moe_align_block_size(topk_ids: torch.Tensor, block_size: int, first: int, nu
     within = torch.arange(num_valid_tokens, device=topk_ids.device) - (counts.cumsum(0) - counts)[by_expert]
     num_rows = num_blocks * block_size
     begins = torch.cat((ends - padded[:num_experts], starts.new_full((1,), num_rows)))
-    # Pairs of experts that are not here all go to one place behind the last.
+    # Pairs of experts that are not held here all go to one place after the last.
     places = (begins[by_expert] + within).clamp_(max=num_rows)
     sorted_ids = torch.full((num_rows + 1,), num_valid_tokens, dtype=torch.int64, device=topk_ids.device)
     sorted_ids.scatter_(0, places, order)
@@ -152,12 +155,12 @@ def moe_align_block_size(topk_ids: torch.Tensor, block_size: int, first: int, nu
 
 
 class FusedExperts:
-    """The experts ``first`` and following of a mixture, as ``Experts`` of ``layers/mlp.py``.
+    """Consecutive experts of an MoE layer, from the expert ``first``. Implements ``Experts`` of ``layers/mlp.py``.
 
-    Args: ``gate_up`` [experts, 2 * inner, hidden] and ``down`` [experts, hidden, inner], contiguous, of one dtype, of
-    the ``num_experts`` that the mixture has.
-    ``round_weights``: products with weights are rounded to that dtype. With ``deterministic`` blocks are the same for
-    every number of tokens, and so are a token's results, bit for bit.
+    Args: ``gate_up`` [experts, 2 * inner, hidden] and ``down`` [experts, hidden, inner], contiguous and of one dtype.
+    The layer has ``num_experts`` experts in total. With ``round_weights``, products with weights are rounded to that
+    dtype. With ``deterministic``, blocks have the same size for any number of tokens, and so a token's results have the
+    same bits.
     """
 
     is_capturable = True
@@ -202,7 +205,7 @@ _SUMMED = 512
 def _grouped_linear(
     a: torch.Tensor, b: torch.Tensor, blocks: AlignedBlocks, num_valid_tokens: int, top_k: int
 ) -> torch.Tensor:
-    """[num_valid_tokens, n]; rows of pairs whose experts are not here hold anything, and nothing reads them."""
+    """Returns [num_valid_tokens, n]. Rows of pairs whose experts are not held here are undefined and never read."""
     num_experts, n, k = b.shape
     c = a.new_empty(num_valid_tokens, n)
     num_blocks = len(blocks.expert_ids)

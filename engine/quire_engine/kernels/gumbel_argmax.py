@@ -1,12 +1,13 @@
-"""``gumbel_argmax``: one token drawn from each of many rows of logits on a GPU, in one launch. In Triton, which comes
-with torch for CUDA.
+"""``gumbel_argmax``: samples one token from each of many rows of logits on a GPU, in one launch. It uses Triton, which
+comes with torch for CUDA.
 
-The draws of ``sampling/sample_ops.py``, to the bit: scores, weights and noise are single IEEE operations in the order
-of ``sampling/exact_math.py``, quotients are rounded (Triton's own ``/`` is not), nothing is fused, and weights are
-summed as integers. One program reads a row, which stays in the second level cache: once for its highest logit, once to
-draw, and up to 31 times for each of top-k and top-p, to find the lowest score that is kept by bisection of its bits.
+It gives the draws of ``sampling/sample_ops.py`` bit for bit. Scores, weights and noise are single IEEE operations in
+the order of ``sampling/exact_math.py``, quotients are rounded (unlike Triton's own ``/``), nothing is fused, and
+weights are summed as integers. One program handles one row, which stays in the L2 cache. It reads the row once for the
+highest logit, once to sample, and up to 31 times each for top-k and top-p, to find the lowest kept score by bisecting
+its bits.
 
-Importing this raises ``ImportError`` where Triton is not installed.
+Raises ``ImportError`` on import if Triton is not installed.
 """
 
 import torch
@@ -19,7 +20,7 @@ import triton.language as tl
 
 @triton.jit
 def scores_at(row, start, highest, temperature, width, block: tl.constexpr):
-    """Scores of ``block`` tokens, -inf beyond the row."""
+    """Returns the scores of ``block`` tokens, -inf beyond the row."""
     at = start + tl.arange(0, block)
     logits = tl.load(row + at, mask=at < width, other=float("-inf")).to(tl.float32)
     return tl.div_rn(logits - highest, tl.zeros((block,), tl.float32) + temperature)
@@ -27,15 +28,15 @@ def scores_at(row, start, highest, temperature, width, block: tl.constexpr):
 
 @triton.jit
 def rank(scores):
-    """Integers in the opposite order of scores of at most 0."""
+    """Maps scores of at most 0 to integers in the opposite order."""
     return (0.0 - scores).to(tl.int32, bitcast=True)
 
 
 @triton.jit
 def weight(scores):
-    """``2^40 * exp(scores)`` cut to integers."""
+    """Returns ``2^40 * exp(scores)``, truncated to integers."""
     power = tl.maximum(scores * 1.4426950216293335, -60.0)
-    whole = (power + 12582912.0) - 12582912.0  # 1.5 * 2^23: halves to the even neighbour
+    whole = (power + 12582912.0) - 12582912.0  # 1.5 * 2^23: rounds half to even
     f = power - whole
     p = f * 1.5353362e-4 + 1.3398874e-3
     p = p * f + 9.6184373e-3
@@ -49,7 +50,7 @@ def weight(scores):
 
 @triton.jit
 def mass_within(row, last, kth, highest, temperature, width, by_weight: tl.constexpr, block: tl.constexpr):
-    """How many scores of at most the ranks ``last`` and ``kth`` a row has, or what they weigh."""
+    """Returns the number, or the total weight, of a row's scores whose rank is at most ``last`` and ``kth``."""
     total = tl.zeros((block,), tl.int64)
     for start in range(0, width, block):
         scores = scores_at(row, start, highest, temperature, width, block)
@@ -63,7 +64,7 @@ def mass_within(row, last, kth, highest, temperature, width, by_weight: tl.const
 
 @triton.jit
 def last_rank(row, need, kth, highest, temperature, width, by_weight: tl.constexpr, block: tl.constexpr):
-    """The lowest rank up to which there is ``need``."""
+    """Returns the lowest rank up to which the count or weight reaches ``need``."""
     low = tl.zeros((), tl.int32)
     high = kth
     while low < high:
@@ -77,7 +78,7 @@ def last_rank(row, need, kth, highest, temperature, width, by_weight: tl.constex
 
 @triton.jit
 def log_of_parts(f, exponent):
-    """The logarithm of ``(1 + f) * 2^exponent``."""
+    """Returns the natural logarithm of ``(1 + f) * 2^exponent``."""
     s = tl.div_rn(f, f + 2.0)
     z = s * s
     w = z * z
@@ -89,7 +90,7 @@ def log_of_parts(f, exponent):
 
 @triton.jit
 def gumbel(token, low, high):
-    """The noise of tokens, for the halves of a draw's key."""
+    """Returns the noise of tokens, from the halves of a draw's key."""
     x = (token.to(tl.uint32) * 0x9E3779B9) ^ low
     x = (x ^ (x >> 16)) * 0x85EBCA6B + high
     x = (x ^ (x >> 13)) * 0xC2B2AE35
@@ -107,7 +108,7 @@ def gumbel(token, low, high):
 @triton.jit
 def draw(
     logits,  # [rows, width]
-    row_of,  # [draws], and so are the others
+    row_of,  # [draws], like the others below
     temperatures,
     top_ks,
     top_ps,
@@ -119,7 +120,7 @@ def draw(
     width,
     block: tl.constexpr,
 ):
-    """One draw."""
+    """Does one draw."""
     index = tl.program_id(0)
     row = logits + tl.load(row_of + index) * stride
     best = tl.full((block,), float("-inf"), tl.float32)
@@ -157,13 +158,13 @@ def draw(
         best_ids = tl.where(better, at, best_ids)
     found = tl.max(best)
     token_id = tl.min(tl.where(best == found, best_ids, width))
-    # A row that nothing can be drawn from gets some valid token.
+    # A row from which nothing can be drawn gets some valid token.
     tl.store(token_ids + index, tl.where(token_id < width, token_id, 0).to(tl.int64))
     tl.store(noisy + index, found)
 
 
 BLOCK = 2048
-"""How many tokens a program looks at at once."""
+"""How many tokens a program reads at a time."""
 
 WARPS = 8
 
@@ -178,9 +179,9 @@ def gumbel_argmax(
     log_min_p: torch.Tensor,
     keys: torch.Tensor,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Token ids [D] int64, and their scores with noise [D] float32: draw i is from row ``row_of[i]`` [D] int64 of
-    ``logits`` [R, V], any float dtype with contiguous rows. The parameters are those of ``DeviceSamplingMetadata``, on
-    the device of the logits. Nothing is waited for.
+    """Returns token ids [D] int64 and their scores with noise [D] float32. Draw i samples from row ``row_of[i]`` [D]
+    int64 of ``logits`` [R, V], any float dtype with contiguous rows. The parameters are as in
+    ``DeviceSamplingMetadata``, on the device of the logits. Does not wait for the device.
     """
     token_ids = torch.empty(len(row_of), dtype=torch.int64, device=logits.device)
     noisy = torch.empty(len(row_of), dtype=torch.float32, device=logits.device)
@@ -196,7 +197,7 @@ def gumbel_argmax(
 
 
 def draw_something(device: torch.device) -> None:
-    """Compiles the kernel and runs it once on ``device``. Raises whatever Triton raises where it cannot."""
+    """Compiles the kernel and runs it once on ``device``. Raises any error of Triton."""
     one = torch.ones(1, device=device)
     rows, keys = torch.zeros(1, dtype=torch.int64, device=device), torch.zeros(1, 2, dtype=torch.int32, device=device)
     gumbel_argmax(

@@ -1,4 +1,4 @@
-"""Work of the host between kernels that a CPU graph does again whenever it is replayed: see ``worker/cpu_graph.py``."""
+"""Host work between kernels that a CPU graph repeats at each replay. See ``worker/cpu_graph.py``."""
 
 import threading
 from collections.abc import Callable, Iterator
@@ -10,7 +10,9 @@ _of_this_thread = threading.local()
 
 
 def host_call(work: HostCall) -> None:
-    """Does ``work``, and has a graph that this thread captures do it at this place. It raises what ``work`` does."""
+    """Does ``work``, and records it at this place in a graph that this thread is capturing. Raises what ``work``
+    raises.
+    """
     record: Callable[[HostCall], object] | None = getattr(_of_this_thread, "record", None)
     if record is not None:
         record(work)
@@ -19,7 +21,7 @@ def host_call(work: HostCall) -> None:
 
 @contextmanager
 def recorded_host_calls(record: Callable[[HostCall], object]) -> Iterator[None]:
-    """``record`` is called with each host call that this thread makes inside the context."""
+    """Calls ``record`` with each host call that this thread makes inside the context."""
     _of_this_thread.record = record
     try:
         yield

@@ -1,5 +1,5 @@
-"""``LoRAKernel``: what adapters add to the output of one linear layer on the CPU, by ``lora.cpp``; and ``LoRAPlan``,
-which rows have which adapter, the same for all layers of a step.
+"""``LoRAKernel``: adds the adapters' outputs to one linear layer's output on the CPU, with ``lora.cpp``. ``LoRAPlan``:
+which rows use which adapter, the same for all layers of a step.
 """
 
 import ctypes
@@ -10,12 +10,12 @@ import torch
 
 from quire_engine.kernels.bindings import DTYPES, LoraCall, LoraPlan, library
 
-_TILE = 4  # rows: kTile of lora.cpp
+_TILE = 4  # rows; kTile in lora.cpp
 
 
 class LoRAPlan:
-    """The rows of a step that have an adapter. Calls point here, those of a CPU graph too: what it says when they are
-    made counts.
+    """The rows of a step that use an adapter. Calls point here, in CPU graphs too, and read the present content when
+    they are made.
     """
 
     def __init__(self) -> None:
@@ -24,11 +24,11 @@ class LoRAPlan:
 
     @property
     def address(self) -> int:
-        """Where the kernel finds it."""
+        """The address for the kernel."""
         return ctypes.addressof(self._struct)
 
     def set(self, slots: torch.Tensor) -> None:
-        """Takes the slots of a step's rows, [T] int64 on the host, -1 for rows without an adapter."""
+        """Sets the slots of a step's rows, [T] int64 on the host, -1 for rows without an adapter."""
         of_row = slots.numpy()
         rows = np.argsort(of_row, kind="stable")[np.count_nonzero(of_row < 0) :].astype(np.int64)
         of_row = of_row[rows]
@@ -41,9 +41,9 @@ class LoRAPlan:
 
 
 class LoRAKernel:
-    """The sums of one layer with the matrices ``a`` [slots, parts * max_rank, in] and ``b`` [slots, max_rank, out] of
-    ``LoRALinear``, whose parts begin at ``columns``, the last of which is the end. ``ranks`` [slots, parts] int64 are
-    those of the adapter in each slot, 0 for a part that it leaves alone. All are read at each call.
+    """The kernel for one layer, with the matrices ``a`` [slots, parts * max_rank, in] and ``b`` [slots, max_rank, out]
+    of ``LoRALinear``. Its parts begin at ``columns``, whose last entry is the end. ``ranks`` [slots, parts] int64 are
+    the ranks of the adapter in each slot, 0 for a part that it does not change. Each call reads all of them anew.
     """
 
     def __init__(
@@ -71,8 +71,8 @@ class LoRAKernel:
         return device.type == "cpu" and dtype in DTYPES and library() is not None
 
     def add(self, x: torch.Tensor, out: torch.Tensor) -> None:
-        """Adds to ``out`` [T, out] what the plan's adapters make of ``x`` [T, in]. Raises ``ValueError`` for tensors
-        that the kernel may not touch.
+        """Adds the output of the plan's adapters for ``x`` [T, in] to ``out`` [T, out]. Raises ``ValueError`` for
+        tensors that the kernel must not touch.
         """
         call = self._call
         a = self._kept[0]

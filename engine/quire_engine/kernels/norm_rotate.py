@@ -1,5 +1,5 @@
-"""``norm_rotate`` on CUDA in one launch, in Triton, which comes with torch for CUDA: the norm of each head, and the
-rotation after it. As separate kernels these are five short ones for each layer, more than a tenth of a decode step.
+"""``norm_rotate`` on CUDA in one launch: the norm of each head, then its rotation. It uses Triton, which comes with
+torch for CUDA. Separate kernels would be five short ones per layer, which take more than 10 % of a decode step.
 """
 
 import functools
@@ -9,19 +9,19 @@ import torch
 
 # mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-decorators
 
-_HEADS = 8  # of one program
+_HEADS = 8  # per program
 _DIMS = (16, 32, 64, 128, 256, 512)
 
 
 @functools.cache
 def norm_rotate_kernel() -> Any:
-    """The Triton kernel, one program for some heads of a token. Raises ``ImportError`` without Triton."""
+    """Returns the Triton kernel, with one program for some heads of a token. Raises ``ImportError`` without Triton."""
     import triton
     import triton.language as tl
 
     @triton.jit(do_not_specialize=["heads", "queries"])
     def norm_rotate(  # noqa: PLR0917 -- a launch passes them by position
-        x,  # [tokens, heads, 2 * half], and so is what replaces it
+        x,  # [tokens, heads, 2 * half], updated in place
         query,  # [2 * half], and so is key
         key,
         cos,  # [tokens, half], and so is sin
@@ -35,7 +35,7 @@ def norm_rotate_kernel() -> Any:
         half: tl.constexpr,
         block: tl.constexpr,
     ):
-        """``x[t, h] = rotate(norm(x[t, h]))`` for ``block`` heads of one token, the first ``queries`` of which are
+        """Sets ``x[t, h] = rotate(norm(x[t, h]))`` for ``block`` heads of one token. The first ``queries`` heads are
         queries.
         """
         token = tl.program_id(0).to(tl.int64)
@@ -50,7 +50,7 @@ def norm_rotate_kernel() -> Any:
         of_query = (head < queries)[:, None]
         first_weight = tl.where(of_query, tl.load(query + at)[None, :], tl.load(key + at)[None, :]).to(tl.float32)
         second_weight = tl.where(of_query, tl.load(query + half + at)[None, :], tl.load(key + half + at)[None, :])
-        # Rounded once, behind the weight, as FlashInfer's norm is.
+        # Rounded once, after the weight, like FlashInfer's norm.
         first = (first * scale * first_weight).to(x.dtype.element_ty).to(tl.float32)
         second = (second * scale * second_weight.to(tl.float32)).to(x.dtype.element_ty).to(tl.float32)
         cosines = tl.load(cos + token * angle_token + at)[None, :]
@@ -71,9 +71,8 @@ def triton_norm_rotate(
     num_queries: int,
     eps: float,
 ) -> bool:
-    """``ops.norm_rotate`` with the weights ``query`` and ``key`` [head_dim] of its norms. Returns False, and has
-    changed nothing, where it cannot: without Triton, for heads that are not rotated as a whole, and for tensors of
-    several dtypes.
+    """Does ``ops.norm_rotate`` with the norm weights ``query`` and ``key`` [head_dim]. Returns False, and changes
+    nothing, if it cannot: without Triton, for heads that are only partly rotated, or for tensors of several dtypes.
     """
     (tokens, heads, dim), half = x.shape, cos.shape[1]
     is_plain = x.stride(2) == 1 and cos.stride(1) == sin.stride(1) == 1 and cos.stride(0) == sin.stride(0)

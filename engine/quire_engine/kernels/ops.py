@@ -1,8 +1,8 @@
-"""The small operations between a layer's products, each in one pass over memory: norms, activation and rotation.
+"""The small operations between a layer's matrix products, each in one pass over memory: norms, activation and rotation.
 
-Each uses the compiled kernel on the CPU in bf16 and fp32, FlashInfer's on a GPU in bf16 and fp16 (see ``cuda_ops``),
-and otherwise computes the same in torch; results agree to the last rounding. On the CPU, norm and activation round
-where torch's separate operations would round, rotation only once.
+Each uses the compiled kernel on the CPU in bf16 and fp32, FlashInfer's kernel on a GPU in bf16 and fp16 (see
+``cuda_ops``), and torch otherwise. Results agree up to the last rounding. On the CPU, norm and activation round where
+torch's separate operations would round, and rotation rounds only once.
 """
 
 import ctypes
@@ -26,7 +26,7 @@ from quire_engine.kernels.norm_rotate import triton_norm_rotate
 @dataclass(frozen=True, slots=True)
 class HeadNorms:
     """Weights [head_dim] of the norms of the query heads, which are the first ``num_queries`` heads, and of the key
-    heads; ``offset`` as in ``rms_norm``.
+    heads. ``offset`` is as in ``rms_norm``.
     """
 
     query: torch.Tensor
@@ -38,25 +38,25 @@ class HeadNorms:
 
 @dataclass(frozen=True, slots=True)
 class ClampedSwiGLU:
-    """The activation of gpt-oss: ``(up + 1) * gate * sigmoid(alpha * gate)``, with ``gate`` at most ``limit`` and
-    ``up`` at most as far from 0.
+    """The activation of gpt-oss: ``(up + 1) * gate * sigmoid(alpha * gate)``, with ``gate`` clamped to at most
+    ``limit`` and ``up`` to [-``limit``, ``limit``].
     """
 
     alpha: float
     limit: float
 
     def __call__(self, gate_up: torch.Tensor) -> torch.Tensor:
-        """``gate_up`` [T, 2F], gate first -> [T, F]."""
+        """Maps ``gate_up`` [T, 2F], gate first, to [T, F]."""
         gate, up = gate_up.chunk(2, dim=-1)
         gate = gate.clamp(max=self.limit)
         return (up.clamp(-self.limit, self.limit) + 1) * (gate * torch.sigmoid(gate * self.alpha))
 
 
 def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float, *, offset: float = 0.0) -> torch.Tensor:
-    """``x / rms(x) * (offset + weight)`` over the last dimension, in fp32 inside.
+    """Returns ``x / rms(x) * (offset + weight)`` over the last dimension, in the shape of ``x``. Computes in fp32.
 
-    ``x`` [T, N] or, for a norm of each head, [T, heads, N] with any strides of T and heads; ``weight`` [N].
-    Returns ``x``'s shape. Without an ``offset`` the quotient is rounded before the product, as transformers does.
+    ``x`` is [T, N], or [T, heads, N] for a norm per head, with any strides of T and heads; ``weight`` is [N]. Without
+    an ``offset`` the quotient is rounded before the product, as in transformers.
     """
     if x.is_cuda and (normed := flashinfer_rms_norm(x, weight, eps, offset=offset)) is not None:
         return normed
@@ -69,9 +69,8 @@ def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float, *, offset: float
 def add_rms_norm(
     x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, eps: float, *, offset: float = 0.0
 ) -> torch.Tensor:
-    """Adds ``x`` [T, N] to ``residual`` [T, N] in place, and returns ``rms_norm`` of the sum, [T, N].
-
-    The norm may overwrite ``x``.
+    """Adds ``x`` [T, N] to ``residual`` [T, N] in place, and returns the ``rms_norm`` of the sum, [T, N]. May overwrite
+    ``x``.
     """
     if x.is_cuda and (normed := flashinfer_add_rms_norm(x, residual, weight, eps, offset=offset)) is not None:
         return normed
@@ -84,7 +83,7 @@ def add_rms_norm(
 
 
 def silu_mul(gate_up: torch.Tensor) -> torch.Tensor:
-    """``silu(gate) * up`` of ``gate_up`` [T, 2F], gate first -> [T, F]."""
+    """Returns ``silu(gate) * up`` [T, F] of ``gate_up`` [T, 2F], gate first."""
     if gate_up.is_cuda and (product := flashinfer_silu_mul(gate_up)) is not None:
         return product
     if (kernels := _kernels_for_halves(gate_up)) is not None:
@@ -94,7 +93,7 @@ def silu_mul(gate_up: torch.Tensor) -> torch.Tensor:
 
 
 def gelu_mul(gate_up: torch.Tensor) -> torch.Tensor:
-    """``gelu(gate) * up`` of ``gate_up`` [T, 2F], gate first -> [T, F]; GELU by its approximation with tanh."""
+    """Returns ``gelu(gate) * up`` [T, F] of ``gate_up`` [T, 2F], gate first. Uses the tanh approximation of GELU."""
     if gate_up.is_cuda and (product := flashinfer_gelu_mul(gate_up)) is not None:
         return product
     if (kernels := _kernels_for_halves(gate_up)) is not None:
@@ -106,8 +105,8 @@ def gelu_mul(gate_up: torch.Tensor) -> torch.Tensor:
 def rotate(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> None:
     """Rotates ``x`` [T, heads, head_dim] in place by the angles of its tokens.
 
-    ``cos`` and ``sin`` [T, R/2] in fp32 turn the pairs (d, d + R/2) of the first R numbers of each head; the
-    rest stays.
+    ``cos`` and ``sin`` [T, R/2] in fp32 rotate the pairs (d, d + R/2) of the first R numbers of each head. The rest
+    stays.
     """
     _check_angles(x, cos, sin)
     if x.is_cuda and flashinfer_rotate(x, cos, sin):
@@ -120,8 +119,8 @@ def rotate(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> None:
 
 
 def norm_rotate(x: torch.Tensor, norms: HeadNorms, cos: torch.Tensor, sin: torch.Tensor) -> None:
-    """``rms_norm`` of each head of ``x`` [T, heads, head_dim], query heads before key heads, then ``rotate``; both in
-    place.
+    """Applies ``rms_norm`` to each head of ``x`` [T, heads, head_dim], query heads before key heads, then ``rotate``,
+    both in place.
     """
     if x.is_cuda:
         _check_angles(x, cos, sin)
@@ -219,7 +218,7 @@ def _call_rms_norm_kernel(
 
 
 def _kernels_for(*tensors: torch.Tensor) -> ctypes.CDLL | None:
-    """The kernels, if all tensors are on the CPU and of one dtype that they support; else None."""
+    """Returns the kernels if all tensors are on the CPU and have one dtype that they support, else None."""
     dtype = tensors[0].dtype
     for tensor in tensors:
         if tensor.dtype is not dtype or not tensor.is_cpu:

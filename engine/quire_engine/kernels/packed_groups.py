@@ -1,9 +1,9 @@
-"""Matrix products with a weight in four or eight bits that has a scale for each group of neighbouring inputs of each
-output channel: ``scale * (q - zero)`` with whole ``q`` of 0 to 15, or ``scale * q`` with ``q`` in int8.
+"""Matrix products with a weight of 4 or 8 bits that has a scale for each group of adjacent inputs of each output
+channel. With 4 bits the weight is ``scale * (q - zero)`` with integers ``q`` of 0 to 15, with 8 bits ``scale * q`` with
+``q`` in int8.
 
-Activations are rounded to int8 as for int8 weights (see ``packed_linear``). Sums within a group of weights are
-integers, hence exact; groups are added in fp32 in their order. So a row of a result depends on its own inputs alone,
-bit for bit.
+Activations are rounded to int8 as for int8 weights (see ``packed_linear``). Sums within a group of weights are integers
+and so exact. Groups are added in fp32 in order, so a row of a result depends only on its own inputs, bit for bit.
 """
 
 import ctypes
@@ -16,18 +16,18 @@ from quire_engine.kernels.bindings import DTYPES, GroupsCall, library
 from quire_engine.kernels.packed_linear import GROUP, STEP, PackedProduct, by_panel, pack_bytes, round_rows
 
 GROUP_SIZES = {4: (32, 64, 128), 8: (16, 32, 64, 128)}
-"""The groups that there are, by bits."""
+"""The supported group sizes, by bits."""
 _EIGHT = 2 * STEP
 
 
 @dataclass(frozen=True, slots=True)
 class GroupedWeight:
-    """A weight [out, in], where ``group_size`` neighbouring inputs share a scale: ``scales * (q - zeros)`` in four
-    bits, ``scales * q`` in eight.
+    """A weight [out, in] in which ``group_size`` adjacent inputs share a scale: ``scales * (q - zeros)`` with 4 bits,
+    ``scales * q`` with 8.
 
-    ``q`` [out, in] is uint8 of 0 to 15, or int8; ``scales`` and, in four bits, ``zeros`` are floating-point [out,
-    ceil(in / group_size)]. A zero need not be whole: Q4_K's minimum m is the zero m / scale, and a symmetric weight of
-    -8 to 7 has zeros of 8. Raises ``ValueError`` for other shapes, dtypes and group sizes.
+    ``q`` [out, in] is uint8 of 0 to 15, or int8. ``scales`` and, with 4 bits, ``zeros`` are floating-point [out,
+    ceil(in / group_size)]. A zero need not be an integer: Q4_K's minimum m is the zero m / scale, and a symmetric
+    weight of -8 to 7 has zeros of 8. Raises ``ValueError`` for other shapes, dtypes and group sizes.
     """
 
     q: torch.Tensor
@@ -53,7 +53,7 @@ class GroupedWeight:
         return 8 if self.zeros is None else 4
 
     def dequantize(self) -> torch.Tensor:
-        """The weight in fp32 [out, in]."""
+        """Returns the weight in fp32 [out, in]."""
         q = self.q.float()
         return self._spread(self.scales) * (q if self.zeros is None else q - self._spread(self.zeros))
 
@@ -62,10 +62,10 @@ class GroupedWeight:
 
 
 class PackedGroups(PackedProduct):
-    """A ``GroupedWeight`` as ``groups.cpp`` reads it.
+    """A ``GroupedWeight`` in the layout of ``groups.cpp``.
 
-    Args: ``weight`` and ``bias`` [out] or None, which are copied, scales and zeros in fp16. ``dtype`` is that of the
-    activations, bf16 or fp32.
+    Args: ``weight`` and ``bias`` [out] or None, which are copied, with scales and zeros in fp16. ``dtype`` is the dtype
+    of activations, bf16 or fp32.
     """
 
     __slots__ = ()
@@ -88,7 +88,7 @@ class PackedGroups(PackedProduct):
 
 
 class PlainGroups:
-    """``PackedGroups`` in torch, equal to the last rounding: used where there are no kernels, and as its reference."""
+    """``PackedGroups`` in torch, equal up to the last rounding. Used without kernels, and as the kernel's reference."""
 
     __slots__ = ("_bias", "_channels", "_group", "_q", "_scales", "_zeros")
 
@@ -114,7 +114,7 @@ class PlainGroups:
             part = torch.zeros_like(total)
             for some in rounded.split(self._group, dim=1):
                 scale = self._scales[:, group].float()
-                # Whole numbers below 2^24 are added exactly in fp32.
+                # fp32 adds integers below 2^24 exactly.
                 part += scale * F.linear(some, self._columns(first, some.shape[1]))
                 if self._zeros is not None:
                     part -= scale * self._zeros[:, group].float() * some.sum(1, keepdim=True)
@@ -129,7 +129,7 @@ class PlainGroups:
         return total.to(x.dtype)
 
     def _columns(self, first: int, count: int) -> torch.Tensor:
-        """``count`` of the whole numbers of all outputs, in fp32."""
+        """Returns ``count`` of the integers of all outputs, in fp32."""
         if self._zeros is None:
             return self._q[:, first : first + count].float()
         return _nibbles(self._q[:, first // 2 : -(-(first + count) // 2)])[:, :count].float()
@@ -138,14 +138,14 @@ class PlainGroups:
 def make_group_product(
     weight: GroupedWeight, bias: torch.Tensor | None, dtype: torch.dtype
 ) -> PackedGroups | PlainGroups:
-    """``PackedGroups`` where there are kernels for activations of ``dtype``, else ``PlainGroups``."""
+    """Returns ``PackedGroups`` if there are kernels for activations of ``dtype``, else ``PlainGroups``."""
     kernels = library() if dtype in DTYPES else None
     return PlainGroups(weight, bias) if kernels is None else PackedGroups(kernels, weight, bias, dtype)
 
 
 def relative_scales(scales: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """``scales`` [out, groups] as fp16, of which each channel's largest lies between a half and one, and the powers of
-    two [out] in fp32 that they are relative to.
+    """Splits ``scales`` [out, groups] into fp16 factors and fp32 powers of two [out], one per channel. The largest
+    factor of each channel is between 0.5 and 1.
     """
     _, exponents = torch.frexp(scales.abs().amax(1))
     channels = torch.ldexp(torch.ones(len(scales)), exponents)
@@ -153,8 +153,8 @@ def relative_scales(scales: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
 
 
 def pack_groups(q: torch.Tensor, scales: torch.Tensor, zeros: torch.Tensor | None, group: int) -> torch.Tensor:
-    """``q`` [out, in] with ``scales`` and, for four bits, ``zeros`` fp16 [out, groups] -> uint8 [panels, groups,
-    bytes], as in ``groups.cpp``.
+    """Packs ``q`` [out, in] with ``scales`` and, for 4 bits, ``zeros``, both fp16 [out, groups], to uint8 [panels,
+    groups, bytes] in the layout of ``groups.cpp``.
     """
     groups = scales.shape[1]
     words = pack_bytes(q, groups * group)  # [panels, in / STEP, 2, SIDE, STEP]
@@ -168,11 +168,11 @@ def pack_groups(q: torch.Tensor, scales: torch.Tensor, zeros: torch.Tensor | Non
 
 
 def _two_in_a_byte(q: torch.Tensor) -> torch.Tensor:
-    """uint8 [out, in] of at most 15 -> uint8 [out, ceil(in / 2)], the first of two in the low half."""
+    """Packs uint8 [out, in] of at most 15 to uint8 [out, ceil(in / 2)], the first of two in the low half."""
     padded = F.pad(q, (0, q.shape[1] % 2))
     return padded[:, ::2] | padded[:, 1::2] << 4
 
 
 def _nibbles(packed: torch.Tensor) -> torch.Tensor:
-    """The inverse of ``_two_in_a_byte`` -> uint8 [out, in], in even."""
+    """The inverse of ``_two_in_a_byte``. Returns uint8 [out, in] with an even number of inputs."""
     return torch.stack((packed & 15, packed >> 4), dim=2).flatten(1)

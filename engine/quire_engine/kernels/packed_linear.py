@@ -1,13 +1,12 @@
-"""Matrix products with a weight that never changes, packed once for the CPU's kernels: in bf16 or fp32
-(``PackedWeight``), or in int8 (``PackedInt8``). Packed weights lie on huge pages.
+"""Matrix products with a constant weight, packed once for the CPU kernels: in bf16 or fp32 (``PackedWeight``), or in
+int8 (``PackedInt8``). Packed weights use huge pages.
 
-A row of a result depends on its own inputs alone, bit for bit. In bf16 and fp32 all products of an output are summed in
-fp32 in the order of its inputs, whatever else is computed with it, and rounded once.
+A row of a result depends only on its own inputs, bit for bit. In bf16 and fp32 all products of an output are summed in
+fp32 in input order, independently of other outputs, and rounded once.
 
-In int8, activations are rounded to int8 on the way (dynamic quantisation). A weight has one scale for each output
-channel; activations have one for each ``GROUP`` numbers of each row, computed in every call, so that an outlier
-takes the digits of its own group only. Sums within a group are integers, hence exact; groups are added in fp32 in their
-order.
+In int8, activations are rounded to int8 in each call (dynamic quantization). A weight has one scale per output channel.
+Activations have one per ``GROUP`` numbers of each row, so that an outlier costs precision only in its own group. Sums
+within a group are integers and so exact. Groups are added in fp32 in order.
 """
 
 import contextlib
@@ -25,21 +24,22 @@ from quire_engine.kernels.bindings import DTYPES, GroupsCall, Int8Call, LinearLa
 from quire_engine.kernels.ops import silu_mul
 
 GROUP = 128
-"""Activations of a row that share a scale."""
+"""How many activations of a row share a scale."""
 SIDE, STEP = 16, 4  # the dimensions of a panel, as in int8.cpp
-_LARGEST, _SMALLEST = 127, 1e-35  # a group or channel below the latter counts as zero
+_LARGEST, _SMALLEST = 127, 1e-35  # a group or channel below _SMALLEST counts as zero
 _NUMBERS_AT_ONCE = 1 << 22
 _LINE = 64
-_MAPPING_BYTES = 64 << 20  # address space: memory is taken as it is written
+_MAPPING_BYTES = 64 << 20  # address space; memory is taken as it is written
 
 
 class PackedWeight:
-    """A weight [out, in] and an optional bias [out] as the compiled kernel reads them: see ``linear.cpp``.
+    """A weight [out, in] and an optional bias [out] in the layout of the compiled kernel, ``linear.cpp``.
 
     Args: ``weight`` and ``bias`` of one of ``DTYPES``, on the CPU. The weight is copied, the bias is referenced.
 
     Calls take ``x`` [T, in] of the same dtype, on the CPU, with any row stride, and raise ``ValueError`` for anything
-    else. One thread calls at a time. ``call`` is the argument of the latest one, and says how the weight is held.
+    else. Call it from one thread at a time. ``call`` is the argument of the latest call and describes the packed
+    weight.
     """
 
     __slots__ = ("_buffers", "_dtype", "_inputs", "_outputs", "_pointer", "_run", "call")
@@ -59,15 +59,15 @@ class PackedWeight:
 
     @property
     def nbytes(self) -> int:
-        """Memory that the packed weight takes, in bytes."""
+        """Memory of the packed weight in bytes."""
         return int(self.call.bytes)
 
     def matmul(self, x: torch.Tensor) -> torch.Tensor:
-        """``x`` -> [T, out]."""
+        """Maps ``x`` to [T, out]."""
         return self._call_kernel(x, self._outputs, 0)
 
     def matmul_silu_mul(self, x: torch.Tensor) -> torch.Tensor:
-        """``silu_mul(matmul(x))`` [T, out / 2], with the same roundings, in one pass."""
+        """Returns ``silu_mul(matmul(x))`` [T, out / 2] in one pass, with the same rounding."""
         if not self.call.paired:
             return silu_mul(self.matmul(x))
         return self._call_kernel(x, self._outputs // 2, 1)
@@ -76,7 +76,7 @@ class PackedWeight:
         _check(x, self._dtype, self._inputs)
         if x.stride(1) != 1:
             x = x.contiguous()
-        rows, call = x.shape[0], self.call  # one struct: ctypes takes a microsecond for seven arguments
+        rows, call = x.shape[0], self.call  # one reused struct: ctypes takes a microsecond for seven arguments
         out = torch.empty((rows, width), dtype=self._dtype)
         call.x, call.stride, call.rows = x.data_ptr(), x.stride(0), rows
         call.out, call.gated, call.threads = out.data_ptr(), gated, torch.get_num_threads()
@@ -93,7 +93,7 @@ def is_fast(dtype: torch.dtype) -> bool:
 
 
 def pack_weight(weight: torch.Tensor, bias: torch.Tensor | None) -> PackedWeight | None:
-    """The packed weight; None if there is no kernel for it."""
+    """Packs the weight. Returns None if no kernel supports it."""
     if weight.dtype not in DTYPES or not weight.is_cpu or weight.numel() == 0:
         return None
     kernels = library()
@@ -112,9 +112,8 @@ def _check(x: torch.Tensor, dtype: torch.dtype, inputs: int) -> None:
 
 
 def quantize(weight: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """``weight`` [out, in] as int8 [out, in], symmetric, and fp32 scales [out]: ``int8 * scale`` is near ``weight``.
-
-    A channel with a non-finite number gets a non-finite scale.
+    """Quantizes ``weight`` [out, in] to symmetric int8 [out, in] with fp32 scales [out], so that ``int8 * scale`` is
+    near ``weight``. A channel with a non-finite number gets a non-finite scale.
     """
     rounded = torch.empty(weight.shape, dtype=torch.int8)
     scales = torch.empty(len(weight), dtype=torch.float32)
@@ -126,8 +125,8 @@ def quantize(weight: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
 
 
 class PackedProduct:
-    """A quantised weight as a compiled kernel reads it, and the kernel's ``call``, whose pointers are to ``buffers``.
-    Used by one thread at a time.
+    """A quantized weight in the layout of a compiled kernel, and the kernel's ``call``, which points to ``buffers``.
+    Use it from one thread at a time.
     """
 
     __slots__ = ("_buffers", "_pointer", "_run", "call")
@@ -148,7 +147,7 @@ class PackedProduct:
         return sum(tensor.nbytes for tensor in self._buffers)
 
     def matmul(self, x: torch.Tensor, *, gated: bool) -> torch.Tensor:
-        """``x`` [T, in] with contiguous rows -> [T, out], or ``silu(gate) * up`` [T, out / 2] if ``gated``."""
+        """Maps ``x`` [T, in] with contiguous rows to [T, out], or to ``silu(gate) * up`` [T, out / 2] if ``gated``."""
         call, rows = self.call, x.shape[0]
         out = x.new_empty(rows, call.outputs // 2 if gated else call.outputs)
         call.x, call.stride, call.out = x.data_ptr(), x.stride(0), out.data_ptr()
@@ -158,10 +157,10 @@ class PackedProduct:
 
 
 class PackedInt8(PackedProduct):
-    """A weight in int8 with a scale for each output, as ``int8.cpp`` reads it.
+    """An int8 weight with a scale per output, in the layout of ``int8.cpp``.
 
-    Args: ``weight`` int8 [out, in] and ``scales`` fp32 [out] as ``quantize`` makes them, ``bias`` [out] or None.
-    All are copied. ``dtype`` is that of the activations, bf16 or fp32.
+    Args: ``weight`` int8 [out, in] and ``scales`` fp32 [out] from ``quantize``, ``bias`` [out] or None. All are copied.
+    ``dtype`` is the dtype of activations, bf16 or fp32.
     """
 
     __slots__ = ()
@@ -180,7 +179,9 @@ class PackedInt8(PackedProduct):
         super().__init__(kernels.quire_int8_linear, (pack_int8(weight), by_panel(scales), by_panel(bias)), call)
 
     def rows(self, channels: torch.Tensor) -> torch.Tensor:
-        """The weight's rows of ``channels`` [N], dequantised -> fp32 [N, in]. Raises ``IndexError`` for one beyond."""
+        """Returns the dequantized weight rows of ``channels`` [N], fp32 [N, in]. Raises ``IndexError`` for a channel
+        beyond the weight.
+        """
         panels, scales, _ = self._buffers
         _check_channels(channels, self.call.outputs)
         half = (self.call.outputs + 1) // 2
@@ -191,7 +192,7 @@ class PackedInt8(PackedProduct):
 
 
 class PlainInt8:
-    """``PackedInt8`` in torch, equal to the last rounding: used where there are no kernels, and as their reference."""
+    """``PackedInt8`` in torch, equal up to the last rounding. Used without kernels, and as the kernel's reference."""
 
     __slots__ = ("_bias", "_scales", "_weight")
 
@@ -227,18 +228,18 @@ class PlainInt8:
 def make_product(
     weight: torch.Tensor, scales: torch.Tensor, bias: torch.Tensor | None, dtype: torch.dtype
 ) -> PackedInt8 | PlainInt8:
-    """``PackedInt8`` where there are kernels for activations of ``dtype``, else ``PlainInt8``."""
+    """Returns ``PackedInt8`` if there are kernels for activations of ``dtype``, else ``PlainInt8``."""
     kernels = library() if dtype in DTYPES else None
     return PlainInt8(weight, scales, bias) if kernels is None else PackedInt8(kernels, weight, scales, bias, dtype)
 
 
 def pack_int8(weight: torch.Tensor) -> torch.Tensor:
-    """int8 [out, in] -> uint8 [panels, ceil(in / STEP), 2, SIDE, STEP], 128 added to each."""
+    """Packs int8 [out, in] to uint8 [panels, ceil(in / STEP), 2, SIDE, STEP], with 128 added to each."""
     return pack_bytes(weight, -(-weight.shape[1] // STEP) * STEP).bitwise_xor_(128)
 
 
 def pack_bytes(numbers: torch.Tensor, width: int) -> torch.Tensor:
-    """[out, in] of one byte each, filled up with zeros to ``width`` inputs -> uint8 [panels, width / STEP, 2, SIDE,
+    """Packs [out, in] of one byte each, padded with zeros to ``width`` inputs, to uint8 [panels, width / STEP, 2, SIDE,
     STEP].
     """
     side = panels_of(len(numbers)) * SIDE
@@ -250,8 +251,8 @@ def pack_bytes(numbers: torch.Tensor, width: int) -> torch.Tensor:
 
 
 def by_panel(numbers: torch.Tensor) -> torch.Tensor:
-    """[out] -> [panels, 2, SIDE], in the order of the channels of ``pack_int8``; [out, groups] -> [panels, groups, 2,
-    SIDE]. Channels that there are not are 0.
+    """Arranges [out] as [panels, 2, SIDE], in the channel order of ``pack_int8``, and [out, groups] as [panels, groups,
+    2, SIDE]. Padding channels are 0.
     """
     rest = numbers.shape[1:]
     padded = numbers.new_zeros(2, panels_of(len(numbers)) * SIDE, *rest)
@@ -262,13 +263,13 @@ def by_panel(numbers: torch.Tensor) -> torch.Tensor:
 
 
 def halves_of(channels: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """The channels of the two sides of all panels."""
+    """Returns the channels of the two sides of all panels."""
     middle = (len(channels) + 1) // 2
     return channels[:middle], channels[middle:]
 
 
 def panels_of(outputs: int) -> int:
-    """The number of panels."""
+    """Returns the number of panels."""
     return -(-((outputs + 1) // 2) // SIDE)
 
 
@@ -278,10 +279,10 @@ def _check_channels(channels: torch.Tensor, outputs: int) -> None:
 
 
 def _exact_matmul(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
-    """``x`` [T, N], whole numbers in fp32, times int8 ``weight`` [out, N], without rounding -> [T, out].
+    """Multiplies ``x`` [T, N], integers in fp32, by int8 ``weight`` [out, N] without rounding -> [T, out].
 
-    torch's product of integers is private, and wrong for N = 1 (torch 2.13). Without it: fp32 adds integers below
-    2^24, as the sums of a group are, exactly in any order.
+    torch's integer product is private, and wrong for N = 1 (torch 2.13). The alternative is exact too: fp32 adds
+    integers below 2^24, such as the sums of a group, exactly in any order.
     """
     multiply = getattr(torch, "_int_mm", None)
     if multiply is None or not len(x) or x.shape[1] == 1:
@@ -291,7 +292,7 @@ def _exact_matmul(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
 
 
 def round_rows(rows: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """fp32 [R, N] as whole numbers in fp32, at most 127 in each row, and the scales [R]."""
+    """Rounds fp32 [R, N] to integers in fp32 of at most 127, and returns them with the scales [R]."""
     most = rows.abs().amax(1)
     vanishes = most < _SMALLEST
     inverse = torch.where(vanishes, 0, _LARGEST / most)
@@ -300,22 +301,24 @@ def round_rows(rows: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
 
 
 def empty_on_huge_pages(nbytes: int) -> torch.Tensor:
-    """Fresh memory, uint8 [nbytes] with ``nbytes`` at least 1, that begins at a cache line; inside ``packed_into`` from
-    that arena instead. It is freed with the last tensor of its mapping.
+    """Allocates uint8 [nbytes], ``nbytes`` at least 1, that begins at a cache line. Inside ``packed_into`` it comes
+    from that arena. It is freed with the last tensor of its mapping.
     """
     arena: Allocator = getattr(_chosen, "arena", None) or _huge_pages()
     return arena.allocate(nbytes)
 
 
 def on_huge_pages(tensor: torch.Tensor) -> torch.Tensor:
-    """A contiguous copy of a CPU tensor, on huge pages."""
+    """Returns a contiguous copy of a CPU tensor, on huge pages."""
     if tensor.nbytes == 0:
         return tensor
     return empty_on_huge_pages(tensor.nbytes).view(tensor.dtype).view(tensor.shape).copy_(tensor)
 
 
 def in_arena(weight: torch.Tensor) -> torch.Tensor:
-    """A weight that is not packed, contiguous, as it is used: inside ``packed_into`` a copy in that arena."""
+    """Returns an unpacked, contiguous weight for use: inside ``packed_into`` a copy in that arena, otherwise ``weight``
+    itself.
+    """
     arena: Allocator | None = getattr(_chosen, "arena", None)
     if arena is None:
         return weight
@@ -323,17 +326,17 @@ def in_arena(weight: torch.Tensor) -> torch.Tensor:
 
 
 class Allocator(Protocol):
-    """Gives memory to weights."""
+    """Allocates memory for weights."""
 
     def allocate(self, nbytes: int) -> torch.Tensor:
-        """Memory of its own for a weight, uint8 [nbytes], that begins where any kernel can read from."""
+        """Returns separate memory for a weight, uint8 [nbytes], aligned for any kernel."""
         ...
 
 
 class Arena:
-    """Memory for weights, in mappings that ``make_mapping`` makes where ``mapping`` is full, or there is none. It
-    references the latest one; older ones live as long as the tensors in them. ``allocated`` bytes have been given in
-    all.
+    """Memory for weights, in mappings from ``make_mapping``, which is called if ``mapping`` is None or full. It
+    references only the latest mapping; older ones live as long as the tensors in them. ``allocated`` counts the bytes
+    given out.
     """
 
     def __init__(self, make_mapping: Callable[[int], mmap.mmap], mapping: mmap.mmap | None = None) -> None:
@@ -358,7 +361,7 @@ _chosen = threading.local()
 
 @contextlib.contextmanager
 def packed_into(arena: Allocator) -> Iterator[None]:
-    """Weights that this thread packs inside the context lie in ``arena``."""
+    """Places the weights that this thread packs inside the context into ``arena``."""
     _chosen.arena = arena
     try:
         yield
@@ -372,13 +375,13 @@ def _huge_pages() -> Arena:
 
 
 def map_huge_pages(nbytes: int) -> mmap.mmap:
-    """Memory on huge pages for weights, which are read from end to end in every step.
+    """Maps memory on huge pages for weights, which are read from end to end in every step.
 
-    A product with one row is as fast as the weight can be read, and on pages of 4 KiB a good part of that time goes
-    into address translation. Huge pages (Linux' transparent ones, where the system's setting allows asking for them)
-    are 2 MiB, larger than most weights, so weights share a mapping.
+    A product with one row is as fast as the weight can be read, and on pages of 4 KiB a good part of that time is
+    address translation. Huge pages (Linux's transparent ones, if the system's setting allows requesting them) are 2
+    MiB, larger than most weights, so weights share a mapping.
     """
-    # Private: Linux has another setting for huge pages of shared memory.
+    # Private, because Linux has another setting for huge pages of shared memory.
     mapping = mmap.mmap(-1, nbytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
     if hasattr(mmap, "MADV_HUGEPAGE"):
         with contextlib.suppress(OSError):  # a kernel without huge pages

@@ -1,1 +1,1 @@
-"""The layers that decoders share: linear, norm, feed-forward, rotary embedding; and the loading of their weights."""
+"""The layers that decoders share (linear, norm, feed-forward, rotary embedding) and the loading of their weights."""

@@ -10,9 +10,9 @@ from quire_engine.layers.weight_loader import WeightLoader
 
 
 class Attention:
-    """The attention ``attn`` of one layer with what is around it: a call takes what ``qkv_proj`` returns, and returns
-    what ``output_proj`` takes. With ``qk_norm`` each query and key head is normed before it is rotated. ``sinks`` says
-    whether each head has one.
+    """The attention of one layer. A call takes the output of ``qkv_proj`` and returns the input of ``output_proj``.
+    With ``qk_norm`` each query and key head is normalized before it is rotated. ``sinks`` says whether each head has a
+    sink. ``attn`` describes the layer for attention backends.
     """
 
     def __init__(
@@ -40,7 +40,7 @@ class Attention:
     def __call__(
         self, projected: torch.Tensor, angles: CosSin, kv: LayerKV, attention: AttentionBackend
     ) -> torch.Tensor:
-        """``projected`` [T, this rank's outputs of ``qkv_proj``] -> [T, this rank's inputs of ``output_proj``]."""
+        """Maps ``projected`` [T, this rank's outputs of ``qkv_proj``] to [T, this rank's inputs of ``output_proj``]."""
         tokens = projected.shape[0]
         heads = projected.view(tokens, -1, self.attn.head_dim)
         queries, keys, _ = self._heads

@@ -19,12 +19,12 @@ from quire_engine.layers.weight_loader import WeightLoader
 class DecoderLayer:
     """Attention and feed-forward network, each after a norm, around one residual stream.
 
-    If ranks share the tokens, the stream is that of this rank's tokens (sequence parallelism, Korthikanti et al.
-    2022): attention and dense networks gather all tokens and scatter their sums, and a mixture of experts takes and
-    returns this rank's.
+    If ranks share the tokens (sequence parallelism, Korthikanti et al. 2022), the stream has only this rank's tokens.
+    Attention and dense networks then gather all tokens and scatter their sums, and an MoE takes and returns this rank's
+    tokens.
 
-    The norm behind attention or network adds their output to the stream, in one pass over memory. Hence a layer takes
-    the update that the previous layer returned, and returns its own.
+    The norm after attention or network adds their output to the stream, in one pass over memory. So a layer takes the
+    update that the previous layer returned, and returns its own update.
     """
 
     def __init__(
@@ -44,7 +44,7 @@ class DecoderLayer:
 
     @property
     def is_capturable(self) -> bool:
-        """Whether the host reads nothing that the layer computes."""
+        """Whether the host reads no results of the layer."""
         return self._mlp.is_capturable
 
     @property
@@ -60,8 +60,8 @@ class DecoderLayer:
         kv: LayerKV,
         attention: AttentionBackend,
     ) -> torch.Tensor:
-        """Adds ``update`` [T, hidden], the previous layer's, to the stream ``residual`` [T, hidden] in place, and then
-        what attention returns. Returns the network's output [T, hidden], which the next norm adds.
+        """Adds ``update`` [T, hidden], from the previous layer, to the stream ``residual`` [T, hidden] in place, then
+        adds the output of attention. Returns the network's output [T, hidden], which the next norm adds.
         """
         gather, tokens = self._token_communicator.all_gather, len(angles[0])
         states = self._attention.qkv_proj(gather(self._input_norm(residual, update), tokens))
@@ -70,8 +70,8 @@ class DecoderLayer:
         return self._mlp(states if self._mlp.has_experts else gather(states, tokens))
 
     def experts_only(self, no_tokens: torch.Tensor) -> None:
-        """Has this rank's experts compute the tokens of other engines; ``no_tokens`` [0, hidden] are its own. A layer
-        without experts has nothing to do.
+        """Computes the tokens of other engines with this rank's experts. ``no_tokens`` [0, hidden] stands for its own
+        tokens. A layer without experts does nothing.
         """
         if self._mlp.has_experts:
             self._mlp(no_tokens)
@@ -84,9 +84,10 @@ class DecoderLayer:
         kv: LayerKV,
         attention: AttentionBackend,
     ) -> Sequence[PendingSum]:
-        """As a call, for the two halves of a large step's rows: a sum of one half is under way while the other half is
-        multiplied. Attention alone needs both; all else works on rows. The outputs are pending, and those of the layer
-        before are waited for half by half, so the last sum of a layer goes on beside the first product of the next one.
+        """Does the work of a call for the two halves of a large step's rows, so that the sum of one half overlaps with
+        the matrix products of the other. Only attention needs both halves at once. The returned outputs are pending,
+        and the next layer waits for them half by half, so the last sum of a layer overlaps with the first product of
+        the next.
         """
         states = torch.cat([self._attention.qkv_proj(self._input_norm(*half)) for half in updated(residuals, updates)])
         states = self._attention(states, angles, kv, attention)
@@ -97,6 +98,6 @@ class DecoderLayer:
 def updated(
     residuals: Sequence[torch.Tensor], updates: Sequence[PendingSum | None]
 ) -> Iterator[tuple[torch.Tensor, torch.Tensor | None]]:
-    """Yields each half of the stream, and the sum to be added to it once that has arrived; None for none."""
+    """Yields each half of the stream with the sum to add to it, once that has arrived, or None."""
     for residual, update in zip(residuals, updates, strict=True):
         yield residual, None if update is None else update.wait()

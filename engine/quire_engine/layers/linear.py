@@ -7,10 +7,10 @@ from quire_engine.quantization.base import Linear
 
 
 class RowParallelLinear:
-    """A ``Linear`` whose inputs are sharded: each rank multiplies its shard, and all ranks get the sum, or with
-    ``scatter`` each its rows of the sum (sequence parallelism, Korthikanti et al. 2022).
+    """A ``Linear`` whose inputs are sharded. Each rank multiplies its shard. All ranks get the sum, or with ``scatter``
+    each gets its own rows of the sum (sequence parallelism, Korthikanti et al. 2022).
 
-    ``local`` is this rank's layer; a bias is in that of one rank alone.
+    ``local`` is this rank's layer. Only one rank's layer has the bias.
     """
 
     def __init__(self, local: Linear, communicator: Communicator, *, scatter: bool = False) -> None:
@@ -21,25 +21,25 @@ class RowParallelLinear:
         self.out_features = local.out_features
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
-        """``x`` [T, this rank's inputs] -> [T, out], or this rank's ``shard`` of these rows."""
+        """Maps ``x`` [T, this rank's inputs] to [T, out], or to this rank's ``shard`` of these rows."""
         return self._reduce(self._local(x))
 
     def start(self, x: torch.Tensor) -> PendingSum:
-        """As a call without ``scatter``, whose sum may be under way."""
+        """Like a call without ``scatter``, but returns a pending sum."""
         return self._start(self._local(x))
 
 
 def start_sum(layer: Linear, x: torch.Tensor) -> PendingSum:
-    """``layer(x)`` of a ``RowParallelLinear``, whose sum may be under way."""
+    """Starts ``layer(x)`` of a ``RowParallelLinear``. Returns the pending sum."""
     assert isinstance(layer, RowParallelLinear), "no other ranks have a part of the layer"
     return layer.start(x)
 
 
 class GatheredColumnParallelLinear:
-    """A ``Linear`` whose outputs are sharded: rank 0 gathers all of them, each other rank gets its own.
+    """A ``Linear`` whose outputs are sharded. Rank 0 gathers all of them; each other rank gets its own.
 
-    ``local`` is this rank's layer. All ranks' have the same number of outputs, the last ones' padded; together they
-    have at least ``out_features``.
+    ``local`` is this rank's layer. All ranks have the same number of outputs, with padding on the last ones, and
+    together at least ``out_features``.
     """
 
     def __init__(self, local: Linear, out_features: int, communicator: Communicator) -> None:
@@ -49,5 +49,5 @@ class GatheredColumnParallelLinear:
         self.out_features = out_features
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
-        """``x`` [T, in] -> [T, out] on rank 0."""
+        """Maps ``x`` [T, in] to [T, out] on rank 0."""
         return self._communicator.gather(self._local(x))[..., : self.out_features].contiguous()

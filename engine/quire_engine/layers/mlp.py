@@ -1,4 +1,4 @@
-"""The feed-forward networks of a decoder layer: ``GatedMLP``, and ``MoE``, a mixture of them."""
+"""The feed-forward networks of a decoder layer: ``GatedMLP``, and ``MoE``, a mixture of experts."""
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
@@ -21,13 +21,13 @@ from quire_engine.quantization.quantized_linear import QuantizedLinear
 from quire_engine.quantization.unquantized import PackedLinear, UnquantizedMethod
 
 STACKED_NAMES = ("gate_up_proj", "down_proj")
-"""What transformers calls the tensors of all experts."""
+"""The names that transformers gives to the stacked tensors of all experts."""
 
 
 @dataclass(frozen=True, slots=True)
 class GatedMLP:
-    """The gated feed-forward network (GLU variants, Shazeer 2020), with gate and up projections fused: ``activation``
-    is ``silu_mul`` in SwiGLU.
+    """The gated feed-forward network (GLU variants, Shazeer 2020), with fused gate and up projections. ``activation``
+    is ``silu_mul`` for SwiGLU.
     """
 
     has_experts: ClassVar[bool] = False
@@ -52,24 +52,24 @@ class GatedMLP:
         bias: bool = False,
         activation: Activation = silu_mul,
     ) -> "GatedMLP":
-        """Loads the tensors under ``name``: ``hidden`` inputs and outputs, and an intermediate size of ``inner``, of
-        which each rank has a shard.
+        """Loads the tensors under ``name``. The network has ``hidden`` inputs and outputs, and each rank has a shard of
+        the intermediate size ``inner``.
         """
         inputs = [f"{name}.gate_proj", f"{name}.up_proj"]
         gate_up = weights.column_parallel_linear(inputs, [inner, inner], hidden, bias=bias)
         return cls(gate_up, weights.row_parallel_linear(f"{name}.down_proj", hidden, inner, bias=bias), activation)
 
     def __call__(self, states: torch.Tensor) -> torch.Tensor:
-        """``states`` [T, hidden] -> [T, hidden]."""
+        """Maps ``states`` [T, hidden] to [T, hidden]."""
         return self.down_proj(self._activated(states))
 
     def start(self, states: torch.Tensor) -> PendingSum:
-        """As a call of a network that ranks share, whose sum may be under way."""
+        """Like a call, for a network that ranks share, but returns a pending sum."""
         return start_sum(self.down_proj, self._activated(states))
 
 
 class Experts(Protocol):
-    """Experts of a mixture: all, or those that one rank holds."""
+    """The experts of an MoE layer: all of them, or one rank's."""
 
     @property
     def is_capturable(self) -> bool:
@@ -77,18 +77,18 @@ class Experts(Protocol):
         ...
 
     def __call__(self, states: torch.Tensor, topk_weights: torch.Tensor, topk_ids: torch.Tensor) -> torch.Tensor:
-        """The sum of what a token's experts make of it, as far as they are held here, each times its weight, in the
-        order of the router's choice, whatever else is in the batch.
+        """Returns [T, hidden]: for each token, the weighted sum of the outputs of its experts that are held here. Adds
+        them in the router's order, independently of the rest of the batch.
 
-        ``states`` [T, hidden], ``topk_weights`` [T, N] float32 and ``topk_ids`` [T, N] int64, of all the mixture's
-        experts -> [T, hidden].
+        ``states`` [T, hidden], ``topk_weights`` [T, N] float32, ``topk_ids`` [T, N] int64 among all experts of the
+        layer.
         """
         ...
 
 
 @dataclass(frozen=True, slots=True)
 class ExpertNames:
-    """What published checkpoints call a mixture of experts in a layer, and an expert's projections."""
+    """The names that published checkpoints give to an MoE block in a layer, and to an expert's projections."""
 
     block: str
     gate: str
@@ -97,13 +97,13 @@ class ExpertNames:
 
 
 class MoE:
-    """A mixture of experts (Shazeer et al. 2017) as Mixtral and Qwen3-MoE have it: a router sends each token to a few
-    of the experts, each of which is a ``GatedMLP``.
+    """A mixture of experts (Shazeer et al. 2017) as in Mixtral and Qwen3-MoE: a router sends each token to a few
+    experts, each of which is a ``GatedMLP``.
 
-    ``router`` (hidden to number of experts) and ``experts`` are of one dtype and device. Where ranks share the
-    experts (expert parallelism, GShard, Lepikhin et al. 2020), ``experts`` are this rank's: each rank sees all tokens
-    and routes them in the same way, computes the outputs of its own experts, and the ranks of ``communicator`` sum
-    them. Or each rank sees tokens of its own, and ``experts`` are ``AllToAllExperts``: then there is nothing to sum.
+    ``router`` (hidden to number of experts) and ``experts`` have one dtype and device. If ranks share the experts
+    (expert parallelism, GShard, Lepikhin et al. 2020), ``experts`` are this rank's. Each rank then sees and routes all
+    tokens in the same way, computes its own experts, and the ranks of ``communicator`` sum the outputs. Or each rank
+    sees only its own tokens, and ``experts`` are ``AllToAllExperts``, which need no such sum.
     """
 
     has_experts: ClassVar[bool] = True
@@ -118,8 +118,8 @@ class MoE:
 
     @classmethod
     def load(cls, config: DecoderConfig, weights: WeightLoader, index: int, stored: ExpertNames) -> "MoE":
-        """Loads layer ``index``, ``stored`` as published (each projection of an expert is a tensor of its own) or as
-        transformers writes it (one tensor for all experts).
+        """Loads layer ``index``. Experts are ``stored`` as published, one tensor per projection and expert, or as
+        transformers writes them, one tensor for all experts.
         """
         experts = config.moe
         assert experts is not None, "the layer has experts"
@@ -136,7 +136,7 @@ class MoE:
         method, inner = weights.quantization.linear, experts.moe_intermediate_size
 
         def read(part: int) -> Iterator[Any]:
-            """Gate and up (0) or down (1) of each own expert, one after the other."""
+            """Yields gate and up (0) or down (1) of each of this rank's experts."""
             outputs, inputs = ([inner, inner], hidden) if part == 0 else ([hidden], inner)
             for each in range(experts.num_experts)[own]:
                 if stacked:
@@ -153,7 +153,7 @@ class MoE:
 
     @classmethod
     def shared(cls, config: MoEConfig, router: Linear, experts: Experts, weights: WeightLoader) -> "MoE":
-        """The mixture of which ``experts`` are this rank's."""
+        """Makes the layer from this rank's ``experts``."""
         if weights.sends_tokens:
             return cls(config, router, AllToAllExperts(experts, config.num_experts, weights.expert_communicator))
         return cls(config, router, experts, weights.communicator)
@@ -164,11 +164,11 @@ class MoE:
         return self._experts.is_capturable
 
     def __call__(self, states: torch.Tensor) -> torch.Tensor:
-        """``states`` [T, hidden] -> [T, hidden], of all tokens or of this rank's."""
+        """Maps ``states`` [T, hidden] to [T, hidden], for all tokens or for this rank's."""
         return self._communicator.all_reduce(self._of_own_experts(states))
 
     def start(self, states: torch.Tensor) -> PendingSum:
-        """As a call, whose sum may be under way."""
+        """Like a call, but returns a pending sum."""
         return self._communicator.all_reduce_async(self._of_own_experts(states))
 
     def _of_own_experts(self, states: torch.Tensor) -> torch.Tensor:
@@ -182,12 +182,12 @@ class MoE:
 
 
 class AllToAllExperts:
-    """``Experts`` of all ranks, for tokens of which each rank has its own (GShard; DeepSpeed-MoE, Rajbhandari et al.
-    2022): a token goes once to each rank that holds some of its experts, and comes back as their sum.
+    """The ``Experts`` of all ranks, for tokens that each rank has for itself (GShard; DeepSpeed-MoE, Rajbhandari et al.
+    2022). A token goes once to each rank that holds some of its experts, and returns as their sum.
 
-    ``local`` are this rank's ``shard`` of ``num_experts``. All ranks call it together; a rank may have no tokens. The
-    sums of a token's ranks are added in the order of the ranks, in float32, as ordered sums of all ranks are: its
-    result has the same bits as with ``Communicator.all_reduce``.
+    ``local`` are this rank's ``shard`` of ``num_experts``. All ranks must call it together; a rank may have no tokens.
+    The sums from a token's ranks are added in rank order in float32, like an ordered ``Communicator.all_reduce``, so
+    the result has the same bits.
     """
 
     is_capturable = False
@@ -203,7 +203,7 @@ class AllToAllExperts:
         is_sent = torch.zeros(size, tokens, dtype=torch.bool, device=states.device)
         is_sent.T.scatter_(1, topk_ids // self._experts_per_rank, True)
         sent, received = self._communicator.exchange_counts(is_sent.sum(1), tokens)
-        token = is_sent.nonzero()[:, 1]  # by rank, and for each rank in their order
+        token = is_sent.nonzero()[:, 1]  # by destination rank, then in token order
         rows = torch.cat((states, _pack_choice(topk_weights, topk_ids, states.dtype)), 1)[token]
         rows = all_to_all(rows, sent, received)
         made = self._local(rows[:, :hidden], *_unpack_choice(rows[:, hidden:]))
@@ -215,21 +215,23 @@ class AllToAllExperts:
 
 
 def _pack_choice(topk_weights: torch.Tensor, topk_ids: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    """Weights and ids of experts as numbers of ``dtype`` that hold their bits, to be sent with a token's states."""
+    """Packs the weights and ids of experts into numbers of ``dtype`` with the same bits, to be sent with a token's
+    states.
+    """
     return torch.cat((topk_weights, topk_ids.int().view(torch.float32)), 1).view(dtype)
 
 
 def _unpack_choice(packed: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """The weights and ids of ``_pack_choice``."""
+    """Returns the weights and ids from ``_pack_choice``."""
     weights, ids = packed.clone(memory_format=torch.contiguous_format).view(torch.float32).chunk(2, 1)
     return weights.contiguous(), ids.contiguous().view(torch.int32).long()
 
 
 class ExpertLoop:
-    """``Experts`` one after the other, in whatever way their layers are held: each computes all of its tokens at once.
+    """``Experts`` that run one after the other, each on all of its tokens at once. Works with any kind of linear layer.
 
-    ``experts`` are those of the indices ``own`` among ``num_experts``. With ``round_weights`` weights and products with
-    them are of the states' dtype.
+    ``experts`` have the indices ``own`` among ``num_experts``. With ``round_weights``, weights and the products with
+    them have the dtype of the states.
     """
 
     is_capturable = False
@@ -265,8 +267,8 @@ def make_experts(
     *,
     biases: Callable[[int], Iterable[torch.Tensor]] | None = None,
 ) -> Experts:
-    """The experts ``own`` of a mixture, in the fastest way that there is for them. ``read`` gives what ``method`` read
-    of each, of gate and up (0) or of down (1), and ``biases`` gives theirs.
+    """Makes the experts ``own`` in the fastest available form. ``read`` yields what ``method`` read for each expert,
+    gate and up (0) or down (1), and ``biases`` yields their biases.
     """
     if (
         biases is None
@@ -299,5 +301,5 @@ def _packed(layer: Linear) -> Packed | None:
 
 
 def _stack(weights: Sequence[torch.Tensor]) -> torch.Tensor:
-    """[experts, out, in]; of no experts nothing is multiplied."""
+    """Stacks ``weights`` to [experts, out, in]. Without experts the result is empty, because nothing is multiplied."""
     return torch.stack(tuple(weights)) if weights else torch.empty(0, 0, 0)

@@ -1,4 +1,4 @@
-"""Normalisation layers."""
+"""Normalization layers."""
 
 import torch
 
@@ -7,8 +7,8 @@ from quire_engine.layers.weight_loader import WeightLoader
 
 
 class RMSNorm:
-    """Root mean square normalisation (Zhang and Sennrich 2019) of the last dimension. ``offset`` is added to the
-    weight [size]: Gemma stores its distance from 1.
+    """Root mean square normalization (Zhang and Sennrich 2019) of the last dimension. ``offset`` is added to the weight
+    [size]: Gemma stores the weight minus 1.
     """
 
     def __init__(self, weights: WeightLoader, name: str, size: int, eps: float, *, offset: float = 0.0) -> None:
@@ -16,7 +16,7 @@ class RMSNorm:
         self._eps, self._offset = eps, offset
 
     def __call__(self, states: torch.Tensor, update: torch.Tensor | None = None) -> torch.Tensor:
-        """Normalises ``states`` [T, size], to which ``update`` [T, size] is added in place first."""
+        """Normalizes ``states`` [T, size], after adding ``update`` [T, size] to it in place."""
         if update is None:
             return rms_norm(states, self._weight, self._eps, offset=self._offset)
         return add_rms_norm(update, states, self._weight, self._eps, offset=self._offset)

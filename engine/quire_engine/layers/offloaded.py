@@ -1,12 +1,12 @@
-"""Decoder layers that do not fit onto a GPU: they lie in pinned host memory, and each is copied to the GPU while the
-layers before it compute (ZeRO-Inference, Aminabadi et al. 2022; FlexGen, Sheng et al. 2023).
+"""CPU offload for decoder layers that do not fit on a GPU. They are kept in pinned host memory, and each is copied to
+the GPU while the layers before it compute (ZeRO-Inference, Aminabadi et al. 2022; FlexGen, Sheng et al. 2023).
 
-``load_offloaded_layers`` moves as many layers to the host as it may. They share two slots of the GPU's memory: each is
-loaded into its slot, from where it is copied to the host, and where the kernels find it whenever it has been copied
-back. A layer that has run makes room for the next but one, whose copy begins at once, on a stream of its own.
+``load_offloaded_layers`` moves as many layers to the host as it may. They share two slots of GPU memory. Each layer is
+loaded into its slot and copied to the host from there, and the kernels find it in the slot whenever it has been copied
+back. When a layer has run, the copy of the next layer of its slot starts at once, on a separate stream.
 
-The host launches all of that and waits for none of it. Steps in flight share the slots, as their layers run one after
-the other.
+The host launches all of this without waiting. Steps in flight share the slots, because their layers run one after the
+other.
 """
 
 import logging
@@ -26,14 +26,14 @@ from quire_engine.layers.streamed import AT_ONCE, Layer, StreamedLayer, next_in_
 log = logging.getLogger(__name__)
 
 _GIB = 1 << 30
-_ALIGNMENT = 512  # as torch's memory on a GPU: libraries choose their kernels by it
+_ALIGNMENT = 512  # like torch's GPU memory: libraries choose kernels by it
 
 
 def load_offloaded_layers(
     indices: Sequence[int], load: Callable[[int], Layer], offload_gb: float, device: torch.device
 ) -> tuple[Sequence[Layer], WeightStats]:
-    """The layers of ``indices``, each made by ``load`` on ``device``; of their weights, ``offload_gb`` GiB lie in the
-    host's memory, less what is not a whole layer. Raises ``ModelError`` where that cannot be.
+    """Makes the layers of ``indices`` with ``load`` on ``device``. Keeps ``offload_gb`` GiB of their weights in host
+    memory, rounded down to whole layers. Raises ``ModelError`` if that is not possible.
     """
     count, arena = len(indices), DeviceArena(device)
     with packed_into(arena):
@@ -55,8 +55,8 @@ def load_offloaded_layers(
 
 
 def _number_offloaded(count: int, size: int, limit: int) -> int:
-    """How many of ``count`` layers of ``size`` bytes each lie in ``limit`` bytes of host memory. Raises ``ModelError``
-    where that saves nothing, and where there are not so many.
+    """Returns how many of ``count`` layers of ``size`` bytes each fit in ``limit`` bytes of host memory. Raises
+    ``ModelError`` if that saves nothing, or if it is more layers than can be offloaded.
     """
     number = limit // size
     if number <= AT_ONCE:
@@ -73,8 +73,8 @@ def _number_offloaded(count: int, size: int, limit: int) -> int:
 
 
 class DeviceArena:
-    """Memory on ``device`` for weights, all of it from ``memory`` [bytes] uint8 if that is given. An ``Allocator``.
-    ``allocated`` bytes have been given in all.
+    """Memory on ``device`` for weights, all from ``memory`` [bytes] uint8 if that is given. Implements ``Allocator``.
+    ``allocated`` counts the bytes given out.
     """
 
     def __init__(self, device: torch.device, memory: torch.Tensor | None = None) -> None:
@@ -94,7 +94,7 @@ class DeviceArena:
 
 @dataclass(slots=True)
 class _DeviceSlot:
-    """Memory of the GPU that has one layer at a time: that of ``place``, once ``copied`` has happened."""
+    """GPU memory that holds one layer at a time: the layer at ``place``, once the event ``copied`` has occurred."""
 
     memory: torch.Tensor
     copied: torch.cuda.Event
@@ -102,20 +102,20 @@ class _DeviceSlot:
 
 
 class HostWeights:
-    """The weights of one GPU's ``number`` offloaded layers, of at most ``size`` bytes each, in pinned memory of the
-    host; the slots that they are copied into, and the order of these copies among the work that computes with them.
-    Copies have a stream of their own, beside the current one that computes. A ``SlotWeights``.
+    """The weights of one GPU's ``number`` offloaded layers, at most ``size`` bytes each, in pinned host memory, and the
+    slots that they are copied into. It orders the copies among the work that computes with them. Copies use a separate
+    stream, concurrent with the current stream. Implements ``SlotWeights``.
 
-    A copy runs after all work that was launched before it: the layer that has its slot until then may still compute. A
-    layer runs after its copy, and beside those of others.
+    A copy runs after all work that was launched before it, because the layer that had the slot may still compute. A
+    layer runs after its own copy, concurrently with the copies of other layers.
     """
 
     is_capturable = False
-    """A graph would have to begin with the copies of the step before."""
+    """A graph would have to begin with the copies of the previous step."""
 
     def __init__(self, number: int, size: int, device: torch.device) -> None:
         self._device = device
-        self._layers = _pinned(number, size, device)  # before the slots: it goes first then, after the last copy
+        self._layers = _pinned(number, size, device)  # before the slots, so that it is freed first, after the last copy
         self._sizes: list[int] = []
         self._stream = torch.cuda.Stream(device)
         self._slots = [
@@ -124,7 +124,7 @@ class HostWeights:
         self.stats = WeightStats(memory_bytes=AT_ONCE * size)
 
     def add(self, load: Callable[[], Layer]) -> "StreamedLayer[HostWeights]":
-        """The layer that ``load`` makes, whose weights are put into a slot, and copied to the host from there. Raises
+        """Makes a layer with ``load``: puts its weights into a slot and copies them from there to the host. Raises
         ``ModelError``.
         """
         place = len(self._sizes)
@@ -138,14 +138,14 @@ class HostWeights:
         return StreamedLayer(layer, self, place)
 
     def acquire(self, place: int) -> None:
-        """Makes what is launched from now on wait until the layer is in its slot."""
+        """Makes later work wait until the layer is in its slot."""
         slot = self._slots[place % AT_ONCE]
-        if slot.place != place:  # in the first step, and where the one before has failed
+        if slot.place != place:  # in the first step, and after a failed step
             self._copy(place)
         self._make_compute_wait(slot.copied)
 
     def release(self, place: int) -> None:
-        """Has the next layer of the slot copied into it."""
+        """Starts to copy the next layer of the slot into it."""
         following = next_in_slot(place, len(self._sizes))
         if following != place:
             self._copy(following)
@@ -168,12 +168,12 @@ class HostWeights:
 
 
 def _pinned(number: int, size: int, device: torch.device) -> torch.Tensor:
-    """Memory [number, size] uint8 of the host. Raises ``ModelError`` where it cannot be had, or cannot be pinned."""
+    """Returns host memory [number, size] uint8. Raises ``ModelError`` if it cannot be allocated or pinned."""
     try:
         mapping = map_huge_pages(number * size)
     except (OSError, OverflowError) as error:
         raise ModelError(f"There is no host memory for weights of {number * size} bytes: {error}.") from None
-    mapping.madvise(mmap.MADV_DONTFORK)  # a child would get a copy of pages that are pinned, and has no use for it
+    mapping.madvise(mmap.MADV_DONTFORK)  # a child would get a useless copy of pinned pages
     memory = torch.frombuffer(mapping, dtype=torch.uint8).view(number, size)
     if device.type == "cuda":
         pin_pages(memory, device, "--cpu-offload-gb")

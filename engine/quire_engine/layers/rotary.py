@@ -9,10 +9,10 @@ CosSin = tuple[torch.Tensor, torch.Tensor]
 
 
 class RotaryEmbedding:
-    """The angles by which queries and keys are turned, by position.
+    """The angles by which queries and keys are rotated, by position.
 
-    Cosines and sines are made for the tokens of each step, in float32: a table of all positions would cost
-    more memory than the step it serves, and rounding the angle in a lower precision would lose far positions.
+    Cosines and sines are computed in float32 for the tokens of each step. A table of all positions would cost more
+    memory than the step itself, and angles of lower precision would lose far positions.
     """
 
     def __init__(self, config: DecoderConfig, device: torch.device) -> None:
@@ -24,9 +24,9 @@ class RotaryEmbedding:
             self._scale = torch.tensor((config.rope_scale, config.local_rope_scale), device=device).view(2, 1, 1)
 
     def cos_sin(self, positions: torch.Tensor) -> CosSin:
-        """Cosines and sines [T, head_dim / 2] float32 for positions [T]; on a GPU they are halves of one tensor, as its
-        kernel reads them. If layers with a window have frequencies of their own, [2, T, head_dim / 2]: those of the
-        other layers, and theirs.
+        """Returns cosines and sines [T, head_dim / 2] float32 for positions [T]. On a GPU they are halves of one
+        tensor, as its kernel expects. If layers with a window have their own frequencies, returns [2, T, head_dim / 2]:
+        first the other layers, then the layers with a window.
         """
         angles = positions.float()[:, None] * self._frequencies
         if angles.is_cuda:

@@ -1,14 +1,13 @@
-"""Decoder layers that do not fit into memory: they lie packed in a file, and each is read while the layer before it
-multiplies (ZeRO-Inference, Aminabadi et al. 2022; FlexGen, Sheng et al. 2023).
+"""Weight streaming: decoder layers that do not fit into memory are packed in a file, and each is read while the layer
+before it computes (ZeRO-Inference, Aminabadi et al. 2022; FlexGen, Sheng et al. 2023).
 
-``load_layers`` keeps as many layers in memory as may be. The others share two slots of memory: each is packed into its
-slot, from where it is written to the file, and where the compiled kernels find it whenever it has been read again. A
-layer that has run makes room for the next but one, which threads begin to read at once.
+``load_layers`` keeps as many layers in memory as allowed. The others share two slots of memory. Each layer is packed
+into its slot and written to the file from there, and the compiled kernels find it in the slot whenever it has been read
+again. When a layer has run, threads start at once to read the next layer of its slot.
 
-The file has no name, and belongs to one engine: nobody else can change or cut it, it goes with the process however that
-ends, and what is read is what this engine has packed. Its blocks are allocated before anything is written to them, so a
-full disk is an error of the load and nothing later. Nothing of it is mapped, so a disk that fails is an error of a
-read, and never a signal.
+The file has no name and belongs to one engine: no other process can change or truncate it, and it disappears with the
+process however that ends. Its blocks are allocated before they are written, so a full disk is an error during loading
+and never later. The file is not mapped, so a failing disk is a read error and never a signal.
 """
 
 import fcntl
@@ -38,7 +37,7 @@ from quire_engine.kernels.packed_linear import Arena, map_huge_pages, packed_int
 log = logging.getLogger(__name__)
 
 AT_ONCE = 2
-"""Layers of the file that are in memory at a time: the one that multiplies, and the one that is read."""
+"""How many layers of the file are in memory at a time: the one that computes and the one that is being read."""
 _GIB = 1 << 30
 _READERS, _REQUEST_BYTES = 4, 4 << 20  # one request at a time does not keep a disk busy
 _IN_MEMORY = ("tmpfs", "ramfs")
@@ -49,7 +48,7 @@ class Layer(Protocol):
 
     @property
     def attn(self) -> LayerAttention:
-        """Its attention. Constant."""
+        """The attention of the layer. Constant."""
         ...
 
     @property
@@ -59,26 +58,26 @@ class Layer(Protocol):
 
     @property
     def waits_for_device(self) -> bool:
-        """Whether the host reads what the layer computes, and so waits for it."""
+        """Whether the host reads results of the layer, and so waits for them."""
         ...
 
     def __call__(self, *args: Any) -> torch.Tensor:
-        """What the layer makes of its arguments."""
+        """Computes the layer."""
         ...
 
     def overlapped(self, *args: Any) -> Any:
-        """The same for two halves of the tokens, beside sums over the ranks."""
+        """Computes the layer for two halves of the tokens, overlapped with sums over the ranks."""
         ...
 
     def experts_only(self, no_tokens: torch.Tensor) -> None:
-        """Has its experts compute the tokens of other engines."""
+        """Computes the tokens of other engines with the layer's experts."""
         ...
 
 
 class SlotWeights(Protocol):
-    """The weights of layers that share ``AT_ONCE`` slots: of the layers in the order in which they were added, every
-    ``AT_ONCE``-th has the same one. They are used by one thread, in that order and then again from the first; in any
-    other order they are fetched when they are asked for.
+    """The weights of layers that share ``AT_ONCE`` slots: in the order in which layers are added, every ``AT_ONCE``-th
+    has the same slot. Use them from one thread, in that order and then again from the first. In any other order they
+    are fetched on demand.
     """
 
     @property
@@ -87,11 +86,11 @@ class SlotWeights(Protocol):
         ...
 
     def acquire(self, place: int) -> None:
-        """Has the layer in its slot, for what is computed from now on."""
+        """Ensures that the layer is in its slot for later computation."""
         ...
 
     def release(self, place: int) -> None:
-        """Has the next layer of the slot fetched into it."""
+        """Starts to fetch the next layer of the slot into it."""
         ...
 
 
@@ -99,16 +98,16 @@ W = TypeVar("W", bound=SlotWeights)
 
 
 def next_in_slot(place: int, count: int) -> int:
-    """The layer, of ``count``, that has the slot of the one at ``place`` after it."""
+    """Returns which of ``count`` layers uses the slot after the layer at ``place``."""
     return place + AT_ONCE if place + AT_ONCE < count else place % AT_ONCE
 
 
 def load_layers(
     indices: Sequence[int], load: Callable[[int], Layer], memory_gb: float | None
 ) -> tuple[Sequence[Layer], WeightStats | None]:
-    """The layers of ``indices``, each made by ``load``; their packed weights take at most ``memory_gb`` GiB of memory,
-    of any size if that is None. The statistics are those of streamed layers, None if there are none. Raises
-    ``ModelError`` where that cannot be.
+    """Makes the layers of ``indices`` with ``load``. Their packed weights take at most ``memory_gb`` GiB of memory, or
+    any amount if that is None. Returns the layers and the statistics of streamed layers, or None if no layer is
+    streamed. Raises ``ModelError`` if that is not possible.
     """
     if memory_gb is None:
         return [load(index) for index in indices], None
@@ -143,7 +142,7 @@ def load_layers(
 
 
 def _load_in_memory(load: Callable[[], Layer]) -> tuple[Layer, int]:
-    """The layer, and the bytes of memory that its packed weights take."""
+    """Returns the layer, and the bytes of memory that its packed weights take."""
     arena = Arena(map_huge_pages)
     with packed_into(arena):
         layer = load()
@@ -151,9 +150,9 @@ def _load_in_memory(load: Callable[[], Layer]) -> tuple[Layer, int]:
 
 
 def choose_streamed(count: int, size: int, limit: int) -> Sequence[int] | None:
-    """The places of the layers, of ``count`` that take ``size`` bytes each, that lie on disk, so that at most ``limit``
-    bytes are in memory: as few as can be, spread evenly, so that reading goes on while others multiply, and never the
-    first. None if the limit is too small.
+    """Chooses which of ``count`` layers of ``size`` bytes each are on disk, so that at most ``limit`` bytes are in
+    memory. Chooses as few as possible, never the first, evenly spread so that reads overlap with other layers'
+    computation. Returns None if the limit is too small.
     """
     held = limit // size
     if held >= count:
@@ -164,13 +163,13 @@ def choose_streamed(count: int, size: int, limit: int) -> Sequence[int] | None:
 
 
 def spread(number: int, count: int) -> Sequence[int]:
-    """``number`` of the places of ``count`` layers, as evenly as can be, and never the first."""
+    """Returns ``number`` of the places of ``count`` layers, as evenly spread as possible, and never the first."""
     others = count - 1
     return [place + 1 for place in range(others) if (place + 1) * number // others > place * number // others]
 
 
 class _Piece(NamedTuple):
-    """Where a layer lies in the file."""
+    """Where a layer is in the file."""
 
     offset: int
     nbytes: int
@@ -178,7 +177,7 @@ class _Piece(NamedTuple):
 
 @dataclass(slots=True)
 class _Slot:
-    """Memory that has one layer at a time: that of ``place``, once it is ``reading`` no more."""
+    """Memory that holds one layer at a time: the layer at ``place``, once all requests in ``reading`` are done."""
 
     memory: mmap.mmap
     place: int
@@ -186,8 +185,8 @@ class _Slot:
 
 
 class WeightFile:
-    """The file of one engine's streamed layers, the slots that they are read into, and the threads that read them. A
-    ``SlotWeights``. ``stats`` are kept while it is used.
+    """The file of one engine's streamed layers, the slots that they are read into, and the threads that read them.
+    Implements ``SlotWeights``. ``stats`` are updated with each use.
     """
 
     is_capturable = True
@@ -202,7 +201,7 @@ class WeightFile:
 
     @classmethod
     def make(cls, slot_bytes: int) -> "WeightFile":
-        """A file in the user's cache folder, whose layers take at most ``slot_bytes`` each. Raises ``ModelError``."""
+        """Makes a file in the user's cache folder for layers of at most ``slot_bytes`` each. Raises ``ModelError``."""
         try:
             folder = user_cache_folder()
         except RuntimeError as error:
@@ -217,17 +216,17 @@ class WeightFile:
         if _file_system(os.fstat(descriptor).st_dev) in _IN_MEMORY:
             raise _unusable(folder, "it lies in memory")
         _bypass_page_cache(descriptor)
-        os.posix_fadvise(descriptor, 0, 0, os.POSIX_FADV_RANDOM)  # the system reads nothing ahead of a request
+        os.posix_fadvise(descriptor, 0, 0, os.POSIX_FADV_RANDOM)  # the system must not read ahead of a request
         return file
 
     @property
     def memory_bytes(self) -> int:
-        """What of the slots is used: each has room for the largest of its layers."""
+        """The bytes of the slots that are in use: each slot needs room for the largest of its layers."""
         return sum(max((layer.nbytes for layer in self._layers[slot::AT_ONCE]), default=0) for slot in range(AT_ONCE))
 
     def add(self, load: Callable[[], Layer]) -> "StreamedLayer[WeightFile]":
-        """The layer that ``load`` makes, whose weights are packed into a slot, and written to the disk from there.
-        Raises ``ModelError``.
+        """Makes a layer with ``load``: packs its weights into a slot and writes them from there to the disk. Raises
+        ``ModelError``.
         """
         place = len(self._layers)
         slot = self._slots[place % AT_ONCE]
@@ -242,9 +241,9 @@ class WeightFile:
         return StreamedLayer(layer, self, place)
 
     def acquire(self, place: int) -> None:
-        """Waits until the layer is in its slot. Raises ``ExecutorError`` where the disk cannot be read any more."""
+        """Waits until the layer is in its slot. Raises ``ExecutorError`` if the disk can no longer be read."""
         slot, start = self._slots[place % AT_ONCE], perf_counter()
-        if slot.place != place:  # in the first step, and where the one before has failed
+        if slot.place != place:  # in the first step, and after a failed step
             self._read(place)
         try:
             for request in slot.reading:
@@ -254,7 +253,7 @@ class WeightFile:
         self.stats.wait_seconds += perf_counter() - start
 
     def release(self, place: int) -> None:
-        """Has the next layer of the slot read into it."""
+        """Starts to read the next layer of the slot into it."""
         following = next_in_slot(place, len(self._layers))
         if following != place:
             self._read(following)
@@ -270,7 +269,7 @@ class WeightFile:
         ]
 
     def _read_request(self, memory: memoryview, offset: int) -> None:
-        """Fills ``memory`` from ``offset`` on. Raises ``OSError``."""
+        """Fills ``memory`` from the file at ``offset``. Raises ``OSError``."""
         start, end = offset, offset + len(memory)
         while offset < end:
             count = os.preadv(self._file.fileno(), [memory[offset - start :]], offset)
@@ -293,8 +292,8 @@ class WeightFile:
 
 
 class StreamedLayer(Generic[W]):
-    """A layer whose weights are in a slot while it runs: that at ``place`` of ``weights``. A graph that repeats it
-    waits for its weights too. Calls raise ``ExecutorError`` where these cannot be read.
+    """A layer whose weights are in a slot while it runs: the layer at ``place`` of ``weights``. A graph that repeats it
+    waits for its weights too. Calls raise ``ExecutorError`` if the weights cannot be read.
     """
 
     def __init__(self, layer: Layer, weights: W, place: int) -> None:
@@ -332,13 +331,13 @@ class StreamedLayer(Generic[W]):
         host_call(partial(self.weights.acquire, self._place))
         try:
             return work(*args)
-        finally:  # after a failure too: the next step waits for what was launched before it
+        finally:  # also after a failure: the next step waits for what was launched before it
             host_call(partial(self.weights.release, self._place))
 
 
 def _map_slot(nbytes: int) -> mmap.mmap:
     memory = map_huge_pages(_whole_pages(nbytes))
-    memory.madvise(mmap.MADV_DONTFORK)  # a fork while a disk writes to it would leave this process without what comes
+    memory.madvise(mmap.MADV_DONTFORK)  # a fork during a read would leave this process without the data
     return memory
 
 
@@ -350,8 +349,8 @@ def _refuse(_: int) -> NoReturn:
 
 
 def _bypass_page_cache(descriptor: int) -> None:
-    """Has disk and memory exchange the file's pages directly; where its file system cannot, what was read is dropped
-    from the page cache.
+    """Makes the disk transfer the file's pages directly to and from memory. If the file system cannot, the pages that
+    were read are dropped from the page cache instead.
     """
     with suppress(OSError):
         fcntl.fcntl(descriptor, fcntl.F_SETFL, fcntl.fcntl(descriptor, fcntl.F_GETFL) | os.O_DIRECT)
@@ -366,7 +365,7 @@ def _unusable(folder: Path, reason: str) -> ModelError:
 
 
 def _file_system(device: int) -> str:
-    """The type of the mounted file system that is ``device``; empty where that is not known."""
+    """Returns the type of the mounted file system with this ``device`` number, or an empty string if unknown."""
     number = f"{os.major(device)}:{os.minor(device)}"
     with suppress(OSError):
         for line in Path("/proc/self/mountinfo").read_text().splitlines():

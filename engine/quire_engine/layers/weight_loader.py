@@ -1,4 +1,4 @@
-"""``WeightLoader``: a checkpoint's tensors as the layers of a model, divided among the ranks as Megatron-LM does
+"""``WeightLoader``: makes the layers of a model from a checkpoint's tensors, sharded among the ranks as in Megatron-LM
 (Shoeybi et al. 2019).
 """
 
@@ -24,8 +24,8 @@ log = logging.getLogger(__name__)
 @dataclass(frozen=True)
 class WeightLoader:
     """Loads a checkpoint's tensors and linear layers in one ``dtype``, held as ``options`` say. Of a layer that ranks
-    share, only this rank's shard is read. ``quantized`` is the ``quantization_config`` of a checkpoint that has one.
-    With ``loras``, the layers that column and row parallel methods load get slots for adapters.
+    share, it reads only this rank's shard. ``quantized`` is the checkpoint's ``quantization_config``, if it has one.
+    With ``loras``, the layers from the column and row parallel methods get slots for adapters.
     """
 
     checkpoint: Checkpoint
@@ -46,14 +46,16 @@ class WeightLoader:
 
     @property
     def token_communicator(self) -> Communicator:
-        """The ranks that share the tokens of a step where each computes them alone, in norms and routers: those of
-        ``communicator`` where tokens are sent to the ranks of their experts, else this one has all.
+        """The ranks that share the tokens of a step in norms and routers. These are the ranks of ``communicator`` if
+        tokens are sent to the ranks of their experts. Otherwise this rank has all tokens.
         """
         return self.communicator if self.sends_tokens else SINGLE_RANK
 
     @property
     def expert_communicator(self) -> Communicator:
-        """The ranks that share the experts: those of ``communicator``, or of all engines of a data-parallel group."""
+        """The ranks that share the experts: the ranks of ``communicator``, or of all engines of a data-parallel
+        group.
+        """
         return self.options.expert_communicator or self.communicator
 
     @property
@@ -64,32 +66,34 @@ class WeightLoader:
 
     @property
     def stage(self) -> PipelineStage | None:
-        """The stage of a pipeline whose layers are loaded; None for a model in one piece."""
+        """The pipeline stage whose layers are loaded; None for a model without a pipeline."""
         return self.options.stage
 
     @cached_property
     def quantization(self) -> QuantizationConfig:
-        """What holds the layers."""
+        """The quantization of the layers."""
         return make_quantization(self.options, self.dtype, self.quantized)
 
     def load_fused(self, names: Sequence[str], shapes: Sequence[tuple[int, ...]]) -> torch.Tensor:
-        """The named tensors, whole, concatenated in their first dimension."""
+        """Loads the named tensors whole, concatenated in their first dimension."""
         return self.checkpoint.load_fused(names, shapes, self.dtype, self.device)
 
     def linear(self, names: Sequence[str], outputs: Sequence[int], inputs: int, *, bias: bool) -> Linear:
-        """Unsharded linear layers of the same input, fused into one: their outputs are concatenated."""
+        """Loads unsharded linear layers with the same input, fused into one: their outputs are concatenated."""
         return self._linear(LayerSpec(names, outputs, inputs), bias=bias)
 
     def column_parallel_linear(
         self, names: Sequence[str], outputs: Sequence[int], inputs: int, *, bias: bool
     ) -> Linear:
-        """Linear layers of the same input, fused into one: this rank's shard of each layer's outputs, concatenated."""
+        """Loads linear layers with the same input, fused into one: this rank's shard of each layer's outputs,
+        concatenated.
+        """
         spec = LayerSpec(names, outputs, inputs, communicator=self.communicator)
         return self._with_loras(self._linear(spec, bias=bias), spec)
 
     def row_parallel_linear(self, name: str, outputs: int, inputs: int, *, bias: bool) -> Linear:
-        """A linear layer that takes this rank's shard of the inputs. All ranks get the whole output, or their own
-        tokens' where they share those.
+        """Loads a linear layer that takes this rank's shard of the inputs. All ranks get the whole output, or their own
+        tokens' output if they share the tokens.
         """
         spec = LayerSpec([name], [outputs], inputs, dim=1, communicator=self.communicator)
         added = self.load_fused([f"{name}.bias"], [(outputs,)]) if bias and self.communicator.rank == 0 else None
@@ -100,17 +104,20 @@ class WeightLoader:
         return RowParallelLinear(part, self.communicator, scatter=self.token_communicator.size > 1)
 
     def router(self, name: str, outputs: int, inputs: int, *, bias: bool = False) -> Linear:
-        """An unsharded layer that routes tokens to experts."""
+        """Loads an unsharded layer that routes tokens to experts."""
         method, spec = self.quantization.router, LayerSpec([name], [outputs], inputs)
         return method.pack(method.read(self.checkpoint, spec), self._load_biases(spec) if bias else None)
 
     def embedding_and_head(
         self, embedding: str, head: str | None, vocabulary: int, hidden: int, *, tied: bool
     ) -> tuple[Embedding | None, Linear | None]:
-        """The embedding, which every rank of the first stage holds whole, and the layer without bias that computes
-        logits, on the last stage: each rank a shard of them, and the first gathers all. Both are one weight if
-        ``tied``, unless both are stored and differ; the embedding's, or the head's if that alone is stored. Without
-        ``head`` logits are those of the embedding. None for what the stage does not have.
+        """Loads the embedding and the head, a layer without bias that computes logits. Returns None for each that this
+        stage does not have.
+
+        Every rank of the first stage holds the whole embedding. Each rank of the last stage holds a shard of the head,
+        and the first of them gathers the logits. Without ``head``, the embedding's weight computes the logits. If
+        ``tied``, both are one weight, unless both are stored and differ: the embedding's, or the head's if only that is
+        stored.
         """
         method, has_table, has_head = self.quantization.head, is_first(self.stage), is_last(self.stage)
         if head is None:
@@ -134,7 +141,7 @@ class WeightLoader:
         return packed, GatheredColumnParallelLinear(method.pack(padded, None), vocabulary, self.communicator)
 
     def _stored_of_tied(self, embedding: str, head: str) -> tuple[str, str]:
-        """The stored layers that a tied embedding and head are, as in transformers."""
+        """Returns the stored names of a tied embedding and head, as transformers resolves them."""
         names = [set(self.quantization.head.tensor_names(layer)) for layer in (embedding, head)]
         has_embedding, has_head = (any(name in self.checkpoint for name in each) for each in names)
         if not has_head:

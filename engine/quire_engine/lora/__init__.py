@@ -1,1 +1,1 @@
-"""LoRA adapters over one base model: read from PEFT's folders, held in slots beside the layers, mixed in one batch."""
+"""LoRA adapters for one base model: read from PEFT folders, held in slots of the layers, and mixed in one batch."""

@@ -1,6 +1,6 @@
-"""An adapter's folder as PEFT writes it, ``adapter_config.json`` and ``adapter_model.safetensors``: read and checked.
+"""Reads and checks an adapter folder as PEFT writes it: ``adapter_config.json`` and ``adapter_model.safetensors``.
 
-What would change the answer and is not done is refused. Nothing is read with pickle.
+Settings that would change the output but are not implemented are refused. Nothing is read with pickle.
 """
 
 import json
@@ -28,13 +28,13 @@ WEIGHTS_FILE = "adapter_model.safetensors"
 PICKLE_FILE = "adapter_model.bin"
 T = TypeVar("T")
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
-# Beside its numbers a file has names and shapes of its tensors.
+# Apart from its numbers, a file has the names and shapes of its tensors.
 _MAX_HEADER_BYTES = 1 << 20
 _MAX_CONFIG_BYTES = 1 << 20
 _MAX_ALPHA = 1e9
 _TENSOR_NAME = re.compile(r"base_model\.model\.(?P<module>.+)\.lora_(?P<matrix>[AB])\.weight")
 
-# What makes of an adapter something else than ``W + scale * B @ A``: a setting, and what it is.
+# Settings that make an adapter something other than ``W + scale * B @ A``, with what they make of it.
 _UNSUPPORTED = {
     "use_dora": "a weight-decomposed adapter (DoRA)",
     "use_qalora": "a QALoRA adapter",
@@ -50,17 +50,18 @@ _UNSUPPORTED = {
     "kasa_config": "a KaSA adapter (kasa_config)",
     "monteclora_config": "an adapter with random weights (monteclora_config)",
 }
-# How PEFT may have initialised the matrices while it left the model's weights as they are.
+# How PEFT may initialize the matrices without changing the model's weights.
 _PLAIN_INITS = ("gaussian", "eva", "orthogonal")
-# Keys of rank_pattern and alpha_pattern are regular expressions. These cannot take long: no groups, few repetitions.
+# Keys of rank_pattern and alpha_pattern are regular expressions. Without groups and with few repetitions they match
+# fast.
 _PATTERN = re.compile(r"[\w.\\*^\[\]-]{1,256}")
 _MAX_PATTERNS, _MAX_REPETITIONS = 1024, 2
 
 
 @dataclass(frozen=True, slots=True)
 class LoRAWeights:
-    """What an adapter adds to one linear layer: ``x @ a.T @ b`` for inputs [T, in]. ``a`` [r, in], and ``b`` [r, out],
-    transposed and multiplied by the adapter's scale.
+    """What an adapter adds to one linear layer: ``x @ a.T @ b`` for inputs [T, in]. ``a`` is [r, in]. ``b`` is [r,
+    out], transposed and multiplied by the adapter's scale.
     """
 
     a: torch.Tensor
@@ -69,15 +70,15 @@ class LoRAWeights:
 
 @dataclass(frozen=True, slots=True)
 class LoRAAdapter:
-    """The ``weights`` of an adapter by the names of their layers in the model, and the ``digest`` of its two files."""
+    """The ``weights`` of an adapter by the names of the model's layers, and the ``digest`` of its two files."""
 
     digest: bytes
     weights: Mapping[str, LoRAWeights]
 
     @classmethod
     def read(cls, folder: Path, targets: Mapping[str, tuple[int, int]], max_rank: int) -> "LoRAAdapter":
-        """Reads an adapter of a model in which adapters may change ``targets``: layers [out, in] by name. Raises
-        ``LoRAError`` with one sentence, ``LoRANotFoundError`` if there is no adapter.
+        """Reads an adapter for a model in which adapters may change ``targets``, layers [out, in] by name. Raises
+        ``LoRAError`` with one sentence, or ``LoRANotFoundError`` if the folder has no adapter.
         """
         try:
             text = _read_file(folder, CONFIG_FILE, _MAX_CONFIG_BYTES)
@@ -96,16 +97,16 @@ class LoRAAdapter:
 
 
 def adapter_bytes(targets: Mapping[str, tuple[int, int]], max_rank: int) -> int:
-    """Returns the most memory that an adapter of ``targets`` takes, in numbers of four bytes."""
+    """Returns the most memory that an adapter of ``targets`` takes, in bytes, at 4 bytes per number."""
     return 4 * max_rank * sum(sum(shape) for shape in targets.values())
 
 
 def _read_file(folder: Path, name: str, largest: int) -> bytes:
-    """The bytes of a file, at most ``largest``."""
+    """Returns the bytes of a file, at most ``largest``."""
     path = folder / name
     try:
         folder.stat()
-        # A pipe would keep its reader waiting.
+        # Opening a pipe would block otherwise.
         with open(path, "rb", opener=lambda name, flags: os.open(name, flags | os.O_NONBLOCK)) as file:
             if not stat.S_ISREG(os.fstat(file.fileno()).st_mode):
                 raise LoRAError(f"{path} is not a file.")
@@ -134,8 +135,8 @@ def _what_is_missing(folder: Path, name: str) -> str:
 
 @dataclass(frozen=True, slots=True)
 class _Scaling:
-    """The rank of each layer's matrices, and the scale of their product, as PEFT has them: ``rank`` and ``alpha``, but
-    for the layers whose names end as one of the patterns says.
+    """The rank of each layer's matrices, and the scale of their product, as in PEFT: ``rank`` and ``alpha``, except for
+    layers whose names match one of the patterns.
     """
 
     rank: int
@@ -146,7 +147,7 @@ class _Scaling:
 
     @classmethod
     def read(cls, path: Path, text: bytes, max_rank: int) -> "_Scaling":
-        """Reads the settings of an adapter. Raises ``LoRAError`` for one that is not served."""
+        """Reads the settings of an adapter. Raises ``LoRAError`` if they are not supported."""
         try:
             config: Any = json.loads(text)
         except (ValueError, RecursionError):
@@ -164,13 +165,13 @@ class _Scaling:
         return cls(config["r"], config["lora_alpha"], bool(config.get("use_rslora")), ranks, alphas)
 
     def of(self, module: str) -> tuple[int, float]:
-        """The rank, and the scale of ``B @ A``, of one layer."""
+        """Returns the rank of one layer, and the scale of its ``B @ A``."""
         rank, alpha = _match(self.ranks, module, self.rank), _match(self.alphas, module, self.alpha)
         return rank, alpha / (math.sqrt(rank) if self.use_rslora else rank)
 
 
 def _check_kind(path: Path, config: Any) -> None:
-    """Raises ``LoRAError`` for settings of something else than ``W + scale * B @ A``."""
+    """Raises ``LoRAError`` for settings of anything other than ``W + scale * B @ A``."""
     if not isinstance(config, dict) or config.get("peft_type") != "LORA":
         raise LoRAError(f"{path} does not describe a LoRA adapter: its peft_type must be LORA.")
     for name, what in _UNSUPPORTED.items():
@@ -187,7 +188,7 @@ def _check_kind(path: Path, config: Any) -> None:
 
 
 def _patterns(path: Path, config: Mapping[str, Any], name: str) -> dict[str, Any]:
-    """One of the settings that have a value for each of some regular expressions."""
+    """Returns a setting that maps regular expressions to values."""
     patterns = config.get(name) or {}
     if not isinstance(patterns, dict) or len(patterns) > _MAX_PATTERNS:
         raise LoRAError(f"{path} has a {name} that is none of at most {_MAX_PATTERNS} entries.")
@@ -204,15 +205,15 @@ def _patterns(path: Path, config: Mapping[str, Any], name: str) -> dict[str, Any
 
 
 def _match(patterns: Mapping[str, T], module: str, default: T) -> T:
-    """PEFT's rule: the value of the first pattern that the name matches, whole or from behind a dot."""
+    """Applies PEFT's rule: returns the value of the first pattern that matches the name, whole or after a dot."""
     return next((value for key, value in patterns.items() if re.match(rf"(.*\.)?({key})$", module)), default)
 
 
 def _pair_weights(
     path: Path, tensors: Mapping[str, torch.Tensor], shapes: Mapping[str, tuple[int, int]], scaling: _Scaling
 ) -> dict[str, LoRAWeights]:
-    """The tensors as pairs, by layer. Raises ``LoRAError`` for a tensor that is none of a pair or fits no layer. What
-    changes parts that see or hear is left out, as these parts are.
+    """Returns the tensors as pairs, by layer. Ignores tensors for vision and audio parts, because those parts are not
+    loaded. Raises ``LoRAError`` for any other tensor that has no pair or fits no layer.
     """
     pairs: dict[str, dict[str, torch.Tensor]] = {}
     stored: dict[str, str] = {}
@@ -252,5 +253,5 @@ def _scaled(path: Path, module: str, pair: Mapping[str, torch.Tensor], scale: fl
 
 
 def _layer_names(shapes: Iterable[str]) -> str:
-    """The last parts of the names of all layers, once each."""
+    """Returns the last parts of the names of all layers, without duplicates."""
     return ", ".join(dict.fromkeys(name.rpartition(".")[2] for name in shapes))

@@ -1,9 +1,9 @@
-"""Linear layers with adapters beside them: ``LoRALinear`` adds to each row of its base layer's output what that row's
-adapter makes of the input, and ``LoRALayers`` are all of a model's.
+"""Linear layers with adapters. ``LoRALinear`` adds the output of each row's adapter to the output of its base layer,
+and ``LoRALayers`` has all such layers of a model.
 
-Adapters in use lie in *slots*: stacked matrices of one size, padded to the largest rank, so that they never move. A
-step's rows are grouped by slot once, and every layer adds each group's two small products: on the CPU in one call of a
-kernel, elsewhere in torch.
+Adapters in use are in *slots*: stacked matrices of one size, padded to the largest rank, so that they never move. A
+step's rows are grouped by slot once, and every layer adds each group's two small products: on the CPU in one kernel
+call, elsewhere in torch.
 """
 
 from collections.abc import Mapping, Sequence
@@ -19,11 +19,11 @@ from quire_engine.quantization.base import LayerSpec, Linear, with_activation
 
 
 class LoRALayers:
-    """All layers of a model, or of a rank's part of it, that adapters may change. Made before the model, whose linear
-    layers are wrapped as they are loaded.
+    """All layers of a model, or of a rank's shard of it, that adapters may change. Create it before the model, whose
+    linear layers are wrapped as they are loaded.
 
-    ``is_active`` says whether the next forward pass is to add anything. With the compiled kernel the rows and their
-    slots are in ``plan``; otherwise in ``groups``: for each slot its rows, as a range or as their indices.
+    ``is_active`` says whether the next forward pass uses any adapter. With the compiled kernel the rows and their slots
+    are in ``plan``. Otherwise ``groups`` has the rows of each slot, as a range or as indices.
     """
 
     def __init__(self, num_slots: int, max_rank: int, dtype: torch.dtype, device: torch.device) -> None:
@@ -37,13 +37,13 @@ class LoRALayers:
         self._layers: list[LoRALinear] = []
 
     def wrap(self, base: Linear, spec: LayerSpec) -> "LoRALinear":
-        """``base``, which ``spec`` was read for, with slots beside it."""
+        """Returns ``base``, which was read for ``spec``, with slots for adapters."""
         layer = LoRALinear(base, spec, self)
         self._layers.append(layer)
         return layer
 
     def shard(self, weights: Mapping[str, LoRAWeights]) -> "ShardedAdapter":
-        """This rank's part of an adapter in the model's dtype, on the host."""
+        """Returns this rank's part of an adapter in the model's dtype, on the host."""
         return [layer.shard(weights) for layer in self._layers]
 
     def set_slot(self, slot: int, adapter: "ShardedAdapter") -> None:
@@ -52,8 +52,8 @@ class LoRALayers:
             layer.set_slot(slot, parts)
 
     def set_batch(self, slots: torch.Tensor) -> None:
-        """Takes the slots of the rows of the next forward pass, [T] int64 on the host, -1 for rows without an adapter;
-        empty if none has one.
+        """Sets the slots of the rows of the next forward pass, [T] int64 on the host, -1 for rows without an adapter;
+        empty if no row has one.
         """
         self.is_active = bool((slots >= 0).any())
         if not self.is_active:
@@ -69,13 +69,13 @@ class LoRALayers:
 
 
 def _range_or_indices(rows: torch.Tensor, device: torch.device) -> slice | torch.Tensor:
-    """Increasing indices, as a range where they have no gaps: a view costs less than gathering."""
+    """Returns increasing indices as a range if they have no gaps, because a view costs less than a gather."""
     first, last = int(rows[0]), int(rows[-1])
     return slice(first, last + 1) if last - first + 1 == len(rows) else rows.to(device)
 
 
 LayerParts = Sequence[LoRAWeights | None]
-"""What an adapter adds to each part of a fused layer; None where it does not change that part."""
+"""What an adapter adds to each part of a fused layer; None for a part that it does not change."""
 ShardedAdapter = Sequence[LayerParts]
 """An adapter's part of each layer, in the order of ``LoRALayers``."""
 
@@ -83,12 +83,12 @@ ShardedAdapter = Sequence[LayerParts]
 class LoRALinear:
     """A ``Linear`` of one or more fused parts, each of which an adapter may change.
 
-    ``_a`` [slots, parts * max_rank, in] and ``_b`` [slots, max_rank, out] are the adapters' matrices; the columns of
-    ``_b`` are divided among the parts as the outputs are. Of an adapter of rank r the first r rows of ``_a`` for each
-    part that it changes are used, one part behind the other.
+    ``_a`` [slots, parts * max_rank, in] and ``_b`` [slots, max_rank, out] are the adapters' matrices. The columns of
+    ``_b`` are divided among the parts like the outputs. An adapter of rank r uses the first r rows of ``_a`` for each
+    part that it changes, one part after the other.
 
-    Where ranks share the layer, each computes its part of the sum as the base layer does: from its inputs, if it is row
-    parallel, or for its outputs.
+    If ranks share the layer, each computes its part of the sum like the base layer: from its inputs if it is row
+    parallel, otherwise for its outputs.
     """
 
     def __init__(self, base: Linear, spec: LayerSpec, layers: LoRALayers) -> None:
@@ -101,10 +101,10 @@ class LoRALinear:
         self._columns = [slice(*bounds) for bounds in pairwise(accumulate(map(_length, outputs), initial=0))]
         assert self._columns[-1].stop == base.out_features, "the base layer has other outputs"
         slots, rank, options = layers.num_slots, layers.max_rank, {"dtype": layers.dtype, "device": layers.device}
-        # Written, so that all of it is in memory when that is measured.
+        # Written, so that all of it is in memory when memory is measured.
         self._a = torch.empty(slots, len(outputs) * rank, base.in_features, **options).zero_()
         self._b = torch.empty(slots, rank, base.out_features, **options).zero_()
-        # Of the adapter in each slot, for each part; 0 for one that it does not change.
+        # The ranks of the adapter in each slot, per part; 0 for a part that it does not change.
         self._ranks = torch.zeros(slots, len(outputs), dtype=torch.int64)
         columns = [0, *(part.stop for part in self._columns)]
         plan = layers.plan
@@ -129,7 +129,7 @@ class LoRALinear:
                     out[rows, columns] += low @ self._b[slot, :rank, columns]
 
     def forward_silu_mul(self, x: torch.Tensor) -> torch.Tensor:
-        """``silu_mul`` of a call. See ``with_activation``."""
+        """Applies ``silu_mul`` to the result of a call. See ``with_activation``."""
         return silu_mul(self(x)) if self._layers.is_active else self._base_silu_mul(x)
 
     def shard(self, weights: Mapping[str, LoRAWeights]) -> LayerParts:
@@ -160,7 +160,7 @@ class LoRALinear:
 
 
 def _own(size: int, communicator: Communicator | None) -> slice:
-    """This rank's indices of ``size``, or all of them where it has them all."""
+    """Returns this rank's indices of ``size``, or all of them without a communicator."""
     return slice(0, size) if communicator is None else shard(size, communicator)
 
 

@@ -14,32 +14,32 @@ from quire_engine.lora.layers import LoRALayers, ShardedAdapter
 
 
 class LoRAManager:
-    """Adapters by their numbers. All ranks get the same calls, so that they hold the same adapters, in the same slots:
-    rank 0 asks its own which are missing or too many, and has all of them add and remove these. Used by one thread, in
-    inference mode. Adapters may change ``targets``: layers [out, in] by name.
+    """Adapters by id. All ranks get the same calls, so they hold the same adapters in the same slots. Rank 0 sees from
+    its own manager which adapters to add or remove, and all ranks do so. Use it from one thread, in inference mode.
+    Adapters may change ``targets``, layers [out, in] by name.
     """
 
     def __init__(self, targets: Mapping[str, tuple[int, int]], layers: LoRALayers) -> None:
         self._targets = targets
         self._layers = layers
-        # Both have the adapter that was used last at the end.
+        # Both are in order of last use, with the latest at the end.
         self._held: OrderedDict[int, ShardedAdapter] = OrderedDict()
         self._slots: OrderedDict[int, int] = OrderedDict()
 
     def check(self, lora: LoRARequest) -> LoRARequest:
-        """The same adapter with its digest, and the whole path of its folder, which was read and holds an adapter of
-        this model. May be called from any thread. Raises ``LoRAError``.
+        """Reads the adapter's folder. Returns the adapter with its digest and the absolute path of the folder.
+        Thread-safe. Raises ``LoRAError`` if it is not an adapter of this model.
         """
         return replace(lora, lora_path=Path(lora.lora_path).absolute(), digest=self._read(lora).digest)
 
     @property
     def held(self) -> Collection[int]:
-        """The adapters in host memory, the one that was not used for longest first."""
+        """The ids of the adapters in host memory, least recently used first."""
         return self._held.keys()
 
     def add(self, lora: LoRARequest) -> None:
-        """Reads an adapter into host memory. Raises ``LoRAError`` if its folder holds another than when it was loaded
-        first.
+        """Reads an adapter into host memory. Raises ``LoRAError`` if its folder has changed since it was first
+        loaded.
         """
         if lora == DUMMY_LORA:
             self._held[lora.lora_int_id] = self._layers.shard({})
@@ -50,13 +50,13 @@ class LoRAManager:
         self._held[lora.lora_int_id] = self._layers.shard(adapter.weights)
 
     def remove(self, lora_id: int) -> None:
-        """Frees an adapter's memory and its slot, where it has some."""
+        """Frees an adapter's memory and slot, if it has them."""
         self._held.pop(lora_id, None)
         self._slots.pop(lora_id, None)
 
     def prepare(self, lora_ids: torch.Tensor) -> None:
-        """Makes ready for a forward pass of tokens with these adapters, [T] int64 with 0 for none, or no numbers at all
-        if none has one. Adapters that are in no slot get those that were not used for longest.
+        """Prepares a forward pass of tokens with these adapters: [T] int64, 0 for none, or empty if no token has one.
+        Adapters without a slot take the least recently used slots.
         """
         if not len(lora_ids):
             self._layers.set_batch(lora_ids)

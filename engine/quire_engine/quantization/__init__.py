@@ -1,1 +1,1 @@
-"""How the weights of linear layers, heads and embeddings are held and multiplied: each scheme is a file."""
+"""How the weights of linear layers, heads and embeddings are stored and multiplied: one file per scheme."""

@@ -1,4 +1,4 @@
-"""AWQ checkpoints (Lin et al. 2023) as AutoAWQ writes them for its ``gemm`` kernel: four bits, with a scale and a zero
+"""AWQ checkpoints (Lin et al. 2023), as AutoAWQ writes them for its ``gemm`` kernel: 4 bits, with a scale and a zero
 for each group of inputs.
 """
 
@@ -8,12 +8,14 @@ from quire_engine.checkpoint.weights import Checkpoint
 from quire_engine.errors import ModelError
 from quire_engine.quantization.stored import FLOATS, StoredMethod, StoredWeight, group_size_of, unpack
 
-# Of the eight columns in a word, where each is.
+# The position of each of the 8 columns in a word.
 _PLACES = (0, 4, 1, 5, 2, 6, 3, 7)
 
 
 class AwqMethod(StoredMethod):
-    """Layers are ``qweight`` int32 [in, out / 8], ``qzeros`` int32 [groups, out / 8] and ``scales`` [groups, out]."""
+    """Layers consist of ``qweight`` int32 [in, out / 8], ``qzeros`` int32 [groups, out / 8] and ``scales`` [groups,
+    out].
+    """
 
     suffixes = ("qweight", "scales", "qzeros")
 
@@ -37,5 +39,5 @@ class AwqMethod(StoredMethod):
 
 
 def _columns(words: torch.Tensor) -> torch.Tensor:
-    """int32 [rows, out / 8] -> uint8 [rows, out]."""
+    """Unpacks int32 [rows, out / 8] to uint8 [rows, out]."""
     return unpack(words, 4).view(len(words), -1, 8)[..., _PLACES].flatten(1)

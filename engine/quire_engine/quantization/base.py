@@ -1,13 +1,15 @@
-"""``LinearMethod``: which tensors of a checkpoint a linear layer has, how they are divided among ranks and merged, and
-how they are held and multiplied. The words are those of vLLM and SGLang, whose layers are made by a
-``LinearMethodBase`` that a ``QuantizationConfig`` chooses.
+"""``LinearMethod``: which tensors of a checkpoint make a linear layer, how ranks share and fuse them, and how they are
+stored in memory and multiplied. The names follow vLLM and SGLang, where a ``QuantizationConfig`` chooses the
+``LinearMethodBase`` of a layer.
 
-To add a quantisation scheme, write a file of this package with one or two methods. ``tensor_names`` names the tensors
-of a layer, ``read`` and ``read_expert`` read this rank's part, and ``pack`` makes the ``Linear``; for checkpoints with
-plain weights ``DenseMethod`` has all but ``pack``. A head's method also has ``pack_embedding`` and ``pack_tied``. Then
-name it in ``schemes.py``: in ``SCHEMES`` for a value of ``--quantization``, in ``STORED_SCHEMES`` for a checkpoint's
-``quant_method``. Test it against the dequantised weights, as ``tests/unit/engine/quantization/test_int4.py`` does;
-``tests/bench/perplexity.py`` measures it without a change.
+To add a quantization scheme, write a file in this package with one or two methods. ``tensor_names`` names the tensors
+of a layer, ``read`` and ``read_expert`` read this rank's part, and ``pack`` makes the ``Linear``. For checkpoints with
+plain weights, ``DenseMethod`` has all of these except ``pack``. The method of a head also has ``pack_embedding`` and
+``pack_tied``.
+
+Then name the scheme in ``schemes.py``: in ``SCHEMES`` for a value of ``--quantization``, in ``STORED_SCHEMES`` for a
+checkpoint's ``quant_method``. Test it against the dequantized weights, as
+``tests/unit/engine/quantization/test_int4.py`` does. ``tests/bench/perplexity.py`` measures it without changes.
 """
 
 from abc import ABC, abstractmethod
@@ -25,39 +27,39 @@ from quire_engine.kernels.ops import silu_mul
 
 WeightT = TypeVar("WeightT")
 Embedding = Callable[[torch.Tensor], torch.Tensor]
-"""Rows of a table [vocabulary, hidden], however it is held: integers [T] -> [T, hidden] of the model's dtype. Raises
-``IndexError`` for an id beyond the table.
+"""Looks up rows of a table [vocabulary, hidden] in any storage format: integers [T] -> [T, hidden] in the model's
+dtype. Raises ``IndexError`` for an id beyond the table.
 """
 
 
 class Linear(Protocol):
-    """``x @ weight.T + bias`` for a weight [out, in] that never changes, however it is held."""
+    """Computes ``x @ weight.T + bias`` for a constant weight [out, in] in any storage format."""
 
     @property
     def in_features(self) -> int:
-        """Numbers of an input row."""
+        """The length of an input row."""
         ...
 
     @property
     def out_features(self) -> int:
-        """Numbers of an output row."""
+        """The length of an output row."""
         ...
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
-        """``x`` [T, in] -> [T, out], both of the model's dtype and device."""
+        """Maps ``x`` [T, in] to [T, out], both in the model's dtype on its device."""
         ...
 
 
 Activation = Callable[[torch.Tensor], torch.Tensor]
-"""What a gated network makes of the outputs [T, 2F] of its gate and up projections, [T, F]: ``silu_mul`` or another
-function of ``kernels.ops``.
+"""The activation of a gated network: maps the outputs [T, 2F] of the gate and up projections to [T, F]. ``silu_mul`` or
+another function of ``kernels.ops``.
 """
 
 
 def with_activation(layer: Linear, activation: Activation) -> Activation:
     """Returns ``activation(layer(x))`` as one function of ``x``.
 
-    A layer that takes ``silu_mul`` over, in one pass over its outputs, has it as the method ``forward_silu_mul``.
+    A layer that can apply ``silu_mul`` itself, in one pass over its outputs, has the method ``forward_silu_mul``.
     """
     fused: Activation | None = getattr(layer, "forward_silu_mul", None)
     if fused is not None and activation is silu_mul:
@@ -67,10 +69,10 @@ def with_activation(layer: Linear, activation: Activation) -> Activation:
 
 @dataclass(frozen=True, slots=True)
 class LayerSpec:
-    """Stored linear layers that are fused into one, as their outputs are concatenated, and how ranks share it.
+    """Stored linear layers that are fused into one by concatenating their outputs, and how ranks share the result.
 
-    ``names``: of the layers in the checkpoint, with ``outputs`` each and the same ``inputs``. Of each, a rank of
-    ``communicator`` holds a shard of its outputs (``dim`` 0, column parallel) or of its inputs (``dim`` 1, row
+    ``names`` are the layers in the checkpoint. They have the same ``inputs`` and ``outputs`` each. A rank of
+    ``communicator`` holds a shard of each layer's outputs (``dim`` 0, column parallel) or inputs (``dim`` 1, row
     parallel).
     """
 
@@ -82,11 +84,11 @@ class LayerSpec:
 
 
 class LinearMethod(ABC, Generic[WeightT]):
-    """A way to hold linear layers: ``read`` finds a layer's tensors in a checkpoint, ``pack`` makes the layer of them.
+    """A storage format of linear layers: ``read`` finds a layer's tensors in a checkpoint, and ``pack`` makes the
+    layer.
 
-    ``WeightT`` is what lies between: a dense weight where a checkpoint has one (``DenseMethod``), or the weights and
-    scales that a quantised checkpoint stores. It has the rows of all fused layers, and only this rank's shard.
-    Methods raise ``ModelError``.
+    ``WeightT`` is the form between these steps: a dense weight (``DenseMethod``), or the weights and scales of a
+    quantized checkpoint. It has the rows of all fused layers, and only this rank's shard. Methods raise ``ModelError``.
     """
 
     def __init__(self, options: LoadOptions, dtype: torch.dtype) -> None:
@@ -95,32 +97,32 @@ class LinearMethod(ABC, Generic[WeightT]):
 
     @abstractmethod
     def tensor_names(self, layer: str) -> Sequence[str]:
-        """The tensors that a stored layer has, without its bias."""
+        """Returns the names of a stored layer's tensors, without its bias."""
 
     @abstractmethod
     def read(self, checkpoint: Checkpoint, spec: LayerSpec) -> WeightT:
-        """This rank's part of the fused layers."""
+        """Reads this rank's part of the fused layers."""
 
     @abstractmethod
     def read_expert(self, checkpoint: Checkpoint, name: str, shape: tuple[int, ...], index: int) -> WeightT:
-        """``name[index]`` of a stored tensor [experts, out, in], without reading the other experts."""
+        """Reads ``name[index]`` of a stored tensor [experts, out, in], without the other experts."""
 
     @abstractmethod
     def pack(self, weight: WeightT, bias: torch.Tensor | None) -> Linear:
-        """The layer of a weight that was read, and a ``bias`` [out] of the model's dtype. Keeps no reference to
-        ``weight`` where it holds another form of it.
+        """Makes the layer from a weight that was read and a ``bias`` [out] in the model's dtype. Keeps no reference to
+        ``weight`` if it stores it in another form.
         """
 
 
 class DenseMethod(LinearMethod[torch.Tensor]):
-    """A ``LinearMethod`` for checkpoints that store the weight [out, in] of a layer as numbers."""
+    """A ``LinearMethod`` for checkpoints that store a layer's weight [out, in] as plain numbers."""
 
     def tensor_names(self, layer: str) -> Sequence[str]:
         """See ``LinearMethod.tensor_names``."""
         return (f"{layer}.weight",)
 
     def read(self, checkpoint: Checkpoint, spec: LayerSpec) -> torch.Tensor:
-        """See ``LinearMethod.read``: the weight in the model's dtype."""
+        """See ``LinearMethod.read``. Returns the weight in the model's dtype."""
         return checkpoint.load_fused(
             [f"{name}.weight" for name in spec.names],
             [(size, spec.inputs) for size in spec.outputs],
@@ -135,19 +137,19 @@ class DenseMethod(LinearMethod[torch.Tensor]):
         return checkpoint.load_row(name, shape, index, self.dtype, self.options.device)
 
     def pack_embedding(self, table: torch.Tensor) -> Embedding:
-        """The embedding of ``table`` [vocabulary, hidden], which no head shares."""
+        """Makes an embedding from ``table`` [vocabulary, hidden], which no head shares."""
         return partial(F.embedding, weight=table)
 
     def pack_tied(self, table: torch.Tensor) -> tuple[Embedding, Linear]:
-        """The embedding and the head that are both ``table`` [vocabulary, hidden]."""
+        """Makes the embedding and the head that share ``table`` [vocabulary, hidden]."""
         return partial(F.embedding, weight=table), self.pack(table, None)
 
 
 @dataclass(frozen=True, slots=True)
 class QuantizationConfig:
-    """What holds the layers of a model: ``linear`` those of attention and feed-forward parts, ``head`` the head and the
-    embedding, ``router`` the routers of mixtures of experts, which are small, and whose rounding would change the
-    choice of experts.
+    """The methods for the layers of a model: ``linear`` for attention and feed-forward layers, ``head`` for the head
+    and the embedding, ``router`` for MoE routers. Routers are small, and rounding them would change the choice of
+    experts.
     """
 
     linear: LinearMethod[Any]

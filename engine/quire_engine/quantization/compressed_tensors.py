@@ -1,6 +1,6 @@
-"""Checkpoints in the format compressed-tensors, as LLM Compressor writes them: whole numbers of four or eight bits
-packed in words (W4A16, W8A16), of eight bits in bytes (W8A8), and float8. There are scales for a tensor, for its
-outputs, for groups of inputs or for blocks.
+"""Checkpoints in the compressed-tensors format, as LLM Compressor writes them: integers of 4 or 8 bits packed in words
+(W4A16, W8A16), integers of 8 bits in bytes (W8A8), and float8. Scales are per tensor, per output, per group of inputs
+or per block.
 """
 
 from typing import Any
@@ -22,9 +22,9 @@ from quire_engine.quantization.stored import (
 
 
 class CompressedTensorsMethod(StoredMethod):
-    """Layers are ``weight_packed`` int32 [out, in * bits / 32], or ``weight`` [out, in] in int8 or float8, with
-    ``weight_scale``, ``weight_zero_point`` where they are not symmetric, and ``weight_g_idx`` [in] where the inputs of
-    a group are not neighbours. How activations were to be rounded (``input_scale``) is not followed.
+    """Layers consist of ``weight_packed`` int32 [out, in * bits / 32], or ``weight`` [out, in] in int8 or float8, with
+    ``weight_scale``. Asymmetric weights have a ``weight_zero_point``. If the inputs of a group are not adjacent, there
+    is a ``weight_g_idx`` [in]. The rounding of activations (``input_scale``) is ignored.
     """
 
     suffixes = (
@@ -63,9 +63,10 @@ class CompressedTensorsMethod(StoredMethod):
 def read_scales(
     checkpoint: Checkpoint, name: str, shape: tuple[int, int], block: tuple[int, int]
 ) -> tuple[torch.Tensor, int]:
-    """fp32 [out, groups] and the size of the groups, of scales for a weight of ``shape`` [out, in]. They are stored for
-    all of it (one number), its outputs ([out] or [out, 1]), groups of inputs ([out, groups]) or blocks of ``block``
-    rows and columns. Raises ``ModelError`` for scales of another shape.
+    """Reads the scales of a weight of ``shape`` [out, in]. Returns them as fp32 [out, groups], and the group size.
+
+    Stored scales are for the whole weight (one number), its outputs ([out] or [out, 1]), groups of inputs ([out,
+    groups]) or blocks of ``block`` rows and columns. Raises ``ModelError`` for scales of another shape.
     """
     outputs, inputs = shape
     stored = checkpoint.shape(name)
@@ -82,7 +83,7 @@ def read_scales(
 
 
 def _packed(checkpoint: Checkpoint, name: str, shape: tuple[int, int]) -> tuple[torch.Tensor, int]:
-    """Values [out, in] and their bits: int8, or uint8 where they are four bits, which are stored with 8 added."""
+    """Returns the values [out, in] and their bits: int8, or uint8 for 4 bits, which are stored with 8 added."""
     outputs, inputs = shape
     words = checkpoint.shape(f"{name}.weight_packed")[-1]
     bits = bits_of(name, words, inputs)
@@ -92,7 +93,7 @@ def _packed(checkpoint: Checkpoint, name: str, shape: tuple[int, int]) -> tuple[
 
 
 def _signed(numbers: torch.Tensor) -> torch.Tensor:
-    """uint8 with 128 added -> int8."""
+    """Converts uint8 with 128 added to int8."""
     return (numbers ^ 128).view(torch.int8)
 
 
@@ -101,7 +102,7 @@ def _plain(checkpoint: Checkpoint, name: str, shape: tuple[int, int]) -> tuple[t
 
 
 def _zeros(checkpoint: Checkpoint, name: str, shape: torch.Size, packed_bits: int | None) -> torch.Tensor | None:
-    """fp32 of ``shape`` [out, groups], or None where all are 0."""
+    """Returns the zeros in fp32 of ``shape`` [out, groups], or None if all are 0."""
     stored, (outputs, groups) = f"{name}.weight_zero_point", shape
     if stored not in checkpoint:
         return torch.full((outputs, groups), 8.0) if packed_bits == 4 else None
@@ -120,7 +121,7 @@ def _zeros(checkpoint: Checkpoint, name: str, shape: torch.Size, packed_bits: in
 
 
 def _group_index(checkpoint: Checkpoint, name: str, inputs: int, groups: int) -> torch.Tensor | None:
-    """The group of each input, where inputs of a group are not neighbours."""
+    """Returns the group of each input, or None if the inputs of a group are adjacent."""
     if f"{name}.weight_g_idx" not in checkpoint:
         return None
     return read_group_index(checkpoint, f"{name}.weight_g_idx", inputs, groups)

@@ -1,5 +1,5 @@
-"""Checkpoints with weights in float8 (e4m3) of the kind ``fp8``, as DeepSeek and Qwen publish them: a scale for each
-block of outputs and inputs, or one for the tensor.
+"""Checkpoints with float8 (e4m3) weights of the kind ``fp8``, as DeepSeek and Qwen publish them: one scale per block of
+outputs and inputs, or one for the tensor.
 """
 
 from typing import Any
@@ -14,8 +14,8 @@ from quire_engine.quantization.stored import StoredMethod, StoredWeight
 
 
 class Fp8Method(StoredMethod):
-    """Layers are ``weight`` [out, in] in float8, with ``weight_scale_inv`` (by blocks) or ``weight_scale``; both are
-    multiplied with. How activations were to be rounded (``activation_scheme``) is not followed.
+    """Layers consist of ``weight`` [out, in] in float8, with ``weight_scale_inv`` (per block) or ``weight_scale``. Both
+    are factors of the weight. The rounding of activations (``activation_scheme``) is ignored.
     """
 
     suffixes = ("weight_scale_inv", "weight_scale", "input_scale", "activation_scale")

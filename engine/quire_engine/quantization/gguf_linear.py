@@ -1,5 +1,5 @@
-"""GGUF files with weights in four or eight bits: those of Q4_0 and Q4_K, and of Q5_0, Q6_K and Q8_0, stay so, with
-their own numbers, scales and zeros. All other types are dequantised as they are read.
+"""GGUF files with weights of 4 or 8 bits. Weights in Q4_0 and Q4_K become 4-bit integers, and weights in Q5_0, Q6_K and
+Q8_0 become 8-bit integers, with the file's own scales and zeros. All other types are dequantized when they are read.
 """
 
 from collections.abc import Sequence
@@ -19,8 +19,8 @@ class GgufMethod(StoredMethod):
         return (f"{layer}.weight",)
 
     def is_stored(self, checkpoint: Checkpoint, name: str) -> bool:
-        """See ``StoredMethod.is_stored``: not where the layers are to be rounded anew. That loses nothing of four bits
-        that are to be four.
+        """See ``StoredMethod.is_stored``. False if ``--quantization`` asks to round the layers again. 4-bit weights
+        stay as they are for ``int4``, which loses nothing.
         """
         bits = checkpoint.whole_bits(f"{name}.weight") if isinstance(checkpoint, GgufCheckpoint) else None
         asked = self.options.config.quantization

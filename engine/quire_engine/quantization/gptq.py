@@ -1,5 +1,5 @@
-"""GPTQ checkpoints (Frantar et al. 2022) as AutoGPTQ (``gptq``) and GPTQModel (``gptq_v2``) write them: four or eight
-bits, with a scale and a zero for each group of inputs. With ``desc_act`` the inputs of a group are not neighbours.
+"""GPTQ checkpoints (Frantar et al. 2022), as AutoGPTQ (``gptq``) and GPTQModel (``gptq_v2``) write them: 4 or 8 bits,
+with a scale and a zero for each group of inputs. With ``desc_act`` the inputs of a group are not adjacent.
 """
 
 from typing import Any
@@ -21,8 +21,8 @@ from quire_engine.quantization.stored import (
 
 
 class GptqMethod(StoredMethod):
-    """Layers are ``qweight`` int32 [in * bits / 32, out], ``qzeros`` int32 [groups, out * bits / 32], ``scales``
-    [groups, out], and ``g_idx`` int32 [in], the group of each input. The first version stores each zero less 1.
+    """Layers consist of ``qweight`` int32 [in * bits / 32, out], ``qzeros`` int32 [groups, out * bits / 32], ``scales``
+    [groups, out], and ``g_idx`` int32 [in], the group of each input. The ``gptq`` format stores each zero minus 1.
     """
 
     suffixes = ("qweight", "scales", "qzeros", "g_idx")
@@ -54,7 +54,7 @@ class GptqMethod(StoredMethod):
 
 
 def _groups(checkpoint: Checkpoint, name: str, inputs: int, groups: int) -> tuple[int, torch.Tensor | None]:
-    """The size of the groups, and the group of each input where it is not ``input // size``."""
+    """Returns the group size, and the group of each input unless that is ``input // size``."""
     size = -(-inputs // max(1, groups))
     if f"{name}.g_idx" not in checkpoint:
         return group_size_of(name, inputs, groups), None

@@ -1,5 +1,5 @@
-"""Weights in four bits with a scale and a zero for each group of inputs: made as a checkpoint with plain weights is
-read, or stored so (AWQ, GPTQ, compressed-tensors and Q4_K all are such weights, see ``GroupedWeight``).
+"""Weights of 4 bits with a scale and a zero for each group of inputs. They are quantized when a checkpoint with plain
+weights is read, or stored that way (AWQ, GPTQ, compressed-tensors and Q4_K; see ``GroupedWeight``).
 """
 
 import torch
@@ -10,13 +10,13 @@ from quire_engine.quantization.base import DenseMethod, Linear
 from quire_engine.quantization.quantized_linear import GroupedLinear
 
 _LEVELS = 15
-# Parts of a group's range that are tried: where few numbers are at its ends, a finer scale for the others is worth it.
+# Fractions of a group's range to try: if few numbers are near its ends, a finer scale for the others is better.
 _RANGES = (1.0, 0.95, 0.9, 0.85, 0.8, 0.75, 0.7)
 _NUMBERS_AT_ONCE = 1 << 20
 
 
 class Int4Method(DenseMethod):
-    """Layers hold their weight in four bits."""
+    """Layers store their weight in 4 bits."""
 
     def pack(self, weight: torch.Tensor, bias: torch.Tensor | None) -> Linear:
         """See ``LinearMethod.pack``."""
@@ -24,8 +24,8 @@ class Int4Method(DenseMethod):
 
 
 def quantize_int4(weight: torch.Tensor, group_size: int = 32) -> GroupedWeight:
-    """``weight`` [out, in] in four bits, with the scale and the zero of each group that give the least squared error
-    among those of several ranges. A group with a non-finite number gets a non-finite scale.
+    """Quantizes ``weight`` [out, in] to 4 bits. For each group it tries several ranges and uses the scale and zero with
+    the least squared error. A group with a non-finite number gets a non-finite scale.
     """
     outputs, inputs = weight.shape
     groups = -(-inputs // group_size)
@@ -44,7 +44,7 @@ def quantize_int4(weight: torch.Tensor, group_size: int = 32) -> GroupedWeight:
 
 
 def _search(w: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """fp32 [out, groups, group] -> q uint8 [out, groups, group], scales and zeros [out, groups]."""
+    """Quantizes fp32 [out, groups, group] to q uint8 [out, groups, group], scales and zeros [out, groups]."""
     kernels = library()
     if kernels is None or w.shape[2] not in GROUP_SIZES[4]:
         return _torch_search(w)
@@ -57,7 +57,7 @@ def _search(w: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
 
 
 def _torch_search(w: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """``_search`` in torch, which finds the same to the last rounding."""
+    """``_search`` in torch, equal up to the last rounding."""
     low, high = w.amin(2, keepdim=True).clamp(max=0), w.amax(2, keepdim=True).clamp(min=0)
     step = (high - low) / _LEVELS
     best_scale, best_zero = step, torch.where(step == 0, 0, -low / step)
@@ -81,7 +81,7 @@ def _whole(w: torch.Tensor, scale: torch.Tensor, zero: torch.Tensor) -> torch.Te
 def _fit(
     w: torch.Tensor, q: torch.Tensor, scale: torch.Tensor, zero: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """The scale and zero that suit ``q`` best, by least squares; those given where ``q`` is everywhere the same."""
+    """Returns the least-squares scale and zero for ``q``, or the given ones if all of ``q`` is the same."""
     mean, level = w.mean(2, keepdim=True), q.mean(2, keepdim=True)
     centred = q - level
     fitted = (centred * w).sum(2, keepdim=True) / centred.square().sum(2, keepdim=True)

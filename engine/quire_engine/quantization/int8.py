@@ -1,4 +1,4 @@
-"""Weights in int8, made as a checkpoint with plain weights is read: one scale for each output channel."""
+"""Weights in int8, quantized when a checkpoint with plain weights is read, with one scale per output channel."""
 
 import torch
 
@@ -8,7 +8,7 @@ from quire_engine.quantization.quantized_linear import QuantizedLinear
 
 
 class Int8Method(DenseMethod):
-    """Layers hold their weight in int8. Embeddings stay as they are."""
+    """Layers store their weight in int8. Embeddings stay as they are."""
 
     def pack(self, weight: torch.Tensor, bias: torch.Tensor | None) -> Linear:
         """See ``LinearMethod.pack``."""
@@ -16,7 +16,7 @@ class Int8Method(DenseMethod):
 
 
 class Int8TableMethod(DenseMethod):
-    """Heads and embeddings are held in int8, and as one where they are tied."""
+    """Heads and embeddings store their weight in int8. Tied ones share it."""
 
     def pack(self, weight: torch.Tensor, bias: torch.Tensor | None) -> Linear:
         """See ``LinearMethod.pack``."""
@@ -33,7 +33,7 @@ class Int8TableMethod(DenseMethod):
 
 
 class Int8Linear(QuantizedLinear):
-    """A ``Linear`` whose weight is held in int8: accurate to about two digits, in half of bf16's memory.
+    """A ``Linear`` with its weight in int8: accurate to about two digits, in half of bf16's memory.
 
     Args: ``weight`` [out, in] and ``bias`` [out] or None, of one dtype, on the CPU.
     """
@@ -47,8 +47,8 @@ class Int8Linear(QuantizedLinear):
     def from_quantized(
         cls, weight: torch.Tensor, scales: torch.Tensor, bias: torch.Tensor | None, dtype: torch.dtype
     ) -> "Int8Linear":
-        """The layer of a ``weight`` int8 [out, in] and ``scales`` fp32 [out], for activations of ``dtype``. The kernel
-        has -128 as any other number.
+        """Makes a layer from ``weight`` int8 [out, in] and ``scales`` fp32 [out], for activations of ``dtype``. The
+        kernel treats -128 like any other number.
         """
         layer = cls.__new__(cls)
         layer._hold(weight, scales, bias, dtype)
@@ -59,5 +59,5 @@ class Int8Linear(QuantizedLinear):
         super().__init__(self._table, weight.shape, 8, dtype)
 
     def rows(self, channels: torch.Tensor) -> torch.Tensor:
-        """Rows of the weight, as an ``Embedding`` returns them."""
+        """Returns rows of the weight, like an ``Embedding``."""
         return self._table.rows(channels).to(self._dtype)

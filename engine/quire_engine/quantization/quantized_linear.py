@@ -1,4 +1,4 @@
-"""``QuantizedLinear``: what the layers of all schemes share that multiply whole numbers on the CPU."""
+"""``QuantizedLinear``: the base of all layers that multiply integers on the CPU."""
 
 from typing import Protocol
 
@@ -9,7 +9,7 @@ from quire_engine.kernels.packed_linear import PackedProduct
 
 
 class Product(Protocol):
-    """A product with a weight, however it is packed."""
+    """A matrix product with a packed weight."""
 
     @property
     def nbytes(self) -> int:
@@ -17,14 +17,13 @@ class Product(Protocol):
         ...
 
     def matmul(self, x: torch.Tensor, *, gated: bool) -> torch.Tensor:
-        """``x`` [T, in] with contiguous rows -> [T, out], or ``silu(gate) * up`` [T, out / 2] if ``gated``."""
+        """Maps ``x`` [T, in] with contiguous rows to [T, out], or to ``silu(gate) * up`` [T, out / 2] if ``gated``."""
         ...
 
 
 class QuantizedLinear:
-    """A ``Linear`` of ``shape`` [out, in], on the CPU, for activations of ``dtype``. It keeps neither ``weight`` nor
-    ``bias``, but what ``product`` holds of them in ``bits``. A row of a result depends on its own inputs alone, bit for
-    bit.
+    """A ``Linear`` of ``shape`` [out, in] on the CPU, for activations of ``dtype``. It keeps only what ``product``
+    stores of weight and bias, in ``bits``. A row of a result depends only on its own inputs, bit for bit.
     """
 
     __slots__ = ("_dtype", "_product", "bits", "in_features", "out_features")
@@ -41,7 +40,7 @@ class QuantizedLinear:
 
     @property
     def packed(self) -> PackedProduct | None:
-        """The weight for the compiled kernel; None where torch multiplies."""
+        """The weight for the compiled kernel, or None if torch multiplies."""
         return self._product if isinstance(self._product, PackedProduct) else None
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
@@ -49,13 +48,15 @@ class QuantizedLinear:
         return self._product.matmul(self._checked(x), gated=False)
 
     def forward_silu_mul(self, x: torch.Tensor) -> torch.Tensor:
-        """``silu_mul`` of a call; gate and up are not rounded before they are multiplied. See ``with_activation``."""
+        """Applies ``silu_mul`` to the result of a call, without rounding gate and up first. See ``with_activation``."""
         if self.out_features % 2:
             raise ValueError(f"{self.out_features} outputs are not a gate and as many to multiply with it")
         return self._product.matmul(self._checked(x), gated=True)
 
     def _checked(self, x: torch.Tensor) -> torch.Tensor:
-        """``x`` with contiguous rows, as the kernel needs. Raises ``ValueError`` for another shape, dtype or device."""
+        """Returns ``x`` with contiguous rows, as the kernel needs. Raises ``ValueError`` for another shape, dtype or
+        device.
+        """
         if x.dtype is not self._dtype or not x.is_cpu or x.dim() != 2 or x.shape[1] != self.in_features:
             raise ValueError(
                 f"int{self.bits}: {x.dtype} {tuple(x.shape)} on {x.device} is not {self._dtype} [T, {self.in_features}]"
@@ -64,7 +65,7 @@ class QuantizedLinear:
 
 
 class GroupedLinear(QuantizedLinear):
-    """The layer of a weight in four or eight bits with a scale for each group of inputs."""
+    """A layer with a weight of 4 or 8 bits and a scale for each group of inputs."""
 
     __slots__ = ()
 

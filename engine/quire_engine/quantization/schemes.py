@@ -1,5 +1,5 @@
-"""The quantisation schemes: those that ``--quantization`` names, made as plain weights are read, and those that a
-checkpoint's ``quantization_config`` names.
+"""The quantization schemes: the values of ``--quantization``, applied when plain weights are read, and the formats that
+a checkpoint's ``quantization_config`` names.
 """
 
 from collections.abc import Callable, Mapping
@@ -61,7 +61,9 @@ STORED_SCHEMES: Mapping[str, StoredScheme] = {
 def make_quantization(
     options: LoadOptions, dtype: torch.dtype, stored: StoredConfig | None = None
 ) -> QuantizationConfig:
-    """What the layers of a model of ``dtype`` are held in, as ``options`` and the checkpoint's ``stored`` say."""
+    """Makes the methods for the layers of a model of ``dtype``, from ``options`` and the checkpoint's ``stored``
+    config.
+    """
     made = SCHEMES[options.config.quantization](options, dtype)
     if stored is None:
         return made
@@ -78,5 +80,7 @@ def stored_scheme(config: StoredConfig) -> StoredScheme:
 
 
 def make_linear(weight: torch.Tensor, bias: torch.Tensor | None, options: LoadOptions) -> Linear:
-    """The layer of ``weight`` [out, in] and ``bias`` [out], held as ``options`` say. Raises ``ModelError``."""
+    """Makes the layer of ``weight`` [out, in] and ``bias`` [out], in the format of ``options``. Raises
+    ``ModelError``.
+    """
     return make_quantization(options, weight.dtype).linear.pack(weight, bias)

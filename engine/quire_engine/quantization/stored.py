@@ -1,9 +1,9 @@
-"""Layers that a checkpoint stores quantised: ``StoredWeight`` is what the formats have in common, ``StoredMethod``
+"""Layers that a checkpoint stores quantized. ``StoredWeight`` is the common form of all formats, and ``StoredMethod``
 reads a layer into it and packs it.
 
-A weight in whole numbers stays so where a kernel has its numbers and its groups (the kernel of groups rounds scales and
-zeros to float16). All else is dequantised as it is read, and held as ``--quantization`` says, by default in the
-model's dtype: that loses nothing beyond one rounding to that dtype.
+An integer weight stays integer if a kernel supports its numbers and groups (the kernel for groups rounds scales and
+zeros to float16). All else is dequantized when it is read and stored in the format of ``--quantization``, by default in
+the model's dtype. That loses nothing beyond one rounding to that dtype.
 """
 
 from abc import abstractmethod
@@ -30,11 +30,11 @@ FLOATS = ("F32", "F16", "BF16")
 
 @dataclass(frozen=True, slots=True)
 class StoredWeight:
-    """Quantised rows: the weight is ``(values - zeros) * scales``, with scales and zeros for each group of inputs.
+    """A quantized weight ``(values - zeros) * scales``, with scales and zeros for each group of inputs.
 
     ``values`` [out, in] are uint8 below 2^``bits``, int8 or float8. ``scales`` and ``zeros`` (None: all 0) are fp32
-    [out, groups]. Input ``i`` is of group ``i // group_size``, or of ``group_index[i]`` (int64 [in]) where there is
-    one, as GPTQ's ``desc_act`` has it.
+    [out, groups]. Input ``i`` belongs to group ``i // group_size``, or to ``group_index[i]`` (int64 [in]) if that is
+    set, as with GPTQ's ``desc_act``.
     """
 
     values: torch.Tensor
@@ -45,19 +45,21 @@ class StoredWeight:
     group_index: torch.Tensor | None = None
 
     def dequantize(self, dtype: torch.dtype) -> torch.Tensor:
-        """The weight [out, in], computed in fp32 and rounded to ``dtype``."""
+        """Returns the weight [out, in], computed in fp32 and rounded to ``dtype``."""
         weight = self.values.float()
         if self.zeros is not None:
             weight -= self._spread(self.zeros)
         return weight.mul_(self._spread(self.scales)).to(dtype)
 
     def rows(self, part: slice) -> "StoredWeight":
-        """The outputs of ``part``."""
+        """Returns the outputs in ``part``."""
         zeros = None if self.zeros is None else self.zeros[part]
         return replace(self, values=self.values[part], scales=self.scales[part], zeros=zeros)
 
     def columns(self, part: slice) -> "StoredWeight":
-        """The inputs of ``part``. Groups stay groups where ``part`` begins with one, else it has a ``group_index``."""
+        """Returns the inputs in ``part``. Groups stay groups if ``part`` begins at a group; otherwise the result has a
+        ``group_index``.
+        """
         values = self.values[:, part]
         if self.group_index is not None:
             return replace(self, values=values, group_index=self.group_index[part])
@@ -68,7 +70,7 @@ class StoredWeight:
         return replace(self, values=values, scales=self.scales[:, groups], zeros=zeros)
 
     def can_merge(self, other: "StoredWeight") -> bool:
-        """Whether the rows of both have groups of the same inputs and numbers of the same kind."""
+        """Whether both weights have groups of the same inputs and numbers of the same kind."""
         alike = self.bits == other.bits and self.values.dtype is other.values.dtype
         alike = alike and self.group_size == other.group_size and (self.zeros is None) == (other.zeros is None)
         if self.group_index is None or other.group_index is None:
@@ -76,7 +78,7 @@ class StoredWeight:
         return alike and torch.equal(self.group_index, other.group_index)
 
     def _spread(self, groups: torch.Tensor) -> torch.Tensor:
-        """[out, groups] -> [out, in], or what broadcasts to it."""
+        """Expands [out, groups] to [out, in], or to a shape that broadcasts to it."""
         if self.group_index is not None:
             return groups[:, self.group_index]
         if groups.shape[1] == 1:
@@ -85,16 +87,16 @@ class StoredWeight:
 
 
 Stored: TypeAlias = "StoredWeight | torch.Tensor"
-"""A quantised weight, or a dense one [out, in] of the model's dtype."""
+"""A quantized weight, or a dense one [out, in] in the model's dtype."""
 
 
 class StoredMethod(LinearMethod[Stored]):
-    """A ``LinearMethod`` for a checkpoint with quantised layers. A layer that it stores as plain numbers, as formats
-    leave the head and the routers of experts, is held like those of plain checkpoints.
+    """A ``LinearMethod`` for a checkpoint with quantized layers. Layers that it stores as plain numbers, such as the
+    head and MoE routers in most formats, are treated like layers of plain checkpoints.
     """
 
     suffixes: ClassVar[tuple[str, ...]]
-    """Of the tensors that a quantised layer has, in the order of their need. The first shows that it is quantised."""
+    """The tensors that a quantized layer may have. The first one shows that the layer is quantized."""
 
     def __init__(self, options: LoadOptions, dtype: torch.dtype, dense: DenseMethod | None = None) -> None:
         super().__init__(options, dtype)
@@ -102,18 +104,18 @@ class StoredMethod(LinearMethod[Stored]):
 
     @abstractmethod
     def read_layer(self, checkpoint: Checkpoint, name: str, shape: tuple[int, int]) -> StoredWeight:
-        """The whole stored layer ``name`` of ``shape`` [out, in]."""
+        """Reads the whole stored layer ``name`` of ``shape`` [out, in]."""
 
     def is_stored(self, checkpoint: Checkpoint, name: str) -> bool:
-        """Whether the layer ``name`` is quantised."""
+        """Whether the layer ``name`` is quantized."""
         return f"{name}.{self.suffixes[0]}" in checkpoint
 
     def tensor_names(self, layer: str) -> Sequence[str]:
-        """See ``LinearMethod.tensor_names``: all that a quantised or a plain layer may have."""
+        """See ``LinearMethod.tensor_names``. Includes all tensors that a quantized or a plain layer may have."""
         return (f"{layer}.weight", *(f"{layer}.{suffix}" for suffix in self.suffixes))
 
     def read(self, checkpoint: Checkpoint, spec: LayerSpec) -> Stored:
-        """See ``LinearMethod.read``. A stored layer is read whole, and this rank's shard is kept."""
+        """See ``LinearMethod.read``. Reads a stored layer whole and keeps this rank's shard."""
         if not any(self.is_stored(checkpoint, name) for name in spec.names):
             return self._dense.read(checkpoint, spec)
         return self._merge(
@@ -121,7 +123,7 @@ class StoredMethod(LinearMethod[Stored]):
         )
 
     def read_expert(self, checkpoint: Checkpoint, name: str, shape: tuple[int, ...], index: int) -> Stored:
-        """See ``LinearMethod.read_expert``: only experts in plain numbers are stored in one tensor."""
+        """See ``LinearMethod.read_expert``. Only experts in plain numbers are stored in one tensor."""
         return self._dense.read_expert(checkpoint, name, shape, index)
 
     def pack(self, weight: Stored, bias: torch.Tensor | None) -> Linear:
@@ -135,7 +137,7 @@ class StoredMethod(LinearMethod[Stored]):
         return self._dense.pack(dense, bias)
 
     def _pack_whole(self, weight: StoredWeight, bias: torch.Tensor | None) -> Linear | None:
-        """The layer that multiplies whole numbers, where a kernel has those of ``weight``; else None."""
+        """Makes the layer that multiplies integers if a kernel supports ``weight``, else returns None."""
         if _is_int8(weight):
             return Int8Linear.from_quantized(weight.values, weight.scales[:, 0], bias, self.dtype)
         order = _order_of_groups(weight)
@@ -157,7 +159,7 @@ class StoredMethod(LinearMethod[Stored]):
         return weight.columns(part) if spec.dim else weight.rows(part)
 
     def _merge(self, parts: Sequence[Stored]) -> Stored:
-        """The rows of all parts, as stored where they are alike."""
+        """Concatenates the rows of all parts, as stored if they are alike."""
         first, stored = parts[0], [part for part in parts if isinstance(part, StoredWeight)]
         if isinstance(first, StoredWeight) and len(stored) == len(parts) and all(map(first.can_merge, stored)):
             zeros = [part.zeros for part in stored if part.zeros is not None]
@@ -172,7 +174,7 @@ class StoredMethod(LinearMethod[Stored]):
 
 
 class PermutedLinear:
-    """A ``Linear`` whose ``layer`` takes its inputs in another ``order`` (int64 [in])."""
+    """A ``Linear`` whose ``layer`` takes the inputs in another ``order`` (int64 [in])."""
 
     def __init__(self, layer: Linear, order: torch.Tensor) -> None:
         self._layer, self._order = layer, order
@@ -184,13 +186,13 @@ class PermutedLinear:
         return self._layer(x.index_select(1, self._order))
 
     def forward_silu_mul(self, x: torch.Tensor) -> torch.Tensor:
-        """``silu_mul`` of a call. See ``with_activation``."""
+        """Applies ``silu_mul`` to the result of a call. See ``with_activation``."""
         return self._silu_mul(x.index_select(1, self._order))
 
 
 class StoredDenseMethod(DenseMethod):
-    """The layers that are needed as plain numbers (head, embedding, routers) of a checkpoint that may store them as
-    ``stored`` reads them. They are held as ``dense`` holds them.
+    """The method for layers that are needed as plain numbers (head, embedding, routers) in a checkpoint that may store
+    them quantized. Reads them with ``stored`` and packs them with ``dense``.
     """
 
     def __init__(self, stored: StoredMethod, dense: DenseMethod) -> None:
@@ -220,8 +222,8 @@ class StoredDenseMethod(DenseMethod):
 
 
 def as_groups(weight: StoredWeight) -> GroupedWeight | None:
-    """The weight for the kernel of groups, with the same numbers; None where that has no such numbers or groups. Groups
-    that are larger than the kernel's become several of the same scale.
+    """Converts the weight for the kernel for groups, with the same numbers. Returns None if the kernel does not support
+    its numbers or groups. Groups larger than the kernel's are split into several with the same scale.
     """
     inputs, groups = weight.values.shape[1], weight.scales.shape[1]
     whole = _whole_numbers(weight)
@@ -242,7 +244,9 @@ def as_groups(weight: StoredWeight) -> GroupedWeight | None:
 
 
 def _whole_numbers(weight: StoredWeight) -> tuple[torch.Tensor, torch.Tensor | None] | None:
-    """The numbers and zeros as a ``GroupedWeight`` has them: below 16 with zeros, or int8 without. Else None."""
+    """Returns the numbers and zeros in the form of a ``GroupedWeight``: below 16 with zeros, or int8 without. Otherwise
+    None.
+    """
     if weight.bits == 4:
         return None if weight.zeros is None else (weight.values, weight.zeros)
     if weight.values.dtype is torch.int8 and weight.zeros is None:
@@ -253,7 +257,7 @@ def _whole_numbers(weight: StoredWeight) -> tuple[torch.Tensor, torch.Tensor | N
 
 
 def _order_of_groups(weight: StoredWeight) -> torch.Tensor | None:
-    """The inputs by their groups, where ``group_index`` has as many of each as ``group_size`` says; else None."""
+    """Returns the inputs in group order if ``group_index`` has ``group_size`` inputs in each group, else None."""
     if weight.group_index is None:
         return None
     sizes = weight.group_index.bincount(minlength=weight.scales.shape[1])
@@ -261,24 +265,28 @@ def _order_of_groups(weight: StoredWeight) -> torch.Tensor | None:
 
 
 def _is_int8(weight: StoredWeight) -> bool:
-    """Whether the weight is what ``Int8Linear`` holds: signed whole numbers with one scale for each output."""
+    """Whether ``Int8Linear`` can store the weight: signed integers with one scale per output."""
     whole = weight.values.dtype is torch.int8 and weight.zeros is None and weight.group_index is None
     return whole and weight.scales.shape[1] == 1
 
 
 def _cat(parts: Sequence[torch.Tensor]) -> torch.Tensor:
-    """Rows of one dtype with one byte each; torch does not concatenate all of them."""
+    """Concatenates rows of one dtype with one byte per number. torch does not concatenate all such dtypes."""
     return torch.cat([part.view(torch.uint8) for part in parts]).view(parts[0].dtype)
 
 
 def unpack(words: torch.Tensor, bits: int) -> torch.Tensor:
-    """int32 [rows, words] -> uint8 [rows, words * 32 / ``bits``], for 4 or 8 ``bits``: the lowest bits come first."""
+    """Unpacks int32 [rows, words] to uint8 [rows, words * 32 / ``bits``], for 4 or 8 ``bits``. The lowest bits come
+    first.
+    """
     numbers = words.contiguous().view(torch.uint8)
     return numbers if bits == 8 else torch.stack((numbers & 15, numbers >> 4), dim=-1).flatten(1)
 
 
 def bits_of(name: str, words: int, numbers: int) -> int:
-    """The bits of each of ``numbers`` that lie in ``words`` of 32 bits: 4 or 8, else raises ``ModelError``."""
+    """Returns how many bits each of ``numbers`` has that are stored in ``words`` of 32 bits: 4 or 8. Raises
+    ``ModelError`` for other bits.
+    """
     for bits in SUPPORTED_BITS:
         if -(-numbers * bits // 32) == words:
             return bits
@@ -286,14 +294,16 @@ def bits_of(name: str, words: int, numbers: int) -> int:
 
 
 def group_size_of(name: str, inputs: int, groups: int) -> int:
-    """How many inputs share a scale, for ``groups`` of the same size. Raises ``ModelError`` if there is no such."""
+    """Returns how many inputs share a scale, for ``groups`` of equal size. Raises ``ModelError`` if groups cannot be
+    equal.
+    """
     if groups < 1 or inputs % groups:
         raise ModelError(f"The layer {name} has scales for {groups} groups, which do not divide its {inputs} inputs.")
     return inputs // groups
 
 
 def read_group_index(checkpoint: Checkpoint, name: str, inputs: int, groups: int) -> torch.Tensor:
-    """The group of each input, int64 [in]. Raises ``ModelError`` for a group that is not one of ``groups``."""
+    """Reads the group of each input, int64 [in]. Raises ``ModelError`` for a group number outside ``groups``."""
     index = checkpoint.load_stored(name, (inputs,), ("I32", "I64")).long()
     if not bool(((index >= 0) & (index < groups)).all()):
         raise ModelError(f"{name} names groups that have no scales.")

@@ -1,20 +1,21 @@
 """Linear layers whose weights keep their dtype.
 
-``PackedLinear`` packs its weight once for the processor. Left alone, torch lets oneDNN or MKL rearrange the weight in
-every call; here it is rearranged once, and the plain copy is freed. The library that multiplies depends on the
+``PackedLinear`` packs its weight once for the processor. By default torch lets oneDNN or MKL rearrange the weight in
+every call. Here it is rearranged once, and the plain copy is freed. The library that multiplies depends on the
 processor and the dtype:
 
-* ``kernels.linear``, where it uses the best instructions that there are: fp32 with AVX2 or AVX-512; bf16 with the bf16
-  products of AVX-512, unless there are matrix registers (AMX), and with AVX2 alone. One packing serves any number of
-  rows, and a row's result is the same bits whatever else is in the batch.
-* oneDNN with a weight that it packed, elsewhere on the CPU in bf16 and fp32. It takes other orders of summation for
-  other numbers of rows. MKL's own packing was slower. With AVX2 alone oneDNN has no bf16.
+* ``kernels.linear``, if it uses the best available instructions. For fp32 that means AVX2 or AVX-512. For bf16 it means
+  the bf16 products of AVX-512, unless there are matrix registers (AMX), or AVX2 alone. One packing serves any number of
+  rows, and a row's result has the same bits in every batch.
+* oneDNN with a weight that it packed, elsewhere on the CPU in bf16 and fp32. It sums in another order for other numbers
+  of rows. MKL's own packing was slower. With AVX2 alone oneDNN has no bf16.
 * ``F.linear`` for all else: fp16, which few processors multiply well, and other devices.
 
-With ``deterministic`` the kernel is used on every processor, and where there is none, rows are multiplied one by one.
+With ``deterministic`` the kernel is used on every processor. Without a kernel, rows are multiplied one by one.
 
-Time of oneDNN (packed) and of ``F.linear`` over the kernel's, for M rows on one core with AVX-512 and bf16 products,
-torch 2.13, with weights that no cache holds; ``python -m tests.bench.linear`` measures it again:
+The table shows the time of oneDNN (packed) and of ``F.linear`` relative to the kernel's, for M rows on one core with
+AVX-512 and bf16 products, torch 2.13, with weights that no cache holds. ``python -m tests.bench.linear`` repeats the
+measurement.
 
     ===============  =========  =========  =========  =========  =========
     [out, in] dtype  M = 1      M = 8      M = 32     M = 128    M = 2048
@@ -27,9 +28,9 @@ torch 2.13, with weights that no cache holds; ``python -m tests.bench.linear`` m
     2048, 2048 fp32  0.98 1.5   1.46 3.2   1.17 2.7   0.97 2.2   0.95 2.2
     ===============  =========  =========  =========  =========  =========
 
-With AVX2 alone (AMD Zen) the same shapes in fp32 gave 0.93 to 1.67 for oneDNN and 0.88 to 3.1 for ``F.linear``, where
-less than 1 was one row and a square weight. In bf16, for which torch has no instructions there, ``F.linear`` took 1.6
-to 2 times as long with one row, and 7.5 to 9.7 times with more.
+With AVX2 alone (AMD Zen) the same shapes in fp32 gave 0.93 to 1.67 for oneDNN and 0.88 to 3.1 for ``F.linear``. Only
+one row with a square weight was below 1. In bf16, for which torch has no instructions there, ``F.linear`` took 1.6 to 2
+times as long with one row, and 7.5 to 9.7 times with more.
 """
 
 from collections.abc import Callable
@@ -43,15 +44,15 @@ from quire_engine.kernels.packed_linear import in_arena, is_fast, pack_weight
 from quire_engine.quantization.base import DenseMethod, Linear
 
 _EXPECTED_ROWS = 32
-# What two orders of summation may differ by, relative to the largest output. The bound for fp32 also refuses
-# products that round their operands to fewer bits.
+# The largest difference, relative to the largest output, that two orders of summation may cause. The bound for fp32
+# also rejects products that round their operands to fewer bits.
 _TOLERANCE = {torch.bfloat16: 2e-2, torch.float32: 1e-4}
 
 MatMul = Callable[[torch.Tensor], torch.Tensor]
 
 
 class UnquantizedMethod(DenseMethod):
-    """Layers hold their weight in the model's dtype."""
+    """Layers store their weight in the model's dtype."""
 
     def pack(self, weight: torch.Tensor, bias: torch.Tensor | None) -> Linear:
         """See ``LinearMethod.pack``."""
@@ -60,18 +61,17 @@ class UnquantizedMethod(DenseMethod):
             weight = in_arena(weight)
         if config.deterministic and weight.is_cuda:
             return BatchInvariantLinear(weight, bias)
-        # Only the compiled kernel reads a weight from where it lies, be that a file.
+        # Only the compiled kernel reads a weight in place, even from a file.
         return PackedLinear(weight, bias, deterministic=config.deterministic or config.weights_memory_gb is not None)
 
 
 class PackedLinear:
-    """``x @ weight.T + bias`` for a weight that never changes.
+    """Computes ``x @ weight.T + bias`` for a constant weight.
 
-    Args: ``weight`` [out, in] and ``bias`` [out] or None, of one dtype and device. The layer keeps no
-    reference to ``weight`` once it is packed, so it is freed when the caller drops it; a caller that keeps it
-    (a tied embedding) holds both copies. With ``deterministic`` a row of a result depends on that row of ``x``
-    alone, bit for bit. ``packed`` is the weight for the compiled kernel, where that multiplies. One thread calls at a
-    time.
+    Args: ``weight`` [out, in] and ``bias`` [out] or None, of one dtype and device. The layer keeps no reference to
+    ``weight`` after packing, so the caller can free it by dropping it; a caller that keeps it (a tied embedding) holds
+    both copies. With ``deterministic``, a row of a result depends only on that row of ``x``, bit for bit. ``packed`` is
+    the weight for the compiled kernel, if that multiplies. Call it from one thread at a time.
     """
 
     __slots__ = ("_matmul", "_matmul_silu_mul", "in_features", "is_packed", "out_features", "packed")
@@ -91,11 +91,11 @@ class PackedLinear:
         self._matmul_silu_mul = lambda x: silu_mul(product(x))
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
-        """``x`` [T, in], of the weight's dtype and device -> [T, out]."""
+        """Maps ``x`` [T, in], of the weight's dtype and device, to [T, out]."""
         return self._matmul(x)
 
     def forward_silu_mul(self, x: torch.Tensor) -> torch.Tensor:
-        """``silu_mul`` of a call. See ``with_activation``."""
+        """Applies ``silu_mul`` to the result of a call. See ``with_activation``."""
         return self._matmul_silu_mul(x)
 
 
@@ -104,18 +104,17 @@ def _plain_matmul(weight: torch.Tensor, bias: torch.Tensor | None) -> MatMul:
 
 
 def _matmul_row_by_row(matmul: MatMul) -> MatMul:
-    """``matmul`` of one row at a time, each in fresh memory: libraries choose an order of summation by the number of
-    rows and by their alignment.
+    """Multiplies one row at a time, each in fresh memory, because libraries choose an order of summation by the number
+    of rows and their alignment.
     """
     return lambda x: torch.cat([matmul(row.clone()) for row in x.split(1)]) if len(x) else matmul(x)
 
 
 def _onednn_packed_matmul(weight: torch.Tensor, bias: torch.Tensor | None) -> MatMul | None:
-    """The product with a weight that oneDNN has packed. None where oneDNN does not support it, or where the result
-    differs from ``F.linear``'s.
+    """Returns the product with a weight that oneDNN has packed. Returns None if oneDNN does not support it, or if its
+    result differs from ``F.linear``'s.
 
-    torch's packing operators are private, and may be missing or change. Hence any error of theirs counts as not
-    supported.
+    torch's packing operators are private and may be missing or change, so any error they raise counts as not supported.
     """
     if weight.device.type != "cpu" or weight.dtype not in _TOLERANCE or weight.numel() == 0:
         return None
@@ -132,7 +131,7 @@ def _onednn_packed_matmul(weight: torch.Tensor, bias: torch.Tensor | None) -> Ma
 
 
 def _agrees_with_torch(matmul: MatMul, weight: torch.Tensor, bias: torch.Tensor | None) -> bool:
-    """Compares with ``F.linear`` on noise."""
+    """Compares ``matmul`` with ``F.linear`` on noise."""
     noise = torch.Generator().manual_seed(0)
     x = torch.randn(4, weight.shape[1], generator=noise).to(weight.dtype)
     expected = F.linear(x, weight, bias).float()
@@ -141,7 +140,7 @@ def _agrees_with_torch(matmul: MatMul, weight: torch.Tensor, bias: torch.Tensor 
 
 
 class BatchInvariantLinear:
-    """A ``Linear`` on a GPU whose every row of results depends on that row of its input alone, bit for bit.
+    """A ``Linear`` on a GPU. Each row of a result depends only on that row of the input, bit for bit.
 
     ``weight`` [out, in] and ``bias`` [out] or None, in bf16 or fp16.
     """

@@ -1,7 +1,7 @@
-"""Bitmasks of the tokens that grammars allow, filled on a thread of their own while the model computes.
+"""Bitmasks of the tokens that grammars allow, filled on a separate thread while the model computes.
 
-The matchers belong to that one thread: it makes them, has them accept an output's new tokens and fill their rows of the
-bitmask, in the order in which steps are started. So a step that failed can be started again.
+The matchers belong to that thread. It creates them, has them accept an output's new tokens, and fills their rows of the
+bitmask, in the order in which steps are started. So a failed step can be started again.
 """
 
 import logging
@@ -25,14 +25,14 @@ log = logging.getLogger(__name__)
 
 WORD_BITS = 32
 Words = npt.NDArray[np.int32]
-# For each value of a byte, what its eight bits add to the scores of their tokens: 0 where allowed.
+# For each byte, what its eight bits add to the scores of their tokens: 0 if allowed, -inf if not.
 _BYTE_BIASES = np.array([[0.0 if byte >> bit & 1 else -np.inf for bit in range(8)] for byte in range(256)], np.float32)
 
 
 class GrammarState:
-    """How far one output has got in its grammar: a cache, made from the output's tokens.
+    """An output's position in its grammar. A cache that can be rebuilt from the output's tokens.
 
-    ``take_new_tokens`` is called on the thread of the steps, which owns the tokens, and ``fill`` on the filler's.
+    ``take_new_tokens`` runs on the thread of the steps, which owns the tokens, and ``fill`` on the filler's thread.
     """
 
     __slots__ = ("_error", "_matcher", "_num_tokens_taken", "_sample_request")
@@ -44,20 +44,23 @@ class GrammarState:
         self._error: QuireError | None = None
 
     def take_new_tokens(self, known: KnownTokens) -> list[int]:
-        """The output tokens among ``known`` since the last call, to be passed to ``fill`` exactly once."""
+        """Returns the output tokens in ``known`` that are new since the last call. Pass them to ``fill`` exactly
+        once.
+        """
         new: list[int] = known[self._num_tokens_taken :].tolist()
         self._num_tokens_taken += len(new)
         return new
 
     def fill(self, new: Sequence[int], mask: memoryview) -> QuireError | None:
-        """Accepts the tokens ``new``, and fills ``mask``. Returns the error if this or an earlier call failed."""
+        """Accepts the tokens ``new`` and fills ``mask``. Returns the error if this or an earlier call failed."""
         if self._error is None:
             self._error = self._try_to_fill(new, mask)
         return self._error
 
     def fill_after(self, draft_token_ids: Sequence[int], mask: memoryview) -> QuireError | None:
-        """Fills ``mask`` for the token behind drafts, after a ``fill`` for the token before them. Returns the error if
-        it or that failed, which is no error of the output: the drafts may be wrong.
+        """Fills ``mask`` for the token after the drafts. Call it after ``fill`` for the token before them. Returns the
+        error if this call or that one failed. A failure here is not an error of the output, because the drafts may be
+        wrong.
         """
         if self._error is not None:
             return self._error
@@ -72,7 +75,7 @@ class GrammarState:
         return self._guarded(fill)
 
     def _guarded(self, work: Callable[[GrammarMatcher], None]) -> QuireError | None:
-        """Has ``work`` done with the matcher, and returns what it raises as an error of the output."""
+        """Does ``work`` with the matcher. Returns what it raises as an error of the output."""
         try:
             if self._matcher is None:
                 assert self._sample_request.grammar is not None
@@ -80,15 +83,15 @@ class GrammarState:
             work(self._matcher)
         except GrammarError as error:
             return invalid(grammar_param(self._sample_request), f"The output cannot go on under its grammar: {error}")
-        except BaseException:  # a panic inside a native library is no Exception
+        except BaseException:  # a panic in a native library is not an ``Exception``
             log.exception("a grammar failed")
             return internal()
         return None
 
 
 class DraftGrammarState:
-    """The state of an output in its grammar behind drafts, ``GrammarState`` of one step: made from that of the output,
-    which is filled before it.
+    """The ``GrammarState`` after drafts, for one step. It is made from the output's own state, which must be filled
+    first.
     """
 
     __slots__ = ("_num_drafts", "_state")
@@ -97,12 +100,12 @@ class DraftGrammarState:
         self._state, self._num_drafts = state, num_drafts
 
     def take_new_tokens(self, known: KnownTokens) -> list[int]:
-        """The drafts."""
+        """Returns the drafts."""
         drafts: list[int] = known[len(known) - self._num_drafts :].tolist()
         return drafts
 
     def fill(self, new: Sequence[int], mask: memoryview) -> QuireError | None:
-        """Fills ``mask`` as if the output had got the drafts ``new``. Returns an error if that failed."""
+        """Fills ``mask`` as if the output had the drafts ``new``. Returns the error if that failed."""
         return self._state.fill_after(new, mask)
 
 
@@ -111,9 +114,9 @@ AnyGrammarState = GrammarState | DraftGrammarState
 
 @dataclass(frozen=True, slots=True)
 class GrammarBitmask:
-    """What the grammars of a step allow. ``words`` [G, ceil(vocabulary / 32)] int32: bit b of word w is set where token
-    32 w + b may come next. ``rows`` maps the numbers of draws to rows, ``errors`` those of outputs that cannot go on to
-    why.
+    """The tokens that the grammars of a step allow. ``words`` [G, ceil(vocabulary / 32)] int32: bit b of word w is set
+    if token 32 w + b may come next. ``rows`` maps draw numbers to rows. ``errors`` maps the draws of outputs that
+    cannot continue to the reason.
     """
 
     words: Words
@@ -141,7 +144,7 @@ class PendingBitmask:
 
 
 class AnyPendingBitmask(Protocol):
-    """A bitmask that will be there."""
+    """A bitmask that is not complete yet."""
 
     def wait(self) -> GrammarBitmask:
         """Returns the bitmask once it is filled."""
@@ -149,26 +152,26 @@ class AnyPendingBitmask(Protocol):
 
 
 class AnyBitmaskFiller(Protocol):
-    """Has bitmasks filled."""
+    """Fills bitmasks."""
 
     def start(self, draws: Sequence[tuple[int, AnyGrammarState, KnownTokens]]) -> AnyPendingBitmask:
-        """Starts to fill one row for each draw: its number, its output's state and the tokens before it."""
+        """Starts to fill one row for each draw, given as its number, its output's state and the tokens before it."""
         ...
 
     def close(self) -> None:
-        """Nothing is filled any more."""
+        """Stops the filler. It fills nothing afterwards."""
         ...
 
 
 class BitmaskFiller:
-    """Fills bitmasks on a thread of its own."""
+    """Fills bitmasks on its own thread."""
 
     def __init__(self, vocab_size: int) -> None:
         self._num_words = -(-vocab_size // WORD_BITS)
         self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="grammar-masks")
 
     def start(self, draws: Sequence[tuple[int, AnyGrammarState, KnownTokens]]) -> PendingBitmask:
-        """Starts to fill one row for each draw: its number, its output's state and the tokens before it."""
+        """Starts to fill one row for each draw, given as its number, its output's state and the tokens before it."""
         words = np.zeros((len(draws), self._num_words), dtype=np.int32)
         work = [
             (state, state.take_new_tokens(known), row.data) for (_, state, known), row in zip(draws, words, strict=True)
@@ -183,12 +186,12 @@ class BitmaskFiller:
 def apply_grammar_bitmask(
     scores: torch.Tensor, constrained: Sequence[tuple[int, int]], bitmask: GrammarBitmask
 ) -> None:
-    """Sets in ``scores`` [R, V] float32, in place, what the grammar forbids to -inf, for each row and number of a draw
+    """Sets the scores of forbidden tokens to -inf in ``scores`` [R, V] float32, in place, for each (row, draw number)
     in ``constrained``.
     """
     if constrained:
         words = bitmask.words[[bitmask.rows[number] for _, number in constrained]]
-        # Eight tokens are looked up at a time and added: several times faster than filling under an unpacked mask.
+        # Looks up and adds eight tokens at a time: several times faster than a fill under an unpacked mask.
         rows = np.array([row for row, _ in constrained], dtype=np.int64)
         octets, indices = upload_arrays((words.astype("<i4", copy=False).view(np.uint8), rows), scores.device)
         biases = F.embedding(octets.int(), _byte_biases(scores.device)).flatten(1)[:, : scores.shape[1]]
@@ -197,12 +200,12 @@ def apply_grammar_bitmask(
 
 @lru_cache
 def _byte_biases(device: torch.device) -> torch.Tensor:
-    """``_BYTE_BIASES`` on a device, [256, 8] float32."""
+    """Returns ``_BYTE_BIASES`` on ``device``, [256, 8] float32."""
     return upload_arrays((_BYTE_BIASES,), device)[0]
 
 
 def grammar_param(sample_request: SampleRequest) -> str:
-    """What REST calls the parameter that asked for the grammar."""
+    """Returns the REST name of the parameter that asked for the grammar."""
     structured = sample_request.params.structured
     return "response_format" if structured is None else structured.param
 

@@ -1,15 +1,15 @@
-"""The logits processors, in their order.
+"""The logits processors, in the order in which they are applied.
 
-    1. logit bias is added;
-    2. repetition penalty, then frequency penalty, then presence penalty;
-    3. what would complete a bad word, or end an output before ``min_tokens``, becomes -inf;
-    4. what the grammar does not allow becomes -inf.
+    1. Add the logit bias.
+    2. Apply the repetition penalty, then the frequency penalty, then the presence penalty.
+    3. Set to -inf the tokens that would complete a bad word, or end an output before ``min_tokens``.
+    4. Set to -inf the tokens that the grammar forbids.
 
-Temperature, top-k, top-p and min-p come after them, in this order, in ``sample_ops``. The order is vLLM's, but for
-min-p, which vLLM applies before top-k, and transformers where we do. The position of the last two makes no difference
-to what is drawn, as -inf stays -inf; they are last so that the others see finite numbers only.
+Temperature, top-k, top-p and min-p follow in this order in ``sample_ops``. The order is vLLM's, except for min-p: vLLM
+applies it before top-k, and transformers after top-p as here. The position of 3 and 4 does not change what is drawn,
+because -inf stays -inf. They are last so that the others see only finite numbers.
 
-Each one touches only the rows that ask for it.
+Each processor touches only the rows that ask for it.
 """
 
 from collections.abc import Sequence
@@ -17,7 +17,7 @@ from copy import copy
 from dataclasses import dataclass
 
 import numpy as np
-import numpy.ma  # numpy.unique would import it in the step, where there may be no descriptor for that
+import numpy.ma  # numpy.unique would import it during a step, when no file descriptor may be left
 import torch
 from quire_proto.sampling import SamplingParams
 
@@ -42,8 +42,8 @@ from quire_engine.sampling.metadata import (
 
 @dataclass(frozen=True, slots=True)
 class LogitBias:
-    """Constants that a request adds to the scores of some tokens: ``values`` [N] float32 to add to the scores of
-    ``token_ids`` [N] int64, which are distinct.
+    """Constants that a request adds to some scores: ``values`` [N] float32, one for each of ``token_ids`` [N] int64,
+    which are distinct.
     """
 
     token_ids: TokenArray
@@ -51,7 +51,7 @@ class LogitBias:
 
     @classmethod
     def from_params(cls, params: SamplingParams, vocab_size: int) -> "LogitBias | None":
-        """The bias that ``params`` ask for, without tokens outside of the vocabulary; None if there is none."""
+        """Returns the bias of ``params`` without tokens outside the vocabulary, or None if nothing is left."""
         pairs = [pair for pair in params.logit_bias if 0 <= pair[0] < vocab_size]
         if not pairs:
             return None
@@ -60,7 +60,7 @@ class LogitBias:
 
 
 def apply_logit_bias(scores: torch.Tensor, biased: Sequence[tuple[int, LogitBias]]) -> None:
-    """Adds to ``scores`` [R, V] float32, in place, each (row, bias) of ``biased``."""
+    """Adds each (row, bias) of ``biased`` to ``scores`` [R, V] float32, in place."""
     if biased:
         indices = flat_indices(scores, [row for row, _ in biased], [bias.token_ids for _, bias in biased])
         values = np.concatenate([bias.values for _, bias in biased])
@@ -73,12 +73,12 @@ _NO_TOKENS = np.empty(0, dtype=np.int64)
 
 
 class Penalties:
-    """One output's penalties, and counts of the tokens that they apply to: a cache of its tokens.
+    """One output's penalties, with counts of the tokens that they apply to. A cache of its tokens.
 
-    The repetition penalty (Keskar et al. 2019) looks at prompt and output, as transformers' does: it multiplies a
-    negative score and divides any other. Frequency and presence penalties look at the output alone, as the OpenAI API's
-    do: the first is taken from a score once for each time that the output has the token, the second once. Only the
-    scores of tokens that occurred are touched, and an output's tokens are counted as they come.
+    The repetition penalty (Keskar et al. 2019) covers prompt and output, as in transformers: it multiplies a negative
+    score and divides any other. The frequency and presence penalties cover only the output, as in the OpenAI API. The
+    frequency penalty is subtracted once for each occurrence of a token, the presence penalty once. Only the scores of
+    tokens that occurred change, and tokens are counted as they arrive.
     """
 
     __slots__ = (
@@ -95,7 +95,7 @@ class Penalties:
 
     def __init__(self, sample_request: SampleRequest) -> None:
         params = sample_request.params
-        # A penalty that float32 rounds to 0 would divide by it.
+        # A penalty that float32 rounds to 0 would cause a division by 0.
         self.repetition = max(params.repetition_penalty, _TINY)
         self.frequency, self.presence = params.frequency_penalty, params.presence_penalty
         self._prompt: TokenArray | None = None if self.has_repetition else _NO_TOKENS
@@ -105,16 +105,16 @@ class Penalties:
 
     @classmethod
     def from_request(cls, sample_request: SampleRequest) -> "Penalties | None":
-        """The penalties that the request's parameters ask for; None if there are none."""
+        """Returns the penalties of the request, or None if it has none."""
         return cls(sample_request) if cls.are_asked(sample_request.params) else None
 
     @staticmethod
     def are_asked(params: SamplingParams) -> bool:
-        """Whether the parameters ask for any penalty."""
+        """Whether ``params`` ask for any penalty."""
         return bool(params.repetition_penalty != 1 or params.frequency_penalty or params.presence_penalty)
 
     def copy(self) -> "Penalties":
-        """The same counts, to which drafts may be added."""
+        """Returns a copy of the counts, to which drafts may be added."""
         copied = copy(self)
         copied._slots = self._slots.copy()
         copied._tokens, copied._counts = self._tokens.copy(), self._counts.copy()
@@ -127,7 +127,9 @@ class Penalties:
 
     @property
     def seen_token_ids(self) -> TokenArray:
-        """The distinct tokens of the prompt and those of the output, [N]; a token of both is there twice."""
+        """The distinct tokens of the prompt, then the distinct tokens of the output, [N]. A token in both occurs
+        twice.
+        """
         assert self._prompt is not None, "update comes first"
         return np.concatenate((self._prompt, self.output_token_ids))
 
@@ -142,7 +144,7 @@ class Penalties:
         return self._counts[: len(self._slots)]
 
     def update(self, known: KnownTokens) -> None:
-        """Counts the output tokens among ``known`` that were added since the last call."""
+        """Counts the output tokens in ``known`` that are new since the last call."""
         if self._prompt is None:
             self._prompt = np.unique(known[: self._num_prompt]).astype(np.int64)
         new = known[self._num_counted :].tolist()
@@ -157,8 +159,8 @@ class Penalties:
 
 
 def apply_penalties(scores: torch.Tensor, penalised: Sequence[tuple[int, Penalties]]) -> None:
-    """Applies to ``scores`` [R, V] float32, finite, in place, each (row, penalties) of ``penalised``: repetition,
-    then frequency, then presence, as vLLM does. Scores stay finite.
+    """Applies each (row, penalties) of ``penalised`` to the finite ``scores`` [R, V] float32, in place: repetition,
+    then frequency, then presence, as in vLLM. Scores stay finite.
     """
     _apply_repetition(scores, [(row, one, one.seen_token_ids) for row, one in penalised if one.has_repetition])
     counted = [(row, one) for row, one in penalised if one.frequency or one.presence]
@@ -196,8 +198,8 @@ def _apply_frequency_and_presence(scores: torch.Tensor, penalised: Sequence[tupl
 
 
 class TokenBans:
-    """The tokens that one output may not draw: those that would complete a bad word, or end an output that is shorter
-    than ``min_tokens``. Bad words are looked for in the output alone, not in the prompt, as in vLLM.
+    """The tokens that one output may not draw: tokens that would complete a bad word, or that would end an output
+    shorter than ``min_tokens``. Bad words are searched only in the output, not in the prompt, as in vLLM.
     """
 
     __slots__ = ("_min_length", "_num_prompt", "_single_token_words", "_stops", "_words_by_second_last")
@@ -207,7 +209,7 @@ class TokenBans:
         self._min_length = self._num_prompt + sample_request.params.min_tokens
         self._stops = sorted(sample_request.stop_token_ids)
         self._single_token_words = [word[0] for word in sample_request.params.bad_words if len(word) == 1]
-        # By the token before the last: in most steps none of an output's words comes into question.
+        # Indexed by the second-last token, because in most steps no word of an output can match.
         self._words_by_second_last: dict[int, list[tuple[int, ...]]] = {}
         for word in sample_request.params.bad_words:
             if len(word) > 1:
@@ -215,17 +217,17 @@ class TokenBans:
 
     @classmethod
     def from_request(cls, sample_request: SampleRequest) -> "TokenBans | None":
-        """The bans that the request's parameters ask for; None if they never ban a token."""
+        """Returns the bans of the request, or None if it can never ban a token."""
         return cls(sample_request) if cls.are_asked(sample_request) else None
 
     @staticmethod
     def are_asked(sample_request: SampleRequest) -> bool:
-        """Whether the parameters may ever ban a token."""
+        """Whether the parameters can ever ban a token."""
         params = sample_request.params
         return bool(params.bad_words or (params.min_tokens and sample_request.stop_token_ids))
 
     def token_ids(self, known: KnownTokens) -> list[int]:
-        """The tokens that are banned behind ``known``; in most steps none."""
+        """Returns the tokens that are banned after ``known``; in most steps none."""
         tokens = self._single_token_words + self._bad_word_endings(known)
         return tokens + self._stops if len(known) < self._min_length else tokens
 
@@ -249,9 +251,9 @@ def apply_bans(scores: torch.Tensor, banned: Sequence[tuple[int, list[int]]]) ->
 
 
 class SamplingState:
-    """One output's parameters in the form that the logits processors read; None for each that it does not use. A cache:
-    it can be made again from the ``SampleRequest`` and the output's tokens at any time. ``has_processors``: whether a
-    logits processor changes the logits in every step. ``bans`` change them in some steps.
+    """One output's parameters in the form that the logits processors read, each None if unused. A cache that can be
+    rebuilt from the ``SampleRequest`` and the output's tokens. ``has_processors`` says whether a logits processor
+    changes the logits in every step. ``bans`` change them only in some steps.
     """
 
     __slots__ = (
@@ -280,7 +282,7 @@ class SamplingState:
         self.has_processors = bool(self.bias or self.penalties or self.grammar_state)
 
     def of_drafts(self, num_drafts: int) -> "SamplingState":
-        """The state behind so many drafts of the output. Holds for one step."""
+        """Returns the state after ``num_drafts`` drafts of the output, valid for one step."""
         state = copy(self)
         if self.penalties is not None:
             state.penalties = self.penalties.copy()
@@ -291,8 +293,8 @@ class SamplingState:
 
 @dataclass(frozen=True, slots=True)
 class Draw:
-    """A token that is to be drawn, the step's draw ``number``: how, and the tokens before it, ``known`` [N] int32, of
-    which the last ``num_drafts`` are guessed.
+    """The draw ``number`` of a step: a token to sample with ``state``. ``known`` [N] int32 are the tokens before it, of
+    which the last ``num_drafts`` are drafts.
     """
 
     number: int
@@ -302,7 +304,7 @@ class Draw:
 
 
 def is_plain(sample_request: SampleRequest) -> bool:
-    """Whether its tokens are drawn from the model's own logits, nothing is banned, and only the token is asked for."""
+    """Whether the request samples from the model's own logits, bans nothing, and wants only the token."""
     params = sample_request.params
     is_changed = params.logit_bias or Penalties.are_asked(params) or sample_request.grammar is not None
     asks_more = sample_request.num_candidates or params.wants_logprobs
@@ -310,8 +312,8 @@ def is_plain(sample_request: SampleRequest) -> bool:
 
 
 def apply_logits_processors(scores: torch.Tensor, draws: Sequence[Draw], bitmask: GrammarBitmask) -> None:
-    """Applies to ``scores`` [R, V] float32, finite and contiguous, in place, what the draw of each row asks for.
-    ``bitmask`` has the rows of grammars. Afterwards scores are finite or -inf.
+    """Applies each row's logits processors to ``scores`` [R, V] float32, finite and contiguous, in place. ``bitmask``
+    has the rows of grammars. Afterwards scores are finite or -inf.
     """
     rows = list(enumerate(draws))
     apply_logit_bias(scores, [(row, draw.state.bias) for row, draw in rows if draw.state.bias])

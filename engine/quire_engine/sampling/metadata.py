@@ -1,5 +1,5 @@
-"""The sampling parameters of a batch of rows, as one array each: on the host, where they can be read without waiting,
-and on the device. A worker keeps those of its rows as ``SamplingColumns``.
+"""The sampling parameters of a batch, one array per parameter: on the host, where reading them needs no wait, and on
+the device. A worker keeps the parameters of its rows in ``SamplingColumns``.
 """
 
 from collections.abc import Sequence
@@ -21,38 +21,39 @@ KnownTokens = npt.NDArray[np.int32]
 
 
 def token_array(token_ids: Sequence[int], vocab_size: int) -> TokenArray:
-    """The ids as int64, without those outside of the vocabulary."""
+    """Returns the token ids as int64, without ids outside the vocabulary."""
     array = np.array(token_ids, dtype=np.int64)
     return array[(array >= 0) & (array < vocab_size)]
 
 
 def flat_indices(scores: torch.Tensor, rows: Sequence[int], token_ids: Sequence[TokenArray]) -> TokenArray:
-    """Indices [N] into ``scores`` [R, V] flattened, of ``token_ids[i]`` in row ``rows[i]``, row after row."""
+    """Returns the indices [N] of ``token_ids[i]`` in row ``rows[i]`` of the flattened ``scores`` [R, V], row after
+    row.
+    """
     starts = np.repeat(np.array(rows, dtype=np.int64) * scores.shape[1], [len(ids) for ids in token_ids])
     indices: TokenArray = np.concatenate(token_ids) + starts
     return indices
 
 
 def repeat_per_index(values: Sequence[float], lengths: Sequence[int]) -> FloatArray:
-    """``values[i]`` repeated ``lengths[i]`` times, float32 [N]: one value of each row for each of its indices."""
+    """Repeats ``values[i]`` ``lengths[i]`` times, float32 [N]: a row's value for each of the row's indices."""
     return np.repeat(np.array(values, dtype=np.float32), lengths)
 
 
 # Gumbel noise that is a pure function of (seed, position, token id).
 #
-# The seed (all 64 bits) and the position of the drawn token are mixed on the host into one 64-bit key a row, by the
-# finaliser of MurmurHash3 (Appleby), which is a bijection: at one position, different seeds never share a key. On the
-# device, each token id meets both halves of the key inside MurmurHash3's 32-bit finaliser, in int32 arithmetic that
-# wraps:
+# The host mixes the seed (all 64 bits) and the position of the sampled token into one 64-bit key per row, with the
+# finalizer of MurmurHash3 (Appleby). That is a bijection: at one position, different seeds never share a key. On the
+# device each token id meets both halves of the key in MurmurHash3's 32-bit finalizer, in wrapping int32 arithmetic:
 #
 # x = (id * GOLDEN) ^ low;  x ^= x >>> 16;  x *= A;  x += high;  x ^= x >>> 13;  x *= B;  x ^= x >>> 16
 #
-# The low 31 bits n give u = (n + 0.5) / 2^31, held below 1, and the noise is -log(-log(1 - u)). Taking 1 - u instead of
-# u puts the fine end of float32 where the noise is large, so that improbable tokens keep their probability down to
-# 2^-32. The logarithms are those of ``exact_math``, so the noise has the same bits on every processor and device.
+# The low 31 bits n give u = (n + 0.5) / 2^31, clamped below 1, and the noise is -log(-log(1 - u)). With 1 - u instead
+# of u, float32 is finest where the noise is large, so improbable tokens keep their probability down to 2^-32. The
+# logarithms come from ``exact_math``, so the noise has the same bits on every processor and device.
 #
-# Drawing without state is how vLLM's second model runner and SGLang's deterministic mode draw; preemption, another
-# batch or another engine cannot change the noise.
+# vLLM's second model runner and SGLang's deterministic mode also draw without state. Preemption, another batch or
+# another engine cannot change the noise.
 
 
 GOLDEN = 0x9E3779B9
@@ -65,7 +66,9 @@ Uint64 = npt.NDArray[np.uint64]
 
 
 def row_keys(seeds: "Sequence[int] | Uint64", positions: Sequence[int] | TokenArray) -> npt.NDArray[np.int32]:
-    """Keys [B, 2] (low and high half) of B draws: seeds below 2^64, positions of the tokens to be drawn."""
+    """Returns the keys [B, 2] int32, low and high half, of B draws, from seeds below 2^64 and the positions of the
+    tokens to sample.
+    """
     mixed = _mix64(np.array(positions, dtype=np.uint64) + GOLDEN64)
     keys = _mix64(np.array(seeds, dtype=np.uint64) ^ mixed)
     halves = np.stack((keys.astype(np.uint32), (keys >> np.uint64(32)).astype(np.uint32)), axis=1)
@@ -73,35 +76,36 @@ def row_keys(seeds: "Sequence[int] | Uint64", positions: Sequence[int] | TokenAr
 
 
 def gumbel_noise(keys: torch.Tensor, token_ids: torch.Tensor) -> torch.Tensor:
-    """Standard Gumbel noise [B, N] float32 for keys [B, 2] and token ids int32, [N] for all rows or [B, N]."""
+    """Returns standard Gumbel noise [B, N] float32 for keys [B, 2] and int32 token ids, [N] for all rows or [B, N]."""
     return gumbel_from_bits(hash_tokens(keys, token_ids))
 
 
 def gumbel_from_bits(bits: torch.Tensor) -> torch.Tensor:
-    """Standard Gumbel noise float32, always finite, from random bits int32, which are overwritten."""
+    """Returns standard Gumbel noise float32, always finite, from random int32 bits. Overwrites the bits."""
     return gumbel_from_uniform(uniform_from_bits(bits))
 
 
 def uniform_from_bits(bits: torch.Tensor) -> torch.Tensor:
-    """Uniform numbers float32 between 0 and 1, neither of them, from random bits int32, which are overwritten."""
+    """Returns uniform float32 numbers strictly between 0 and 1 from random int32 bits. Overwrites the bits."""
     return bits.bitwise_and_(0x7FFFFFFF).float().add_(0.5).mul_(2.0**-31).clamp_(max=_BELOW_ONE)
 
 
 def gumbel_from_uniform(uniform: torch.Tensor) -> torch.Tensor:
-    """The noise of uniform numbers."""
+    """Returns the Gumbel noise of uniform numbers."""
     return log_of_parts(*split(exponential_of_uniform(uniform))).neg_()
 
 
 def noise_bound(uniform: torch.Tensor) -> torch.Tensor:
-    """At least the noise of uniform numbers, and at a fraction of its cost: it is below ``-log(uniform)``, and the bits
-    of a float32 are a line from power to power of two, which is nowhere above the logarithm. Above by 0.06 at most,
-    where the noise is large.
+    """Returns an upper bound of the noise of uniform numbers, at a fraction of its cost.
+
+    The noise is below ``-log(uniform)``. The bits of a float32, read as an integer, are linear between powers of two
+    and never above the logarithm. The bound is at most 0.06 above the noise where the noise is large.
     """
     return uniform.view(torch.int32).float().mul_(-log(2) / (1 << 23)).add_(127 * log(2) + 0.001)
 
 
 def hash_tokens(keys: torch.Tensor, token_ids: torch.Tensor) -> torch.Tensor:
-    """The 32 bits [B, N] int32 behind the noise."""
+    """Returns the 32 random bits [B, N] int32 of the noise."""
     bits = (token_ids * _signed(GOLDEN)) ^ keys[:, :1]
     shifted = torch.empty_like(bits)
     _xor_shift(bits, 16, shifted).mul_(_signed(MIX_A)).add_(keys[:, 1:])
@@ -110,13 +114,15 @@ def hash_tokens(keys: torch.Tensor, token_ids: torch.Tensor) -> torch.Tensor:
 
 
 def _xor_shift(bits: torch.Tensor, count: int, shifted: torch.Tensor) -> torch.Tensor:
-    """``bits ^= bits >>> count`` in place. int32 shifts keep the sign, hence the mask; ``shifted`` is scratch."""
+    """Computes ``bits ^= bits >>> count`` in place. int32 shifts keep the sign, hence the mask. ``shifted`` is
+    scratch.
+    """
     torch.bitwise_right_shift(bits, count, out=shifted)
     return bits.bitwise_xor_(shifted.bitwise_and_((1 << (32 - count)) - 1))
 
 
 def _signed(constant: int) -> int:
-    """The int32 of the same 32 bits."""
+    """Returns the int32 with the same 32 bits."""
     return constant - (1 << 32) if constant >= 1 << 31 else constant
 
 
@@ -140,15 +146,15 @@ class DeviceSamplingMetadata:
     keys: torch.Tensor
 
     def select(self, indices: torch.Tensor) -> "DeviceSamplingMetadata":
-        """The rows at ``indices``."""
+        """Returns the rows at ``indices``."""
         columns = (self.temperature, self.top_k, self.top_p, self.log_min_p, self.keys)
         return DeviceSamplingMetadata(*(column[indices] for column in columns))
 
 
 @dataclass(frozen=True, slots=True)
 class SamplingMetadata:
-    """B rows: ``temperature`` [B] float32, ``top_k`` [B] int64 (0 is off), ``top_p`` [B] float64, ``log_min_p`` [B]
-    float32 (the logarithm of min-p, -inf is off), ``keys`` [B, 2] int32.
+    """The sampling parameters of B rows: ``temperature`` [B] float32, ``top_k`` [B] int64 (0 is off), ``top_p`` [B]
+    float64, ``log_min_p`` [B] float32 (the logarithm of min-p, -inf is off), ``keys`` [B, 2] int32.
     """
 
     temperature: FloatArray
@@ -161,7 +167,7 @@ class SamplingMetadata:
     def from_params(
         cls, params: Sequence[SamplingParams], seeds: Sequence[int], positions: Sequence[int]
     ) -> "SamplingMetadata":
-        """Rows for drawing the tokens at ``positions`` with ``seeds``; the seeds in ``params`` are not read."""
+        """Makes the rows to sample the tokens at ``positions`` with ``seeds``. Ignores the seeds in ``params``."""
         return cls(
             temperature=np.array([one.temperature for one in params], dtype=np.float32),
             top_k=np.array([one.top_k for one in params], dtype=np.int64),
@@ -179,7 +185,7 @@ class SamplingMetadata:
         return bool((self.top_p < 1).any())
 
     def select(self, indices: TokenArray) -> "SamplingMetadata":
-        """The rows at ``indices``."""
+        """Returns the rows at ``indices``."""
         return SamplingMetadata(
             self.temperature[indices],
             self.top_k[indices],
@@ -189,24 +195,24 @@ class SamplingMetadata:
         )
 
     def to(self, device: torch.device) -> DeviceSamplingMetadata:
-        """The same rows on ``device``, in one copy."""
+        """Returns the same rows on ``device``, in one copy."""
         return DeviceSamplingMetadata(
             *upload_arrays((self.temperature, self.top_k, self.top_p, self.log_min_p, self.keys), device)
         )
 
     def is_greedy(self) -> BoolArray:
-        """Which rows take the most probable token, [B]."""
+        """Returns which rows take the most probable token, [B]."""
         return np.equal(self.temperature, 0)
 
     def is_filtered(self, vocab_size: int) -> BoolArray:
-        """Which rows have a top-k, top-p or min-p that can leave tokens out, [B]."""
+        """Returns which rows have a top-k, top-p or min-p that can exclude tokens, [B]."""
         filtered: BoolArray = (
             ((self.top_k > 0) & (self.top_k < vocab_size)) | (self.top_p < 1) | (self.log_min_p > -inf)
         )
         return filtered
 
     def has_threshold_within(self, width: int, vocab_size: int) -> BoolArray:
-        """For which rows the ``width`` highest scores certainly include the lowest score that is kept, [B]."""
+        """Returns for which rows the ``width`` highest scores certainly include the lowest kept score, [B]."""
         unlimited = (self.top_k == 0) | (self.top_k >= vocab_size)
         within: BoolArray = ((self.top_k > 0) & (self.top_k <= width)) | (unlimited & (self.top_p >= 1))
         return within | (width >= vocab_size)
@@ -216,7 +222,7 @@ _FIRST_ROWS = 64
 
 
 class SamplingColumns:
-    """Row by row what ``SamplingMetadata`` has of a draw, and whether a draw is plain (see
+    """The sampling parameters and the seed of each row, and whether its draws are plain (see
     ``logits_processors.is_plain``).
     """
 
@@ -229,7 +235,9 @@ class SamplingColumns:
         self._is_plain = np.zeros(_FIRST_ROWS, np.bool_)
 
     def put(self, row: int, request: SampleRequest | None, *, is_plain: bool) -> None:
-        """Takes in the parameters of a row, and whether its draws are plain; None for one that nothing is drawn for."""
+        """Sets the parameters of a row, and whether its draws are plain. ``request`` is None for a row that samples
+        nothing.
+        """
         if row >= len(self._is_plain):
             self._add_rows(row + 1)
         self._is_plain[row] = is_plain
@@ -244,7 +252,7 @@ class SamplingColumns:
         return bool(self._is_plain[rows].all())
 
     def metadata(self, rows: TokenArray, positions: TokenArray) -> SamplingMetadata | None:
-        """Those of draws for ``rows``, of the tokens at ``positions``; None if all are greedy."""
+        """Returns the metadata for sampling the tokens at ``positions`` of ``rows``, or None if all are greedy."""
         temperature = self._temperature[rows]
         if not temperature.any():
             return None

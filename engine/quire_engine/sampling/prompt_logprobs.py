@@ -1,4 +1,4 @@
-"""Log-probabilities of the tokens of prompts."""
+"""Log-probabilities of prompt tokens."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -14,8 +14,8 @@ from quire_engine.sampling.sampler import non_finite_error
 
 @dataclass(frozen=True, slots=True)
 class PromptTargets:
-    """The tokens whose log-probabilities are asked for in the step's chunk ``number``: ``token_ids[i]`` follows its
-    token i, and none follows the prompt. ``num_top`` most probable tokens are told beside each.
+    """The log-probability targets of the step's chunk ``number``: ``token_ids[i]`` follows the chunk's token i, and no
+    target follows the prompt. ``num_top`` most probable tokens are returned with each.
     """
 
     number: int
@@ -30,11 +30,12 @@ def compute_prompt_logprobs(
     logits_of: Callable[[torch.Tensor], torch.Tensor],
     model_output: ModelOutput | None,
 ) -> None:
-    """Writes ``model_output.prompt_logprobs`` of ``chunks``, all of which have targets. ``rows`` [N] int64 are the
-    batch rows of the tokens that the targets follow, chunk after chunk, and ``logits_of`` computes the logits [R, V] of
-    some of them. A chunk with logits that are not finite gets an error. Waits for the device after each span of the
-    rows, so that only one span's logits are in memory. Without a ``model_output`` the logits are all: other ranks make
-    log-probabilities of them.
+    """Writes ``model_output.prompt_logprobs`` of ``chunks``, all of which have targets.
+
+    ``rows`` [N] int64 are the batch rows of the tokens before the targets, chunk after chunk. ``logits_of`` computes
+    the logits [R, V] of some of them. A chunk whose logits are not all finite gets an error. Waits for the device after
+    each span of rows, so that only one span's logits are in memory. Without a ``model_output`` it only computes the
+    logits, for the rank that has one.
     """
     targets = [target for chunk in chunks for target in chunk.token_ids]
     num_top = [chunk.num_top for chunk in chunks for _ in chunk.token_ids]
@@ -59,7 +60,7 @@ def compute_prompt_logprobs(
 def _logprobs_if_finite(
     logits: torch.Tensor, targets: Sequence[int], num_top: Sequence[int]
 ) -> list[TokenLogprobs | None]:
-    """The log-probabilities of each row; None where its logits are not finite."""
+    """Returns the log-probabilities of each row, or None for a row whose logits are not all finite."""
     finite = finite_rows(logits).tolist()
     logprobs = token_logprobs(logits, targets, num_top)
     return [each if is_finite else None for each, is_finite in zip(logprobs, finite, strict=True)]

@@ -1,6 +1,6 @@
-"""The compiled samplers draw from rows of logits where they lie and without a copy, the same tokens as
-``sample_ops.sample`` draws in torch: ``kernels/sample.cpp`` on the CPU in bf16 and fp32, and
-``kernels/gumbel_argmax.py`` on a GPU in any float dtype.
+"""The compiled samplers draw from rows of logits in place, without a copy, and give the same tokens as
+``sample_ops.sample`` in torch. On the CPU ``kernels/sample.cpp`` handles bf16 and fp32, and on a GPU
+``kernels/gumbel_argmax.py`` any float dtype.
 """
 
 import ctypes
@@ -22,8 +22,8 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True)
 class SampledRows:
-    """What ``sample_rows`` finds: the token of each draw, [D] int64, and of each row of the logits its highest number,
-    [R] float32, and whether all are finite, [R] bool.
+    """The result of ``sample_rows``: the token of each draw, [D] int64, and for each row of the logits its highest
+    value, [R] float32, and whether all its values are finite, [R] bool.
     """
 
     token_ids: torch.Tensor
@@ -32,11 +32,11 @@ class SampledRows:
 
 
 def sample_rows(logits: torch.Tensor, rows: TokenArray, metadata: SamplingMetadata | None) -> SampledRows | None:
-    """Draws from row ``rows[i]`` [D] of ``logits`` [R, V] with the parameters i of ``metadata``, None for greedy draws.
-    None where there is no kernel for ``logits``; on a GPU there is none for greedy draws alone. A GPU is not waited
-    for.
+    """Draws from row ``rows[i]`` [D] of ``logits`` [R, V] with the parameters i of ``metadata``, which is None for
+    greedy draws. Does not wait for a GPU.
 
-    A row with a NaN or +inf, or with nothing above -inf, gets any valid id. ``rows`` are not checked.
+    Returns None if no kernel supports ``logits``; no GPU kernel supports greedy draws alone. A row with a NaN or +inf,
+    or with nothing above -inf, gets any valid id. ``rows`` are not checked.
     """
     if logits.is_cuda:
         if metadata is None or not logits.numel() or (module := _triton_module(logits.device)) is None:
@@ -54,7 +54,7 @@ def sample_rows(logits: torch.Tensor, rows: TokenArray, metadata: SamplingMetada
 def sample_rows_in_triton(
     module: Any, logits: torch.Tensor, rows: TokenArray, metadata: SamplingMetadata
 ) -> SampledRows | None:
-    """As ``sample_rows``, by ``module.gumbel_argmax``."""
+    """Like ``sample_rows``, with ``module.gumbel_argmax``."""
     if logits.stride(1) != 1:
         return None
     lowest, highest = torch.aminmax(logits, dim=-1)
@@ -72,11 +72,13 @@ def sample_rows_in_triton(
 
 @functools.cache
 def _triton_module(device: torch.device) -> Any:
-    """``gumbel_argmax``, if it draws on ``device``; else None. Triton may be missing, or the C compiler it needs."""
+    """Returns the module ``gumbel_argmax`` if it can draw on ``device``, else None: Triton, or the C compiler that it
+    needs, may be missing.
+    """
     try:
         module = importlib.import_module("quire_engine.kernels.gumbel_argmax")
         module.draw_something(device)
-    except Exception as error:  # noqa: BLE001 -- whatever a compiler raises
+    except Exception as error:  # noqa: BLE001 -- a compiler may raise anything
         logger.warning("Triton's sampler is not available, so torch replaces it and is slower: %s", error)
         return None
     return module
@@ -90,9 +92,9 @@ def run_sample_kernel(
     kernels: ctypes.CDLL | None = None,
     **outputs: torch.Tensor | None,
 ) -> bool:
-    """Runs the kernel (``kernels`` instead of the usual library) on ``logits`` [R, V], with draws from ``rows`` or
-    without any, and writes into ``outputs``, by their names in ``SampleCall``. Returns False, and writes nothing, where
-    there is no kernel for ``logits``.
+    """Runs the kernel on ``logits`` [R, V], with draws from ``rows`` or without draws, and writes into ``outputs``,
+    named as in ``SampleCall``. ``kernels`` replaces the usual library. Returns False, and writes nothing, if no kernel
+    supports ``logits``.
     """
     if not (logits.is_cpu and logits.dtype in DTYPES and logits.numel() and logits.stride(1) == 1):
         return False

@@ -1,17 +1,17 @@
-"""Draws one token a row: the Gumbel-max trick with stateless noise.
+"""Samples one token per row with the Gumbel-max trick and stateless noise.
 
 argmax(score + Gumbel noise) is a draw from softmax(score) (Gumbel 1954; Maddison et al. 2014). Here
 
     score = (logit - highest logit of the row) / temperature, of the tokens that top-k, top-p and min-p keep,
 
-and the noise is that of ``metadata.gumbel_noise``: a function of seed, position and token id. Greedy is the same argmax
-without noise. Equal scores go to the lowest token id. A row's draw depends on that row's logits and
-parameters alone, whatever else is in the batch.
+and the noise is ``metadata.gumbel_noise``, a function of seed, position and token id. Greedy is the same argmax without
+noise. Among equal scores the lowest token id wins. A row's draw depends only on its own logits and parameters, not on
+the rest of the batch.
 
-Filters look at the 1,024 highest scores first, and noise is then made for those only. A row that keeps more is sorted
-whole, unless its threshold is known already, and gets noise for all tokens. Which rows these are is known on the device
-only. Where the host must not wait for it, every row gets noise for all tokens, and those that have a top-p without
-a top-k, or a top-k above 1,024, are sorted whole: more work, but the same draws.
+Filters first look at the 1,024 highest scores, and only those get noise. A row that keeps more gets noise for all
+tokens, and is sorted whole unless its threshold is known already. Only the device knows which rows these are. If the
+host must not wait for it, every row gets noise for all tokens, and rows with a top-p without a top-k, or with a top-k
+above 1,024, are sorted whole. That is more work for the same draws.
 """
 
 from collections.abc import Callable, Sequence
@@ -38,23 +38,23 @@ from quire_engine.sampling.sample_kernel import run_sample_kernel
 
 # Top-k, top-p and min-p: the lowest score that a row keeps.
 #
-# All three are rules about values, not about positions in a sorted list: top-k keeps what scores at least as high as
-# the k-th token, top-p (nucleus sampling, Holtzman et al. 2019) what has less than ``top_p`` of the mass strictly above
-# it, counted among the tokens that top-k kept, and min-p (Nguyen et al. 2024) what is at least ``min_p`` times as
-# probable as the most probable token. Equal scores are kept or left out together, so that neither the order in which a
-# sort leaves them nor the width that was sorted can change a draw.
+# All three are rules about values, not about positions in a sorted list. Top-k keeps tokens that score at least as high
+# as the k-th. Top-p (nucleus sampling, Holtzman et al. 2019) keeps tokens with less than ``top_p`` of the mass strictly
+# above them, counted among the tokens that top-k kept. Min-p (Nguyen et al. 2024) keeps tokens at least ``min_p`` times
+# as probable as the most probable one. Equal scores are kept or dropped together, so the order that a sort leaves them
+# in, or the width that it covered, cannot change a draw.
 
 
 @dataclass(frozen=True, slots=True)
 class TopCandidates:
-    """The highest scores of each row, in falling order, with their token ids, both [R, W]."""
+    """The highest scores of each row in descending order, and their token ids, both [R, W]."""
 
     scores: torch.Tensor
     token_ids: torch.Tensor
 
     @classmethod
     def from_scores(cls, scores: torch.Tensor, width: int) -> "TopCandidates":
-        """The ``width`` highest of ``scores`` [R, V]; which ones of equal scores is not defined."""
+        """Returns the ``width`` highest of ``scores`` [R, V]. Which of several equal scores it returns is undefined."""
         if width >= scores.shape[1]:
             return cls(*scores.sort(dim=-1, descending=True))
         return cls(*scores.topk(width, dim=-1))
@@ -69,11 +69,11 @@ def sampling_threshold(
     *,
     has_top_p: bool = True,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """The lowest score that each row keeps, [R, 1], and whether ``top`` was wide enough to know it, [R].
+    """Returns the lowest score that each row keeps, [R, 1], and whether ``top`` was wide enough to know it, [R].
 
-    ``scores`` [R, V] are finite or -inf, and relative to the row's highest, which is 0; ``top_k`` [R] int64, 0 for all;
-    ``top_p`` [R] float64; ``log_min_p`` [R] float32, the logarithm of min-p. A ``top`` that holds every score above
-    -inf always is wide enough. Without ``has_top_p`` no row has a ``top_p`` below 1, and ``top_p`` is not used.
+    ``scores`` [R, V] are finite or -inf, relative to the row's highest, which is 0. ``top_k`` is [R] int64, 0 for all
+    tokens; ``top_p`` [R] float64; ``log_min_p`` [R] float32, the logarithm of min-p. A ``top`` that holds every score
+    above -inf is always wide enough. Without ``has_top_p`` every ``top_p`` must be 1 and is ignored.
     """
     vocab_size, width = scores.shape[1], top.scores.shape[1]
     last = top.scores[:, -1]
@@ -81,7 +81,7 @@ def sampling_threshold(
     kth = top.scores.gather(1, top_k.clamp(1, width)[:, None] - 1).masked_fill(unlimited[:, None], -torch.inf)
     nucleus, reached = _top_p_threshold(scores, kth, top, top_p) if has_top_p else (log_min_p[:, None], top_p >= 1)
     above = log_min_p >= last
-    # The mass that top-p counts is of what top-k kept, so min-p makes top-k's threshold needless only without it.
+    # Top-p counts the mass that top-k kept, so min-p makes top-k's threshold irrelevant only without top-p.
     kth_known = unlimited | (top_k <= width) | (above & (top_p >= 1))
     known = kth_known & (reached | above | (kth.squeeze(1) >= last))
     lowest = torch.maximum(torch.maximum(kth, nucleus), log_min_p[:, None])
@@ -91,7 +91,9 @@ def sampling_threshold(
 def _top_p_threshold(
     scores: torch.Tensor, kth: torch.Tensor, top: TopCandidates, top_p: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """The lowest score [R, 1] in the nucleus of what is not below ``kth``, and whether it ends within ``top``, [R]."""
+    """Returns the lowest score [R, 1] in the nucleus of the scores not below ``kth``, and whether the nucleus ends
+    within ``top``, [R].
+    """
     everything = top_p >= 1
     need = (_total_weight(scores, kth).double() * top_p).ceil_().long()
     mass = weights(top.scores).cumsum_(-1)
@@ -101,7 +103,7 @@ def _top_p_threshold(
 
 
 def _total_weight(scores: torch.Tensor, kth: torch.Tensor) -> torch.Tensor:
-    """What all scores of a row that are not below ``kth`` weigh, [R] int64."""
+    """Returns the total weight of each row's scores that are not below ``kth``, [R] int64."""
     width = max(1, (NOISE_TOKENS if scores.device.type == "cpu" else DEVICE_NOISE_TOKENS) // max(1, len(scores)))
     total = torch.zeros(len(scores), dtype=torch.int64, device=scores.device)
     for part in scores.split(width, dim=1):
@@ -109,15 +111,15 @@ def _total_weight(scores: torch.Tensor, kth: torch.Tensor) -> torch.Tensor:
     return total
 
 
-# The most probable token of each row, the lowest id of equal ones: the whole cost of a greedy draw.
+# The most probable token of each row, or the lowest id among equals: the whole cost of a greedy draw.
 
 
 def lowest_argmax(scores: torch.Tensor, *, allow_sync: bool = True) -> torch.Tensor:
-    """The lowest token id with the highest of ``scores`` [R, V], any float dtype: [R] int64 on their device. Any valid
-    id where a row has a NaN.
+    """Returns the lowest token id with the highest of ``scores`` [R, V], any float dtype: [R] int64 on their device. A
+    row with a NaN gets any valid id.
 
-    With ``allow_sync`` on the CPU the compiled kernel does it, or numpy, which looks at a vector of scores at a time
-    where torch looks at one score.
+    On the CPU with ``allow_sync`` it uses the compiled kernel, or else numpy, which compares a vector of scores at a
+    time where torch compares one score.
     """
     if not allow_sync or scores.device.type != "cpu" or not scores.numel():
         return scores.max(-1).indices
@@ -132,16 +134,16 @@ def lowest_argmax(scores: torch.Tensor, *, allow_sync: bool = True) -> torch.Ten
 
 
 def scan_rows(rows: torch.Tensor, *, places: torch.Tensor | None = None, finite: torch.Tensor | None = None) -> bool:
-    """Writes the lowest place of the highest number of each of ``rows`` [R, V] into ``places`` [R] int64, some place
-    where a row has a NaN; and which of them hold only finite numbers into ``finite`` [R] bool. Returns False, and
-    writes nothing, where there is no kernel for them.
+    """Scans each of ``rows`` [R, V]. Writes the lowest index of the row's highest value into ``places`` [R] int64 (any
+    index for a row with a NaN), and whether all its values are finite into ``finite`` [R] bool. Returns False, and
+    writes nothing, if no kernel supports ``rows``.
     """
     return run_sample_kernel(rows, places=places, finite=finite)
 
 
 def _bfloat16_argmax(scores: torch.Tensor) -> TokenArray:
-    """The bits of positive numbers, read as integers, are in the numbers' order and above those of negative numbers,
-    whose order is the opposite one.
+    """Compares bit patterns as integers. Positive numbers have the same order as their bits and lie above negative
+    ones, whose order is reversed.
     """
     bits = scores.view(torch.int16).numpy()
     ids: TokenArray = bits.argmax(-1)
@@ -149,25 +151,26 @@ def _bfloat16_argmax(scores: torch.Tensor) -> TokenArray:
     negative, zero = np.flatnonzero(highest < 0), np.flatnonzero(highest == 0)
     if len(negative):
         ids[negative] = bits[negative].argmin(-1)
-    if len(zero):  # 0 and -0 are equal numbers of different bits
+    if len(zero):  # 0 and -0 are equal but have different bits
         ids[zero] = scores[torch.from_numpy(zero)].max(-1).indices.numpy()
     return ids
 
 
 TOP_WIDTH = 1024
-# Noise is made for so many tokens at a time. A dozen passes over them stay in a processor's cache; on other devices a
-# pass costs a launch, and the number only bounds their memory.
+# How many tokens get noise at a time. A dozen passes over them stay in a processor's cache. On other devices a pass
+# costs a launch, and the number only bounds their memory.
 NOISE_TOKENS, DEVICE_NOISE_TOKENS = 1 << 16, 1 << 22
-# Dividing by less would overflow even for neighbouring float32 logits; such a row is greedy up to exact ties.
+# Dividing by less would overflow even for adjacent float32 logits. Such a row is greedy up to exact ties.
 MIN_TEMPERATURE = 1e-30
 
 _SampleFunction = Callable[[torch.Tensor, SamplingMetadata, bool], torch.Tensor]
 
 
 def sample(logits: torch.Tensor, rows: SamplingMetadata, *, allow_sync: bool = True) -> torch.Tensor:
-    """Token ids [B] int64, on the device of ``logits`` [B, V] float32, finite or -inf (never drawn), and in no row all
-    of them -inf; a row that is otherwise gets any valid id. ``logits`` are overwritten. Nothing is read from the
-    device without ``allow_sync``, which makes no difference to the ids.
+    """Returns sampled token ids [B] int64 on the device of ``logits``. Overwrites ``logits`` [B, V] float32.
+
+    Logits must be finite or -inf (never drawn), with at least one finite value per row; any other row gets any valid
+    id. Without ``allow_sync`` nothing is read from the device. That does not change the ids.
     """
     methods = _sampling_methods(rows, logits.shape[1])
     if len(methods) == 1:
@@ -180,8 +183,8 @@ def sample(logits: torch.Tensor, rows: SamplingMetadata, *, allow_sync: bool = T
 
 
 def finite_rows(logits: torch.Tensor, *, allow_sync: bool = True) -> torch.Tensor:
-    """Which rows hold only finite numbers, [B] bool. Without the compiled kernel: a sum that is finite proves it, at a
-    fraction of the cost, but must be read.
+    """Returns which rows are entirely finite, [B] bool. Without the compiled kernel it sums first: a finite sum proves
+    it at a fraction of the cost, but must be read from the device.
     """
     if not allow_sync:
         return torch.stack(torch.aminmax(logits, dim=-1)).isfinite().all(0)
@@ -193,7 +196,7 @@ def finite_rows(logits: torch.Tensor, *, allow_sync: bool = True) -> torch.Tenso
 
 
 def _sampling_methods(rows: SamplingMetadata, vocab_size: int) -> list[tuple[_SampleFunction, TokenArray]]:
-    """The functions that sample rows, and the indices of the rows that each one is for."""
+    """Returns the functions that sample the rows, each with the indices of its rows."""
     greedy, filtered = rows.is_greedy(), rows.is_filtered(vocab_size)
     has_threshold = rows.has_threshold_within(TOP_WIDTH, vocab_size)
     methods: list[tuple[_SampleFunction, BoolArray]] = [
@@ -228,10 +231,12 @@ def _sample_filtered(logits: torch.Tensor, rows: SamplingMetadata, allow_sync: b
 def _sample_from_top(
     scores: torch.Tensor, top: TopCandidates, metadata: DeviceSamplingMetadata, has_top_p: bool
 ) -> torch.Tensor:
-    """Samples from the highest scores alone, except rows that may keep others too; which ones these are is read."""
+    """Samples from the highest scores only, except for rows that may keep others too. Reads from the device which rows
+    those are.
+    """
     lowest, known = _threshold(scores, top, metadata, has_top_p)
     token_ids = _sample_from_candidates(top, lowest, metadata.keys)
-    # Where the threshold is the last score of ``top``, ties with it may lie outside; -inf is not drawn anyway.
+    # If the threshold is the last score of ``top``, equal scores may lie outside ``top``; -inf is never drawn.
     last = top.scores[:, -1]
     wide = ((~known | (lowest.squeeze(1) <= last)) & (last > -torch.inf)).nonzero().squeeze(1)
     if len(wide) and top.scores.shape[1] < scores.shape[1]:
@@ -245,7 +250,7 @@ def _sample_from_top(
 
 
 def _scale(logits: torch.Tensor, metadata: DeviceSamplingMetadata) -> torch.Tensor:
-    """Scores, 0 for the highest of each row; ``logits`` are overwritten."""
+    """Returns the scores, with 0 as the highest of each row. Overwrites ``logits``."""
     temperature = metadata.temperature.clamp(min=MIN_TEMPERATURE)
     return logits.sub_(logits.amax(-1, keepdim=True)).div_(temperature[:, None])
 
@@ -257,14 +262,14 @@ def _threshold(
 
 
 def _sample_from_all(scores: torch.Tensor, keys: torch.Tensor, allow_sync: bool) -> torch.Tensor:
-    """Token ids [R] drawn from every token with a score above -inf."""
+    """Returns token ids [R], sampled from every token with a score above -inf."""
     width = max(1, (NOISE_TOKENS if scores.device.type == "cpu" else DEVICE_NOISE_TOKENS) // len(keys))
     best = torch.full((len(keys),), -torch.inf, device=scores.device)
     token_ids = torch.zeros(len(keys), dtype=torch.int64, device=scores.device)
     for start, part in zip(range(0, scores.shape[1], width), scores.split(width, dim=1), strict=True):
         ids = torch.arange(start, start + part.shape[1], dtype=torch.int32, device=scores.device)
         uniform = uniform_from_bits(hash_tokens(keys, ids))
-        if allow_sync:  # noise for those that can win
+        if allow_sync:  # only tokens that can win get noise
             hopeful = (noise_bound(uniform).add_(part) >= best[:, None]).nonzero(as_tuple=True)
             noise = gumbel_from_uniform(uniform[hopeful])
             noisy = torch.full_like(part, -torch.inf).index_put_(hopeful, noise.add_(part[hopeful]))
@@ -280,35 +285,39 @@ def _sample_from_all(scores: torch.Tensor, keys: torch.Tensor, allow_sync: bool)
 
 def _sample_from_candidates(top: TopCandidates, lowest: torch.Tensor, keys: torch.Tensor) -> torch.Tensor:
     noisy = gumbel_noise(keys, top.token_ids.int()).add_(top.scores).masked_fill_(top.scores < lowest, -torch.inf)
-    # Losers rather than winners, so that a row of NaN, which compares as neither, has a winner too.
+    # Excludes losers rather than selecting winners, so that a row of NaN, which compares as neither, also has a winner.
     losers = noisy < noisy.amax(-1, keepdim=True)
     return top.token_ids.masked_fill(losers, torch.iinfo(torch.int64).max).amin(-1)
 
 
 def _top_width(rows: SamplingMetadata, vocab_size: int) -> int:
-    """Well above the largest top-k, as all ties with the last token are kept too; wider where no top-k is small."""
+    """Returns a width well above the largest top-k, because all ties with the k-th token are kept too. Wider if some
+    row has no small top-k.
+    """
     bounded = (rows.top_k > 0) & (rows.top_k < TOP_WIDTH)
     width = 2 * int(rows.top_k.max()) + 64 if bool(bounded.all()) else TOP_WIDTH
     return min(width, TOP_WIDTH, vocab_size)
 
 
-# A top-k with a defined order: falling scores, and equal ones by rising token id.
+# A top-k with a defined order: descending scores, and equal scores by ascending token id.
 
 
 _LOW_BITS = (1 << 32) - 1
 
 
 def stable_topk(scores: torch.Tensor, count: int, *, allow_sync: bool = True) -> tuple[torch.Tensor, torch.Tensor]:
-    """The ``count`` highest of ``scores`` [R, V] float32, no NaN, and their token ids, both [R, min(count, V)].
-    With ``allow_sync`` they are on the host; otherwise on the device of ``scores``, which is not waited for. The ids of
-    scores of -inf are not defined.
+    """Returns the ``count`` highest of ``scores`` [R, V] float32, without NaN, and their token ids, both [R, min(count,
+    V)].
+
+    With ``allow_sync`` the results are on the host, otherwise on the device of ``scores`` without a wait. The token ids
+    of scores of -inf are undefined.
     """
     count = min(count, scores.shape[1])
     return _topk_with_ties_resolved(scores, count) if allow_sync else _topk_by_unique_keys(scores, count)
 
 
 def _topk_by_unique_keys(scores: torch.Tensor, count: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """Sorts integers that are unique: above, the bits of the score in the order of the scores; below, the id."""
+    """Sorts unique integers: the high half orders by score, the low half by token id."""
     bits = (scores + 0.0).view(torch.int32)  # -0 becomes 0
     ordered = bits ^ ((bits >> 31) & 0x7FFFFFFF)
     ids = torch.arange(_LOW_BITS, _LOW_BITS - scores.shape[1], -1, device=scores.device)
@@ -317,8 +326,8 @@ def _topk_by_unique_keys(scores: torch.Tensor, count: int) -> tuple[torch.Tensor
 
 
 def _topk_with_ties_resolved(scores: torch.Tensor, count: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """Looks for equal scores only in rows where it matters which of them were chosen."""
-    # One more than asked for: only where it equals the last does it matter which of the equal ones were chosen.
+    """Searches for ties only in rows where it matters which of the equal scores were chosen."""
+    # One more than asked for: only if it equals the last one does it matter which equal scores were chosen.
     values, ids = (part.cpu() for part in scores.topk(min(count + 1, scores.shape[1]), dim=-1))
     border = values[:, count - 1]
     cut = (values[:, -1] == border) if values.shape[1] > count else torch.zeros(len(scores), dtype=torch.bool)
@@ -337,20 +346,20 @@ def _sort_by_value_then_id(values: torch.Tensor, ids: torch.Tensor) -> tuple[tor
 
 # Log-probabilities of tokens under the model's own distribution: a float32 log-softmax of its logits.
 #
-# Computed for a bounded number of rows at a time, so that long prompts and wide vocabularies cost time but no memory.
+# Computed for a bounded number of rows at a time, so that long prompts and large vocabularies cost time but not memory.
 
 
 MAX_ROWS, MAX_VALUES = 256, 1 << 24
 
 
 def max_rows_at_once(vocab_size: int) -> int:
-    """How many rows of logits are normalised at a time."""
+    """Returns how many rows of logits are normalized at a time."""
     return max(1, min(MAX_ROWS, MAX_VALUES // vocab_size))
 
 
 def token_logprobs(logits: torch.Tensor, token_ids: Sequence[int], num_top: Sequence[int]) -> list[TokenLogprobs]:
-    """For each row i of ``logits`` [R, V], any float dtype and finite: the log-probability of ``token_ids[i]``, and the
-    ``num_prompt_logprobs[i]`` most probable tokens, best first, equal ones by rising id. Waits for the device.
+    """Returns for each row i of ``logits`` [R, V], any float dtype and finite, the log-probability of ``token_ids[i]``
+    and the ``num_top[i]`` most probable tokens, best first, equal ones by ascending id. Waits for the device.
     """
     (ids,) = upload_arrays((np.array(token_ids, dtype=np.int64),), logits.device)
     return to_token_logprobs(compute_logprobs(logits, ids, max(num_top, default=0)), num_top)
@@ -359,8 +368,8 @@ def token_logprobs(logits: torch.Tensor, token_ids: Sequence[int], num_top: Sequ
 def compute_logprobs(
     logits: torch.Tensor, token_ids: torch.Tensor, num_top: int, *, allow_sync: bool = True
 ) -> list[torch.Tensor]:
-    """The log-probability of the token of each row [R] float32, and with ``num_prompt_logprobs`` above 0 those of the
-    most probable tokens and their ids, both [R, min(num_top, V)].
+    """Returns the log-probability of each row's token, [R] float32. With ``num_top`` above 0, also returns the
+    log-probabilities and ids of the most probable tokens, both [R, min(num_top, V)].
     """
     size, chunks = max_rows_at_once(logits.shape[1]), []
     for start in range(0, len(token_ids), size):
@@ -372,7 +381,7 @@ def compute_logprobs(
 
 
 def to_token_logprobs(measured: Sequence[torch.Tensor], num_top: Sequence[int]) -> list[TokenLogprobs]:
-    """The tensors of ``compute_logprobs`` as one object a row, row i with ``num_prompt_logprobs[i]`` most probable
+    """Converts the tensors of ``compute_logprobs`` to one object per row. Row i has the ``num_top[i]`` most probable
     tokens. Waits for the device.
     """
     if not num_top:

@@ -1,12 +1,12 @@
-"""Draws the tokens of one step from its logits.
+"""Samples the tokens of one step from its logits.
 
-Draws are sorted into groups that are sampled alike, so that each pays for what it asks for and nothing else:
-a greedy one is an argmax of the model's own logits, only rows that a logits processor changes are copied, and only rows
-that ask for log-probabilities are normalised.
+Draws are grouped by how they are sampled, so that each pays only for what it asks for. A greedy draw is an argmax of
+the model's own logits, only rows that a logits processor changes are copied, and only rows that ask for
+log-probabilities are normalized.
 
-On a GPU the step's forward pass may still run when its tokens are drawn, so nothing is read from the device on the way:
-whatever can go wrong becomes a flag that is read with the tokens. On the CPU there is nothing to wait for, and results
-are read in between where that saves work.
+On a GPU the step's forward pass may still run during sampling, so nothing is read from the device: each possible
+failure becomes a flag that is read together with the tokens. On the CPU there is nothing to wait for, and results are
+read early where that saves work.
 """
 
 from collections.abc import Container, Mapping, Sequence
@@ -41,7 +41,7 @@ from quire_engine.sampling.sample_ops import (
 
 @dataclass(frozen=True, slots=True)
 class SamplingGroup:
-    """Draws that are sampled alike, the index of each among those that are sampled at once, and its row of the
+    """Draws that are sampled alike. Each has an index among the draws that are sampled at once, and a row of the
     logits.
     """
 
@@ -50,11 +50,11 @@ class SamplingGroup:
     rows: list[int] = field(default_factory=list)
 
     def joined(self, other: "SamplingGroup") -> "SamplingGroup":
-        """The draws of both groups."""
+        """Returns the draws of both groups."""
         return SamplingGroup(self.draws + other.draws, self.indices + other.indices, self.rows + other.rows)
 
     def without(self, numbers: Container[int]) -> "SamplingGroup":
-        """All draws but those of these numbers."""
+        """Returns all draws except the draws with these numbers."""
         kept = [i for i, draw in enumerate(self.draws) if draw.number not in numbers]
         return SamplingGroup(
             [self.draws[i] for i in kept],
@@ -63,18 +63,18 @@ class SamplingGroup:
         )
 
     def select(self, logits: torch.Tensor) -> torch.Tensor:
-        """The logits of each draw, [D, V]; ``logits`` itself, not copied, if they are all of its rows in
+        """Returns the logits of each draw, [D, V]: ``logits`` itself, without a copy, if the draws use all rows in
         order.
         """
         return select_rows(logits, self.rows)
 
     def select_copy(self, logits: torch.Tensor) -> torch.Tensor:
-        """A copy of the logits of each draw, float32 [D, V]."""
+        """Returns a copy of the logits of each draw, float32 [D, V]."""
         taken = self.select(logits)
         return taken.to(torch.float32, copy=taken is logits)
 
     def sampling_metadata(self) -> SamplingMetadata:
-        """The sampling parameters of each draw."""
+        """Returns the sampling parameters of the draws."""
         requests = [draw.state.sample_request for draw in self.draws]
         seeds, positions = [request.seed for request in requests], [len(draw.known) for draw in self.draws]
         return SamplingMetadata.from_params([request.params for request in requests], seeds, positions)
@@ -82,7 +82,7 @@ class SamplingGroup:
 
 @dataclass(frozen=True, slots=True)
 class SamplingGroups:
-    """The draws of a step, grouped by how they are sampled. Those of ``with_logprobs`` are in another group too."""
+    """The draws of a step, grouped by how they are sampled. Draws in ``with_logprobs`` are in another group too."""
 
     greedy: SamplingGroup = field(default_factory=SamplingGroup)
     random: SamplingGroup = field(default_factory=SamplingGroup)
@@ -92,7 +92,7 @@ class SamplingGroups:
 
     @classmethod
     def from_draws(cls, draws: Sequence[Draw], rows: Sequence[int]) -> "SamplingGroups":
-        """Sorts ``draws``, each sampled from its row of ``rows``."""
+        """Groups ``draws``. Draw i samples from row ``rows[i]``."""
         groups = cls()
         for index, (draw, row) in enumerate(zip(draws, rows, strict=True)):
             state = draw.state
@@ -109,30 +109,31 @@ class SamplingGroups:
         return groups
 
     def without(self, failed: Container[int]) -> "SamplingGroups":
-        """The groups without the draws ``failed``, whose grammars have failed."""
+        """Returns the groups without the draws ``failed``, whose grammars have failed."""
         return replace(self, processed=self.processed.without(failed), beams=self.beams.without(failed))
 
 
 def select_rows(values: torch.Tensor, rows: Sequence[int]) -> torch.Tensor:
-    """``rows`` of ``values`` [R, ...]; ``values`` itself, not copied, if they are all of its rows in order."""
+    """Returns ``rows`` of ``values`` [R, ...]: ``values`` itself, without a copy, if they are all its rows in order."""
     if list(rows) == list(range(len(values))):
         return values
     return values.index_select(0, upload_arrays((index_array(rows),), values.device)[0])
 
 
 def index_array(indices: Sequence[int]) -> TokenArray:
-    """Indices as int64, to be uploaded."""
+    """Returns indices as int64, to be uploaded."""
     return np.array(indices, dtype=np.int64)
 
 
 @dataclass(frozen=True, slots=True)
 class HostCopies:
-    """What is copied to the host; None for what no draw asks for.
+    """The results that are copied to the host; None for results that no draw asks for.
 
-    ``sampled``: the token ids [D] int64, and which rows of the logits are finite, [R] bool. ``allowed`` [D] bool: for
-    which draws of the group ``processed`` any token is allowed. ``candidates``: log-probabilities and token
-    ids of the group ``beams``, both [D, C], and for which of them any token is allowed, [D] bool. ``logprobs``: of the
-    group ``with_logprobs``, as ``compute_logprobs`` returns them.
+    * ``sampled``: the token ids, [D] int64, and which rows of the logits are finite, [R] bool.
+    * ``allowed``: for which draws of the group ``processed`` any token is allowed, [D] bool.
+    * ``candidates``: for the group ``beams``, log-probabilities and token ids, both [D, C], and for which draws any
+      token is allowed, [D] bool.
+    * ``logprobs``: for the group ``with_logprobs``, the result of ``compute_logprobs``.
     """
 
     sampled: HostCopy
@@ -143,8 +144,8 @@ class HostCopies:
 
 @dataclass(frozen=True, slots=True)
 class SamplerOutput:
-    """What was sampled. ``token_ids`` [D] int64 are on the device of the logits, in the order of the draws, for the
-    next step to read; one that fails or that is a beam's has token 0.
+    """The sampled tokens of a step. ``token_ids`` [D] int64 are on the device of the logits, in draw order, so that the
+    next step can read them. A draw that fails or belongs to a beam has token 0.
     """
 
     token_ids: torch.Tensor
@@ -155,8 +156,9 @@ class SamplerOutput:
     _copies: HostCopies
 
     def fetch_into(self, model_output: ModelOutput) -> None:
-        """Waits until the tokens are drawn, and writes what came of each draw into ``model_output``, which has a number
-        for each: the token, with its log-probabilities where they are asked for, candidates, or an error.
+        """Waits for the tokens, and writes the result of each draw into ``model_output``: the token, with
+        log-probabilities if asked for, or candidates, or an error. ``model_output.token_ids`` has an entry for each
+        draw.
         """
         copies = self._copies
         token_ids, finite = copies.sampled.wait()
@@ -172,7 +174,7 @@ class SamplerOutput:
             self._fetch_candidates(copies.candidates, model_output)
 
     def _fetch_errors(self, row_is_finite: Sequence[bool], errors: dict[int, QuireError]) -> None:
-        """Writes what went wrong, for each draw the first error."""
+        """Writes the first error of each draw."""
         for draw, row in zip(self._draws, self._rows, strict=True):
             if not row_is_finite[row]:
                 errors[draw.number] = non_finite_error()
@@ -203,7 +205,7 @@ class SamplerOutput:
 
 @dataclass(frozen=True, slots=True)
 class PlainSamplerOutput:
-    """What was sampled in a step whose draws are all plain, as ``SamplerOutput``."""
+    """The sampled tokens of a step whose draws are all plain. Like ``SamplerOutput``."""
 
     token_ids: torch.Tensor
     _copy: HostCopy
@@ -218,12 +220,12 @@ class PlainSamplerOutput:
 
 
 def num_top_logprobs(group: SamplingGroup) -> list[int]:
-    """How many of the most probable tokens each draw wants with its own."""
+    """Returns how many of the most probable tokens each draw wants along with its own."""
     return [draw.state.sample_request.params.logprobs or 0 for draw in group.draws]
 
 
 def non_finite_error() -> QuireError:
-    """The error of a sequence whose logits are not finite."""
+    """Returns the error for a sequence whose logits are not finite."""
     return QuireError(ErrorCode.INTERNAL, "The model computed numbers that are not finite for this request.")
 
 
@@ -234,8 +236,8 @@ def _no_token_allowed_error(request: SampleRequest) -> QuireError:
 
 @dataclass(frozen=True, slots=True)
 class SamplerInput:
-    """The draws of a step whose logits are being computed, and the grammar bitmask that is being filled meanwhile; None
-    where none has a grammar.
+    """The draws of a step whose logits are being computed, and the grammar bitmask that is filled meanwhile, or None
+    without grammars.
     """
 
     draws: list[Draw]
@@ -243,9 +245,10 @@ class SamplerInput:
 
 
 class Sampler:
-    """Samples the tokens of one step after the other. Used by one thread. ``allow_sync``: whether sampling may wait for
-    the device where that saves it work; by default only on the CPU. It makes no difference to what is drawn. ``filler``
-    fills the bitmasks of grammars; by default a ``BitmaskFiller`` does.
+    """Samples the tokens of one step at a time. Use it from one thread.
+
+    ``allow_sync`` says whether sampling may wait for the device where that saves work; the default is only on the CPU.
+    It does not change what is drawn. ``filler`` fills grammar bitmasks; the default is a ``BitmaskFiller``.
     """
 
     def __init__(
@@ -256,8 +259,8 @@ class Sampler:
         self._allow_sync = allow_sync
 
     def prepare(self, draws: Sequence[Draw]) -> SamplerInput:
-        """Starts to fill the bitmask of those that have a grammar, whose ``known`` must hold every token before the one
-        to be drawn. Of one output, the draws behind drafts follow that of its own.
+        """Starts to fill the bitmask of the draws with a grammar. Their ``known`` must hold every token before the one
+        to sample. The draws after an output's drafts must follow the output's own draw.
         """
         draws = [_at_draft(draw) if draw.num_drafts else draw for draw in draws]
         grammars = [
@@ -268,17 +271,17 @@ class Sampler:
         return SamplerInput(draws, self._filler.start(grammars) if grammars else None)
 
     def sample(self, prepared: SamplerInput, logits: torch.Tensor, rows: Sequence[int]) -> SamplerOutput:
-        """Samples from ``logits`` [R, V], any float dtype: ``rows[i]`` is the row that draw i of ``prepared`` is from.
+        """Samples from ``logits`` [R, V], any float dtype. Draw i of ``prepared`` samples from row ``rows[i]``.
 
-        Everything is enqueued on the device of ``logits``, which is not waited for; the bitmask, which the host fills,
-        is. From then on ``logits`` may be overwritten by what is enqueued later.
+        Enqueues all work on the device of ``logits`` and does not wait for it, but waits for the bitmask, which the
+        host fills. Work that is enqueued later may overwrite ``logits``.
         """
         allow_sync = logits.device.type == "cpu" if self._allow_sync is None else self._allow_sync
         token_ids = torch.zeros(len(rows), dtype=torch.int64, device=logits.device)
         sampling_pass = _SamplingPass(logits, token_ids, allow_sync)
         groups, bitmask = SamplingGroups.from_draws(prepared.draws, rows), NO_GRAMMARS
         finite = sampling_pass.sample_plain(groups.greedy, groups.random)
-        if prepared.bitmask is not None:  # it was being filled meanwhile
+        if prepared.bitmask is not None:  # it was filled meanwhile
             bitmask = prepared.bitmask.wait()
             if bitmask.errors:
                 groups = groups.without(bitmask.errors)
@@ -294,8 +297,8 @@ class Sampler:
         return SamplerOutput(token_ids, prepared.draws, rows, groups, bitmask.errors, copies)
 
     def sample_plain(self, logits: torch.Tensor, metadata: SamplingMetadata | None) -> "PlainSamplerOutput":
-        """Samples a token from each row of ``logits`` [R, V], as ``sample`` does where nothing is asked for but the
-        token; with ``metadata`` None all are greedy.
+        """Samples a token from each row of ``logits`` [R, V], like ``sample`` for draws that want only the token. With
+        ``metadata`` None all draws are greedy.
         """
         allow_sync = logits.device.type == "cpu" if self._allow_sync is None else self._allow_sync
         sampled = None if logits.is_cpu and not allow_sync else sample_rows(logits, np.arange(len(logits)), metadata)
@@ -316,13 +319,13 @@ class Sampler:
 
 
 def _at_draft(draw: Draw) -> Draw:
-    """The same draw, with a state of its own."""
+    """Returns the draw with its own copy of the state."""
     return replace(draw, state=draw.state.of_drafts(draw.num_drafts))
 
 
 @dataclass(frozen=True, slots=True)
 class _SamplingPass:
-    """One step's ``logits`` [R, V], and the ``token_ids`` [D] int64 that are written from them."""
+    """One step's ``logits`` [R, V], and the ``token_ids`` [D] int64 sampled from them."""
 
     logits: torch.Tensor
     token_ids: torch.Tensor
@@ -337,7 +340,7 @@ class _SamplingPass:
             self.token_ids.index_copy_(0, indices, token_ids)
 
     def sample_plain(self, greedy: SamplingGroup, random: SamplingGroup) -> torch.Tensor:
-        """Samples those that have no logits processors. Returns which rows of the logits are finite, [R] bool."""
+        """Samples the draws without logits processors. Returns which rows of the logits are finite, [R] bool."""
         both = greedy.joined(random)
         if sampled := self._sample_rows(self.logits, both, both.rows):
             self.write_tokens(both, sampled.token_ids)
@@ -350,7 +353,7 @@ class _SamplingPass:
         return finite_rows(self.logits, allow_sync=self.allow_sync)
 
     def sample_processed(self, group: SamplingGroup, bitmask: GrammarBitmask) -> torch.Tensor:
-        """Samples those that have logits processors. Returns for which of them any token is allowed, [D] bool."""
+        """Samples the draws with logits processors. Returns for which of them any token is allowed, [D] bool."""
         scores = group.select_copy(self.logits)
         apply_logits_processors(scores, group.draws, bitmask)
         if sampled := self._sample_rows(scores, group, range(len(scores))):
@@ -363,15 +366,17 @@ class _SamplingPass:
         return allowed
 
     def _sample_rows(self, scores: torch.Tensor, group: SamplingGroup, rows: Sequence[int]) -> SampledRows | None:
-        """The group's draws by a compiled kernel; None where there is none. That of the CPU is a wait for it."""
+        """Samples the group with a compiled kernel, or returns None if there is none. The CPU kernel is used only if
+        sampling may wait.
+        """
         if scores.is_cpu and not self.allow_sync:
             return None
         metadata = None if all(draw.state.greedy for draw in group.draws) else group.sampling_metadata()
         return sample_rows(scores, index_array(rows), metadata)
 
     def beam_candidates(self, group: SamplingGroup, bitmask: GrammarBitmask) -> list[torch.Tensor]:
-        """The best candidates of each beam: log-probabilities and token ids, both [D, C], and for which beams any token
-        is allowed, [D] bool. Normalised first and processed then, as in transformers' beam search.
+        """Returns the best candidates of each beam: log-probabilities and token ids, both [D, C], and for which beams
+        any token is allowed, [D] bool. Normalizes before the logits processors, as in transformers' beam search.
         """
         scores = group.select(self.logits).float().log_softmax(-1)
         apply_logits_processors(scores, group.draws, bitmask)
@@ -380,7 +385,7 @@ class _SamplingPass:
         return [*stable_topk(scores, count, allow_sync=self.allow_sync), allowed]
 
     def logprobs(self, group: SamplingGroup) -> list[torch.Tensor]:
-        """The log-probabilities of a group's drawn tokens, as ``compute_logprobs`` returns them."""
+        """Returns the log-probabilities of a group's sampled tokens, as from ``compute_logprobs``."""
         token_ids = select_rows(self.token_ids, group.indices)
         num_top = max(num_top_logprobs(group))
         return compute_logprobs(group.select(self.logits), token_ids, num_top, allow_sync=self.allow_sync)

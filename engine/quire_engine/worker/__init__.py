@@ -1,1 +1,1 @@
-"""One process's part of a step on its device: inputs, graphs, KV tensors, swap copies, memory profile."""
+"""One rank's part of a step on its device: inputs, graphs, KV tensors, block copies, memory profile."""

@@ -39,11 +39,12 @@ def make_attention(
     *,
     deterministic: bool = False,
 ) -> AttentionBackend:
-    """The backend called ``name``: cpu, flashinfer, reference or auto.
+    """Makes the attention backend ``name``: cpu, flashinfer, reference or auto.
 
-    On the CPU, auto is cpu, in torch where its kernel cannot be compiled. On a GPU it is flashinfer, and where that
-    is not usable reference, with a warning. With ``deterministic``, the result for a token depends on its sequence
-    alone. ``kv_dtype`` is that of KV memory, the model's ``dtype`` by default. Raises ``ModelError``.
+    On the CPU, auto means cpu, which runs in torch if its kernel cannot be compiled. On a GPU, auto means flashinfer,
+    or reference with a warning if flashinfer is not usable. With ``deterministic``, the result of a token depends only
+    on its own sequence. ``kv_dtype`` is the dtype of KV memory, by default the model's ``dtype``. Raises
+    ``ModelError``.
     """
     match name:
         case "auto" if device.type == "cuda":
@@ -85,12 +86,12 @@ def _check_flashinfer(device: torch.device, dtype: torch.dtype, *, deterministic
         import_module("flashinfer")
     except ModuleNotFoundError:
         raise ModelError(f"FlashInfer is not installed: {install_command('quire-engine', 'cuda')}.") from None
-    except (ImportError, OSError, RuntimeError) as error:  # packages of different versions, or no CUDA libraries
+    except (ImportError, OSError, RuntimeError) as error:  # version mismatch of packages, or missing CUDA libraries
         raise ModelError(f"FlashInfer cannot be loaded: {str(error).partition('. ')[0]}.") from error
     capability = torch.cuda.get_device_capability(device)
     if reason := unsupported_reason(dtype, capability):
         raise ModelError(f"FlashInfer {reason}.")
-    if deterministic and capability < (8, 0):  # Triton has no products for older ones
+    if deterministic and capability < (8, 0):  # Triton has no matrix products for older GPUs
         raise ModelError("On a GPU, --deterministic needs one of compute capability 8.0 or newer.")
 
 

@@ -1,8 +1,8 @@
-"""CPU graphs of decode steps: captured when a batch size first comes, replayed whenever it comes again.
+"""CPU graphs of decode steps: captured when a batch size first occurs, and replayed whenever it occurs again.
 
 A decode step of a small model is hundreds of short kernels, and between two of them the interpreter takes as long as
-they do. They are what CUDA graphs are on a GPU (see ``cuda_graph``); but a capture costs no more than the step itself,
-so sizes need no ladder and batches no padding.
+the kernel. CPU graphs do what CUDA graphs do on a GPU (see ``cuda_graph``). But a capture costs only as much as the
+step itself, so every size gets its own graph, and batches need no padding.
 """
 
 import ctypes
@@ -32,9 +32,9 @@ KERNELS = (
     *("quire_rms_norm", "quire_silu_mul", "quire_gelu_mul", "quire_rotate", "quire_lora"),
     *("quire_route", "quire_experts", "quire_sum"),
 )
-"""Those that can be captured, as in ``cpu_graph.cpp``."""
+"""The kernels that can be captured, as in ``cpu_graph.cpp``."""
 
-# The torch operations that are allowed during a capture: they allocate memory or make views.
+# The torch operations allowed during a capture: they allocate memory or make views.
 _ALLOCATIONS = ("empty", "new_empty", "empty_like")
 _VIEWS = (
     *("view", "_unsafe_view", "reshape", "split", "split_with_sizes", "tensor_split", "chunk", "unbind", "slice"),
@@ -46,13 +46,13 @@ _Listener = Callable[[None, object, tuple[object, ...]], None]
 
 
 class NotCapturableError(RuntimeError):
-    """A function does what a graph cannot repeat; the text says what."""
+    """A function does something that a graph cannot repeat. The text says what."""
 
 
 class CpuGraph:
-    """The calls of the compiled kernels that a function made, captured once with the memory that they used, and then
-    made again in one call, which costs the interpreter nothing, or in one for all that lie between two host calls.
-    ``result`` is what the function returned, and where each replay puts it.
+    """The kernel calls of a function, captured once together with their memory. A replay makes them all in one native
+    call, or one native call for each run of kernels between two host calls. ``result`` is what the function returned;
+    each replay writes its result there.
     """
 
     def __init__(self, kernels: ctypes.CDLL, parts: "list[_Part]", kept: list[object], result: torch.Tensor) -> None:
@@ -62,9 +62,7 @@ class CpuGraph:
         self.result = result
 
     def replay(self) -> None:
-        """Makes all calls again, in their order, on the same memory, with what that holds now. Raises what a host call
-        raises.
-        """
+        """Repeats all calls in order, on the same memory with its present contents. Raises what a host call raises."""
         for part in self._parts:
             if isinstance(part, ctypes.Array):
                 self._replay(part, len(part))
@@ -73,11 +71,11 @@ class CpuGraph:
 
 
 def capture(work: Callable[[], torch.Tensor]) -> CpuGraph:
-    """Runs ``work`` once, and captures its calls of kernels.
+    """Runs ``work`` once and captures its kernel calls.
 
-    ``work`` may call kernels, make host calls and new tensors, and take views of tensors. Memory that it frees is used
-    again within the graph, and nowhere else; what it did not make itself must outlive the graph. Raises
-    ``NotCapturableError`` at the first other operation of torch; what came before it has been done.
+    ``work`` may call kernels, make host calls, allocate tensors and take views. The graph reuses memory that ``work``
+    frees; memory that ``work`` did not allocate must outlive the graph. Raises ``NotCapturableError`` at the first
+    other torch operation; the work before it has been done.
     """
     kernels = library()
     if kernels is None:
@@ -89,20 +87,20 @@ def capture(work: Callable[[], torch.Tensor]) -> CpuGraph:
 
 
 class _Call(ctypes.Structure):
-    """A call of a kernel as numbers: field by field the struct of that name in ``cpu_graph.cpp``."""
+    """A kernel call as numbers. The fields match the struct of that name in ``cpu_graph.cpp``."""
 
     _fields_ = (("play", ctypes.c_void_p), ("slots", ctypes.c_int64 * _SLOTS))
 
 
 _Part = list[_Call] | HostCall
-"""Calls of kernels, or one of the host."""
+"""A run of kernel calls, or one host call."""
 
 
 class _Capture:
-    """The calls of kernels that one thread makes inside ``listen``, and what lies between them."""
+    """The kernel calls and host calls that one thread makes inside ``listen``."""
 
-    # All threads call the same functions, and each of those has one listener, as long as some thread captures. Ranks
-    # that are threads capture at the same time, and wait for each other meanwhile.
+    # All threads call the same functions, and a function has one listener while any thread captures. Ranks that run as
+    # threads capture at the same time and wait for each other meanwhile.
     _counting = threading.Lock()
     _count = 0
     _of_this_thread = threading.local()
@@ -114,13 +112,13 @@ class _Capture:
 
     @classmethod
     def of_this_thread(cls) -> "_Capture | None":
-        """The capture in whose ``listen`` this thread is."""
+        """Returns the capture whose ``listen`` this thread is in."""
         return getattr(cls._of_this_thread, "active", None)
 
     @contextmanager
     def listen(self, kernels: ctypes.CDLL) -> Iterator[None]:
-        """Records every call of a kernel that this thread makes inside the context. ctypes passes a finished call to
-        its function's ``errcheck``.
+        """Records every kernel call that this thread makes inside the context. ctypes passes each finished call to the
+        function's ``errcheck``.
         """
         functions = [getattr(kernels, name) for name in KERNELS]
         with self._counting:
@@ -140,7 +138,7 @@ class _Capture:
                         del function.errcheck
 
     def add_call(self, play: int, arguments: tuple[object, ...]) -> None:
-        """Records a call that ``play`` can make again."""
+        """Records a call that ``play`` can repeat."""
         call = _Call(play, (ctypes.c_int64 * _SLOTS)(*map(self._slot, arguments)))
         if self.parts and isinstance(last := self.parts[-1], list):
             last.append(call)
@@ -156,15 +154,15 @@ class _Capture:
             case float() as number:
                 return int.from_bytes(struct.pack("<f", number), "little")
             case ctypes.Structure() as arguments:
-                # Copied, because callers reuse one struct: its contents now are the arguments of this call.
+                # Copied because callers reuse one struct: its present contents are the arguments of this call.
                 self.structs.append(type(arguments).from_buffer_copy(arguments))
                 return ctypes.addressof(self.structs[-1])
         raise NotCapturableError(f"a kernel was called with {argument!r}")
 
 
-@functools.cache  # never freed: ctypes holds no reference during a call of another thread, and calls it after that
+@functools.cache  # never freed: a thread may be in a call when ``errcheck`` is deleted, and ctypes holds no reference
 def _call_listener(play: int) -> _Listener:
-    """Returns an ``errcheck`` that records calls which ``play`` can make again."""
+    """Returns an ``errcheck`` that records calls that ``play`` can repeat."""
 
     def listen(_result: None, _function: object, arguments: tuple[object, ...]) -> None:
         active = _Capture.of_this_thread()
@@ -177,8 +175,8 @@ def _call_listener(play: int) -> _Listener:
 class _CaptureDispatch:
     """Allocates from the graph's memory. Raises ``NotCapturableError`` for any torch operation that computes.
 
-    Not in the mode's own class: torch wraps what that defines, so that torch.compile passes it over, and imports
-    torch.compile for it at the first call. That takes seconds, in the first step of an engine that serves already.
+    This is not in the mode's own class, because torch wraps what a mode class defines to hide it from torch.compile,
+    and imports torch.compile at the first call. That would add seconds to a step of a running engine.
     """
 
     def __init__(self, allocator: "_CaptureAllocator") -> None:
@@ -197,18 +195,18 @@ class _CaptureDispatch:
         raise NotCapturableError(f"{name} is not one of the compiled kernels")
 
 
-class _CaptureMode(_CaptureDispatch, TorchDispatchMode):  # type: ignore[misc] # torch gives it no type
-    """The mode in which a thread captures."""
+class _CaptureMode(_CaptureDispatch, TorchDispatchMode):  # type: ignore[misc] # torch does not type it
+    """The torch mode that is active while a thread captures."""
 
 
 class _CaptureAllocator:
-    """The memory of one graph. The memory of a tensor is reused once the tensor is freed."""
+    """The memory of one graph. It reuses the memory of a tensor after the tensor is freed."""
 
     def __init__(self) -> None:
         self._free: dict[int, list[ctypes.Array[ctypes.c_char]]] = {}
 
     def allocate_like(self, wanted: torch.Tensor) -> torch.Tensor:
-        """A tensor of the shape, strides and dtype of ``wanted``. It holds anything."""
+        """Returns an uninitialized tensor with the shape, strides and dtype of ``wanted``."""
         size = max(1, wanted.untyped_storage().nbytes())
         free = self._free.setdefault(size, [])
         memory = free.pop() if free else (ctypes.c_char * (size + _ALIGNMENT))()
@@ -218,14 +216,14 @@ class _CaptureAllocator:
         return flat.as_strided(wanted.shape, wanted.stride())
 
 
-# Beyond this the kernels are long enough to hide the interpreter.
+# In larger batches the kernels are long enough to hide the interpreter.
 LARGEST_BATCH = 256
 # A graph takes about as much memory as one layer does while it computes.
 MAX_GRAPHS = 64
 
 
 class _CapturedStep(NamedTuple):
-    """A graph, and where it reads what is new in each step."""
+    """A graph and the inputs that it reads, which change in each step."""
 
     graph: CpuGraph
     inputs: LayerInputs
@@ -242,7 +240,7 @@ def make_cpu_graphs(model: Model, kv: Sequence[LayerKV], attention: AttentionBac
 
 
 class CpuGraphRunner:
-    """The graphs of one model over one KV memory. Used by one thread, in inference mode."""
+    """The graphs of one model over one KV memory. Use it from one thread, in inference mode."""
 
     def __init__(self, model: LayeredModel, kv: Sequence[LayerKV], attention: CpuAttention) -> None:
         self._model = model
@@ -253,14 +251,14 @@ class CpuGraphRunner:
         self._not_capturable = False
 
     def can_run(self, size: int) -> bool:
-        """Whether a step of ``size`` tokens, those of sequences that decode and their drafts, may run from a graph. How
-        they are shared among sequences makes no difference: the attention's plan is read when a graph is replayed.
+        """Whether a step of ``size`` tokens may run from a graph. The tokens must be decode tokens and their drafts.
+        How sequences share them makes no difference: a replay reads the attention's current plan.
         """
         return size <= LARGEST_BATCH and not self._not_capturable
 
     def forward(self, token_ids: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
-        """As ``Model.forward``, for a step that fits and that the attention and adapters are prepared for; which those
-        are makes no difference, only whether there are any. The hidden states hold until the next call.
+        """Does ``Model.forward`` for a step that ``can_run``. The attention and the adapters must be prepared. It
+        matters whether there are adapters, not which. The hidden states are valid until the next call.
         """
         fresh = self._model.inputs(token_ids, positions)
         kind = len(token_ids), self._model.loras is not None and self._model.loras.is_active
@@ -283,7 +281,7 @@ class CpuGraphRunner:
         except NotCapturableError as error:
             log.info("decode steps are not captured: %s", error)
             self._not_capturable = True
-            # What was computed so far only wrote what is now written again.
+            # The work so far only wrote what is now written again.
             return self._model.layers(inputs._replace(hidden_states=states), self._kv, self._attention)
         self._graphs[kind] = _CapturedStep(graph, inputs)
         if len(self._graphs) > MAX_GRAPHS:

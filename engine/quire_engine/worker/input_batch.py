@@ -1,4 +1,4 @@
-"""The tensors of one step, made from its columns and what the worker knows of their rows."""
+"""The tensors of one step, made from the step's columns and the worker's row states."""
 
 import math
 from array import array
@@ -17,25 +17,27 @@ from quire_engine.sampling.prompt_logprobs import PromptTargets
 from quire_engine.worker.request_states import Indices, RaggedRows, RequestStates
 
 PENDING_TOKEN_ID = -1
-"""Stands in a batch for a token that the step before draws."""
+"""Stands in a batch for a pending token, which the previous step samples."""
 _NO_ROWS = torch.empty(0, dtype=torch.int64)
 _ONE_GROUP = (KVCacheGroup(),)
 WINDOW_ALIGNMENT = 512
-"""The context of a chunk in layers with a window begins at a multiple of so many tokens. No kernel has larger tiles of
-keys, so that the tiles, and with them the order of every sum, are the same wherever chunks begin.
+"""In layers with a window, the context of a chunk begins at a multiple of this many tokens. No kernel has larger key
+tiles, so the tiles, and with them the order of every sum, do not depend on where chunks begin.
 """
 
 
 @dataclass(frozen=True, slots=True)
 class ModelInput:
-    """The tokens of a step, packed in the order of its chunks: all that a forward pass needs, as plain numbers.
+    """The tokens of a step, packed in chunk order: all that a forward pass needs, as plain numbers.
 
-    ``token_ids`` [T] int64, and ``positions`` [T] int32, each one's index in its sequence. ``attention`` has the batch
-    of each group of layers. ``sampled_rows`` [S] int64 are the indices in the batch of the tokens whose logits are
-    drawn from: of each chunk with draws the last, and as many before it as it has drafts;
-    ``prompt_logprob_rows`` [N] int64 those of the tokens that targets follow. ``pending_rows`` [P] int64 are the
-    indices of tokens that are not known yet, as they are drawn by the step before. ``lora_ids`` [T] int64 are the
-    numbers of the tokens' adapters, 0 where there is none; [0] if none has one.
+    * ``token_ids`` [T] int64.
+    * ``positions`` [T] int32: the index of each token in its sequence.
+    * ``attention``: the batch of each KV cache group.
+    * ``sampled_rows`` [S] int64: the indices of the tokens whose logits are sampled from. A chunk with draws has its
+      last token here, and one token before it per draft.
+    * ``prompt_logprob_rows`` [N] int64: the indices of the tokens before each prompt log-probability target.
+    * ``pending_rows`` [P] int64: the indices of tokens that the previous step has yet to sample.
+    * ``lora_ids`` [T] int64: the adapter ids of the tokens, 0 for none; [0] if no token has an adapter.
     """
 
     token_ids: torch.Tensor
@@ -48,7 +50,7 @@ class ModelInput:
 
     @property
     def is_decode(self) -> bool:
-        """Whether each chunk is one token."""
+        """Whether each chunk has one token."""
         return len(self.token_ids) == len(self.attention[0].context_lens)
 
     @property
@@ -58,18 +60,20 @@ class ModelInput:
 
     @property
     def logits_rows(self) -> torch.Tensor:
-        """The indices [R] int64, rising, of the tokens whose logits are asked for."""
+        """The ascending indices [R] int64 of the tokens whose logits are needed."""
         if not len(self.prompt_logprob_rows):
             return self.sampled_rows
         return torch.cat((self.sampled_rows, self.prompt_logprob_rows)).unique()
 
     @property
     def is_drawn_from_whole(self) -> bool:
-        """Whether a token is drawn behind every token: each chunk is one token, or one and its drafts."""
+        """Whether every token is sampled from: each chunk is one token, or one token and its drafts."""
         return len(self.token_ids) == len(self.sampled_rows)
 
     def check_vocabulary(self, size: int) -> None:
-        """Raises ``IndexError`` for a token that is none of the first ``size``: a GPU could not go on after it."""
+        """Raises ``IndexError`` for a token outside the vocabulary of ``size``. On a GPU such a token would break the
+        device context.
+        """
         bounds = self.token_ids.aminmax()
         lowest, highest = int(bounds.min), int(bounds.max)
         if lowest < PENDING_TOKEN_ID or highest >= size or (lowest == PENDING_TOKEN_ID and not len(self.pending_rows)):
@@ -78,13 +82,14 @@ class ModelInput:
 
 @dataclass(frozen=True, slots=True)
 class InputBatch:
-    """What a step computes and what is made of it.
+    """What a step computes, and what is done with the result.
 
-    ``num_draws`` are all of the step's. ``pending`` are the rows of the worker's state whose last token is pending, in
-    the order of ``ModelInput``'s ``pending_rows``. ``appended`` says which draws are appended to their row. If the
-    batch ``is_plain``, these are all draws, one of each sampled row and in their order, and all are plain (see
-    ``SamplingColumns``); if not, ``draws`` has all that are no pooling. ``pooled`` are the chunks of prompts that are
-    pooled.
+    ``num_draws`` counts all draws of the step. ``pending`` are the worker's rows whose last token is pending, in the
+    order of ``ModelInput.pending_rows``. ``appended`` lists the draws whose token is appended to its row. ``pooled``
+    are the chunks of pooled prompts.
+
+    If ``is_plain``, ``appended`` has all draws, one per sampled row in order, all plain (see ``SamplingColumns``).
+    Otherwise ``draws`` has all draws that do not pool.
     """
 
     model_input: ModelInput
@@ -99,9 +104,9 @@ class InputBatch:
 
 @dataclass(frozen=True, slots=True)
 class RowDraw:
-    """The step's draw ``number``: of the token at ``position`` of a ``row`` for one of its outputs, ``choice``, behind
-    ``num_drafts`` guessed tokens, from the logits of the sampled row ``logits_row``. Of a row that ``awaits_token``,
-    one before it is pending.
+    """Draw ``number`` of the step: samples the token at ``position`` of ``row`` for the row's output ``choice``. It
+    reads the logits of sampled row ``logits_row`` and follows ``num_drafts`` draft tokens. ``awaits_token`` says that a
+    token before it is pending.
     """
 
     number: int
@@ -115,9 +120,7 @@ class RowDraw:
 
 @dataclass(frozen=True, slots=True)
 class AppendedDraws:
-    """Rows [D] of the worker's state, the position in each of the token that is appended to it, and the number of its
-    draw.
-    """
+    """For each appended token [D]: the worker's row, the position in that row, and the number of the draw."""
 
     rows: Indices
     positions: Indices
@@ -126,8 +129,8 @@ class AppendedDraws:
 
 @dataclass(frozen=True, slots=True)
 class PooledChunk:
-    """The step's chunk of a prompt that is pooled: its state's ``row`` and the ``first`` of its rows among the step's
-    hidden states. ``draw`` is the number of the draw that the prompt ends with; None where it goes on.
+    """A chunk of a pooled prompt. ``row`` is the worker's row, and ``first`` the chunk's first row in the step's hidden
+    states. ``draw`` is the number of the draw that ends the prompt, or None if the prompt continues.
     """
 
     row: int
@@ -139,12 +142,12 @@ class PooledChunk:
 
     @property
     def rows(self) -> slice:
-        """The rows of its tokens."""
+        """The rows of its tokens in the hidden states."""
         return slice(self.first, self.first + self.length)
 
     @property
     def end(self) -> int:
-        """Tokens of the prompt up to its end."""
+        """The number of prompt tokens up to the end of the chunk."""
         return self.start + self.length
 
 
@@ -155,8 +158,8 @@ def prepare_inputs(
     groups: Sequence[KVCacheGroup] = _ONE_GROUP,
     without_loras: Sequence[int] = (),
 ) -> InputBatch:
-    """The batch of a step for a model with these ``groups`` of layers. Adapters ``without_loras`` count as none. Raises
-    ``ValueError`` for a chunk without tokens.
+    """Makes the batch of a step for a model with these KV cache ``groups``. Rows whose adapter is in ``without_loras``
+    run without one. Raises ``ValueError`` for a chunk without tokens.
     """
     rows, starts = _indices(scheduler_output.rows), _indices(scheduler_output.starts)
     lengths, num_draws = _indices(scheduler_output.lengths), _indices(scheduler_output.draws)
@@ -206,7 +209,9 @@ def prepare_inputs(
 
 
 def _row_draws(scheduler_output: SchedulerOutput, sampled: list[int], firsts: list[int]) -> Iterator[RowDraw]:
-    """Each draw of the chunks ``sampled``: those of one prompt are from one row, those at drafts each from its own."""
+    """Yields each draw of the chunks ``sampled``. The draws of a prompt share one row of logits; the draws of drafts
+    have one each.
+    """
     awaiting, logits_row = set(scheduler_output.awaiting), 0
     for chunk in sampled:
         row, num_draws, number = scheduler_output.rows[chunk], scheduler_output.draws[chunk], firsts[chunk]
@@ -222,7 +227,9 @@ def _row_draws(scheduler_output: SchedulerOutput, sampled: list[int], firsts: li
 
 
 def _prompt_targets(states: RequestStates, scheduler_output: SchedulerOutput) -> list[PromptTargets]:
-    """What log-probabilities are asked for of the tokens that follow those of the step's chunks."""
+    """Returns the log-probability targets of the step's chunks: the prompt tokens that follow the tokens of each
+    chunk.
+    """
     targets = []
     for number in np.flatnonzero(np.isin(_indices(scheduler_output.rows), list(states.prompt_logprobs))).tolist():
         row, start = scheduler_output.rows[number], scheduler_output.starts[number]
@@ -236,7 +243,7 @@ def _prompt_targets(states: RequestStates, scheduler_output: SchedulerOutput) ->
 def _pooled_chunks(
     states: RequestStates, scheduler_output: SchedulerOutput, query_indptr: Indices, draw_indptr: Indices
 ) -> list[PooledChunk]:
-    """The chunks of a step that are pooled."""
+    """Returns the pooled chunks of a step."""
     firsts, draws = query_indptr.tolist(), draw_indptr.tolist()
     columns = zip(scheduler_output.rows, scheduler_output.starts, scheduler_output.lengths, strict=True)
     return [
@@ -259,8 +266,8 @@ def _attention_batch(
     block_size: int,
     window: int | None,
 ) -> AttentionBatch:
-    """The batch of one group of layers, whose block tables these are. With a ``window`` the context of a chunk begins
-    where that of its first token does, or before it, at a multiple of ``WINDOW_ALIGNMENT``.
+    """Makes the batch of one KV cache group, whose block tables are ``blocks``. With a ``window``, the context of a
+    chunk begins at the multiple of ``WINDOW_ALIGNMENT`` at or before the window of its first token.
     """
     lengths = np.diff(query_indptr)
     context_lens, firsts = starts + lengths, np.zeros_like(starts)
@@ -277,15 +284,15 @@ def _attention_batch(
 
 
 def _indptr(sizes: Indices) -> Indices:
-    """[0, and the running sum of ``sizes``]."""
+    """Returns 0 followed by the running sum of ``sizes``."""
     indptr = np.zeros(len(sizes) + 1, np.int64)
     np.cumsum(sizes, out=indptr[1:])
     return indptr
 
 
 def _sampled_rows(sampled: Indices, drafts: Indices, query_indptr: Indices) -> torch.Tensor:
-    """The indices of the tokens that are drawn behind, ``ModelInput.sampled_rows``: of each of the chunks ``sampled``
-    the last, and as many before it as it has ``drafts``.
+    """Returns ``ModelInput.sampled_rows``: for each of the chunks ``sampled`` its last token, and as many before it as
+    it has ``drafts``.
     """
     last = query_indptr[1:][sampled] - 1
     if not drafts.any():
@@ -295,7 +302,9 @@ def _sampled_rows(sampled: Indices, drafts: Indices, query_indptr: Indices) -> t
 
 
 def _prompt_logprob_rows(targets: Sequence[PromptTargets], query_indptr: Indices) -> torch.Tensor:
-    """The indices of the tokens that targets follow: of each chunk, as many as it has, from its first token on."""
+    """Returns ``ModelInput.prompt_logprob_rows``: for each chunk with targets, one token per target from the chunk's
+    first.
+    """
     counts = np.array([len(each.token_ids) for each in targets], np.int64)
     firsts, bounds = query_indptr[[each.number for each in targets]], _indptr(counts)
     return torch.from_numpy(np.arange(bounds[-1]) + np.repeat(firsts - bounds[:-1], counts))
@@ -306,8 +315,8 @@ def _indices(numbers: "array[int]") -> Indices:
 
 
 def pad_decode(batch: AttentionBatch, size: int) -> AttentionBatch:
-    """The same batch, of chunks of one token, with as many more as make it ``size``: each the first token of a sequence
-    whose only page is the null page. What they store there is never read.
+    """Pads a batch of one-token chunks to ``size`` chunks. Each pad is the first token of a sequence whose only page is
+    the null page. What pads store there is never read.
     """
     missing = size - len(batch.context_lens)
     if not missing:
@@ -325,13 +334,13 @@ def pad_decode(batch: AttentionBatch, size: int) -> AttentionBatch:
 
 
 def dummy_decode(size: int) -> AttentionBatch:
-    """A batch of nothing but pads, for one group of layers."""
+    """Returns a batch of ``size`` pads, for one KV cache group."""
     start, nothing = torch.zeros(1, dtype=torch.int32), torch.empty(0, dtype=torch.int32)
     return pad_decode(AttentionBatch(start, start, nothing, nothing, nothing, nothing), size)
 
 
 def scatter_pending(token_ids: torch.Tensor, rows: torch.Tensor, pending: torch.Tensor) -> None:
-    """Writes ``pending`` [P] into ``token_ids`` [T], both int64 on the device, at ``rows`` [P], which rise."""
+    """Writes ``pending`` [P] into ``token_ids`` [T] at the ascending ``rows`` [P]. Both are int64 on the device."""
     if len(rows) == len(token_ids):
         token_ids.copy_(pending)
     else:

@@ -1,10 +1,9 @@
-"""Memory: what an engine takes while it is loaded, and how much of a device's memory its KV cache and swap pool may
-have.
+"""Memory profiling: how much memory an engine takes, and how much the KV cache and the swap pool may have.
 
-``MemoryProfiler`` measures a process before the model is loaded, with it, and during the largest step.
-``compute_cache_sizes`` decides from that profile and from the settings, and ``memory_table`` explains the
-decision in the log. ``DeviceMemory`` is what there is, of a host or of a GPU. The steps that an executor is measured
-with stand at the end. All sizes are in bytes unless a name says otherwise.
+``MemoryProfiler`` measures a process before the model is loaded, after that, and during the largest step.
+``compute_cache_sizes`` decides from the profile and the settings, and ``memory_table`` explains the decision in the
+log. ``DeviceMemory`` is the memory of a host or a GPU. The end of the file makes the steps that measure an executor.
+All sizes are in bytes unless a name says otherwise.
 """
 
 import math
@@ -32,22 +31,24 @@ GIB = 1 << 30
 PROC_SELF = Path("/proc/self")
 # The fraction of a container's or a GPU's memory that an engine uses.
 DEDICATED_FRACTION = 0.9
-# Of a machine that others use too, both pools take this fraction of what is left, up to this limit.
+# On a shared machine, both pools together take this fraction of the free memory, up to this limit.
 SHARED_FRACTION, SHARED_MAX_BYTES = 0.25, 4 << 30
-# How much a process grows after its largest step: compiled products for other shapes, fragments of the heap, buffers of
-# connections. Measured on a CPU: 80 MiB with the demo model, 30 MiB with one of 135 M parameters.
+# How much a process grows after its largest step: kernels compiled for other shapes, heap fragmentation, connection
+# buffers. Measured on a CPU: 80 MiB with the demo model, 30 MiB with a model of 135 M parameters.
 GROWTH_RESERVE = 128 << 20
 
 
 @dataclass(frozen=True, slots=True)
 class MemoryProfile:
-    """Memory in bytes, as measured before the pools are made.
+    """Memory in bytes, measured before the pools are made.
 
-    ``limit``, ``source`` and ``dedicated`` are as in ``DeviceMemory``. ``used_before`` was in use without the model,
-    ``used_loaded`` with it, ``peak`` during the largest step (None if not run). ``available`` can still be allocated
-    with the model loaded, and ``growth_reserve`` of it is kept free for later. ``host_available`` is what the swap pool
-    can have where it is in other memory (CUDA); None where both pools share this one. Of that memory this process uses
-    ``host_used``, and those of one machine can use ``host_limit`` together.
+    * ``limit``, ``source`` and ``dedicated`` are as in ``DeviceMemory``.
+    * ``used_before`` was in use without the model, ``used_loaded`` with it, and ``peak`` during the largest step (None
+      if that did not run).
+    * ``available`` could still be allocated with the model loaded; ``growth_reserve`` of it stays free.
+    * ``host_available`` is what the swap pool can have if it is in other memory (CUDA), or None if both pools share
+      this memory. This process uses ``host_used`` of that memory, and the processes of one machine together can use
+      ``host_limit``.
     """
 
     limit: int
@@ -64,28 +65,28 @@ class MemoryProfile:
 
     @property
     def weight_bytes(self) -> int:
-        """What loading the model added."""
+        """Bytes that loading the model added."""
         return max(0, self.used_loaded - self.used_before)
 
     @property
     def activation_bytes(self) -> int:
-        """What the largest step added to that; 0 if it was not run."""
+        """Bytes that the largest step added; 0 if it did not run."""
         return max(0, (self.peak or 0) - self.used_loaded)
 
     @property
     def used_without_cache(self) -> int:
-        """The most that the engine uses without its pools."""
+        """The most bytes that the engine uses without its pools."""
         return self.used_loaded + self.activation_bytes + self.growth_reserve
 
     @property
     def free(self) -> int:
-        """What is left for the pools and for other processes."""
+        """Bytes left for the pools and for other processes."""
         return max(0, min(self.limit, self.used_loaded + self.available) - self.used_without_cache)
 
 
 class MemoryProfiler:
-    """Measures this process. Make it before the model is loaded, and call ``profile`` once it is. ``lora_bytes`` of
-    host memory are kept free for adapters that come later.
+    """Measures this process. Create it before the model is loaded, and call ``profile`` afterwards. It keeps
+    ``lora_bytes`` of host memory free for adapters that are loaded later.
     """
 
     def __init__(self, device: torch.device, lora_bytes: int = 0) -> None:
@@ -95,8 +96,8 @@ class MemoryProfiler:
         self._used_before = self._memory.used()
 
     def profile(self, largest_step: Callable[[], object] | None, kept_bytes: int = 0) -> MemoryProfile:
-        """Measures with the model loaded, and during ``largest_step`` unless that is None. ``kept_bytes`` are what
-        later steps keep on the device and this one does not. Raises ``ModelError`` when the step fails.
+        """Measures the loaded model, and runs ``largest_step`` unless it is None. ``kept_bytes`` are bytes that later
+        steps keep on the device but this one does not. Raises ``ModelError`` if the step fails.
         """
         loaded, available = self._memory.used(), self._memory.available()
         reserve, host = GROWTH_RESERVE + self._lora_bytes, self._host
@@ -118,7 +119,7 @@ class MemoryProfiler:
         try:
             return self._memory.peak_during(largest_step)
         except (MemoryError, RuntimeError) as error:
-            # torch says of a processor's memory in words alone that it is full, of a GPU's by the type too.
+            # For CPU memory, torch reports out-of-memory only in the text; for a GPU also by the type.
             full = isinstance(error, MemoryError) or "memory" in str(error)
             advice = "; lower --max-num-batched-tokens or --max-num-seqs" if full else ""
             raise ModelError(f"The largest step that is allowed cannot be run: {first_line(error)}{advice}.") from None
@@ -126,9 +127,9 @@ class MemoryProfiler:
 
 @dataclass(frozen=True, slots=True)
 class CacheBudget:
-    """The sizes that the settings ask for. ``kv_cache_bytes`` None means all there is. ``utilization`` is the fraction
-    of the limit that the engine may use in all; None means the default. ``swap_bytes`` is the most that the swap pool
-    may take.
+    """The sizes that the settings ask for. ``kv_cache_bytes`` None means all free memory. ``utilization`` is the
+    fraction of the limit that the whole engine may use; None means the default. ``swap_bytes`` is the maximum of the
+    swap pool.
     """
 
     kv_cache_bytes: int | None
@@ -145,9 +146,9 @@ class CacheSizes:
 
 
 def compute_cache_sizes(budget: CacheBudget, measured: MemoryProfile, smallest: CacheSizes) -> CacheSizes:
-    """The sizes of both pools. A KV cache of a given size is made if the limit can hold it at all. The swap pool gets
-    ``budget.swap_bytes`` as far as memory is left: at most half of it where both pools share it and the KV cache takes
-    the rest. Raises ``ModelError`` when no KV cache of ``smallest`` fits.
+    """Returns the sizes of both pools. A KV cache of a given size is accepted if the limit can hold it at all. The swap
+    pool gets up to ``budget.swap_bytes`` of the remaining memory. If both pools share a memory that the KV cache fills,
+    the swap pool gets at most half of it. Raises ``ModelError`` if not even the ``smallest`` KV cache fits.
     """
     if budget.kv_cache_bytes is None:
         return _fill_memory(budget, measured, smallest)
@@ -167,7 +168,7 @@ def _fill_memory(budget: CacheBudget, measured: MemoryProfile, smallest: CacheSi
 
 
 def _usable_bytes(utilization: float | None, measured: MemoryProfile) -> int:
-    """Bytes that both pools may take; negative when the engine already uses more than it may."""
+    """Returns the bytes that both pools may take; negative if the engine already uses more than it may."""
     if utilization is None and not measured.dedicated:
         return min(int(measured.free * SHARED_FRACTION), SHARED_MAX_BYTES)
     usable = int(measured.limit * (DEDICATED_FRACTION if utilization is None else utilization))
@@ -175,7 +176,7 @@ def _usable_bytes(utilization: float | None, measured: MemoryProfile) -> int:
 
 
 def _swap_bytes(budget: CacheBudget, measured: MemoryProfile, shared: int) -> int:
-    """Bytes of the swap pool; ``shared`` is the most where it shares the device's memory."""
+    """Returns the bytes of the swap pool. ``shared`` is the maximum if it shares the device's memory."""
     return min(budget.swap_bytes, max(0, shared if measured.host_available is None else measured.host_available))
 
 
@@ -196,7 +197,7 @@ def _no_memory_message(measured: MemoryProfile, usable: int) -> str:
 
 
 def memory_table(budget: CacheBudget, measured: MemoryProfile, config: KVCacheConfig, max_length: int) -> list[str]:
-    """Returns the decision as rows for the log. ``max_length`` is the model's longest sequence, in tokens."""
+    """Returns the decision as rows for the log. ``max_length`` is the model's longest sequence in tokens."""
     device, host = (count * config.block_bytes for count in (config.device_blocks, config.host_blocks))
     more = "" if all(group.window is None for group in config.groups) else ", and more in long sequences"
     host_tokens = config.host_blocks // len(config.groups) * config.block_size
@@ -227,8 +228,8 @@ def _mib(size: int) -> str:
 
 
 class DeviceMemory(Protocol):
-    """``limit`` is all that this process can have, in bytes, and ``source`` names where that limit comes from. It is
-    ``dedicated`` where the whole limit is meant for this process, as a container's or a GPU's is.
+    """The memory of a host or a GPU. ``limit`` is all that this process can have, in bytes, and ``source`` names the
+    origin of that limit. ``dedicated`` says whether all of it is meant for this process, as with a container or a GPU.
     """
 
     limit: int
@@ -236,20 +237,20 @@ class DeviceMemory(Protocol):
     dedicated: bool
 
     def used(self) -> int:
-        """Bytes in use now, without caches that are freed on demand."""
+        """Returns the bytes in use now, without caches that are freed on demand."""
         ...
 
     def available(self) -> int:
-        """Bytes that can still be allocated now."""
+        """Returns the bytes that can still be allocated now."""
         ...
 
     def peak_during(self, work: Callable[[], object]) -> int:
-        """The most bytes in use at once while ``work`` runs."""
+        """Runs ``work`` and returns the most bytes in use at once during it."""
         ...
 
 
 class CpuMemory:
-    """The host's memory within the limits of this process's cgroups, else the whole machine's."""
+    """Host memory within the limits of this process's cgroups, or else the whole machine's memory."""
 
     def __init__(self, root: Path = ROOT) -> None:
         self._meminfo = root / "proc/meminfo"
@@ -260,15 +261,17 @@ class CpuMemory:
         self.source = "the container's limit" if self.dedicated else "the machine's memory"
 
     def used(self) -> int:
-        """The resident set of this process."""
+        """Returns the resident set size of this process."""
         return self._process_field("VmRSS")
 
     def available(self) -> int:
-        """The rest of the limit, or the machine's available memory where that is less."""
+        """Returns the rest of the limit, or the machine's available memory if that is less."""
         return max(0, min(self.limit - self.used(), self._machine_field("MemAvailable")))
 
     def peak_during(self, work: Callable[[], object]) -> int:
-        """The largest resident set while ``work`` runs; where it cannot be reset, the largest ever."""
+        """Returns the largest resident set size while ``work`` runs. If the peak cannot be reset, returns the largest
+        since the process started.
+        """
         self._reset_peak()
         work()
         return self._process_field("VmHWM")
@@ -285,7 +288,7 @@ class CpuMemory:
 
 
 class CudaMemory:
-    """The memory of one GPU. Memory of other processes there counts as used."""
+    """The memory of one GPU. The memory of other processes on it counts as used."""
 
     dedicated = True
 
@@ -295,19 +298,19 @@ class CudaMemory:
         self.source = "the GPU's memory"
 
     def used(self) -> int:
-        """All but the free memory, after torch's cache is emptied."""
+        """Empties torch's cache, then returns all memory that is not free."""
         torch.cuda.synchronize(self._device)
         torch.cuda.empty_cache()
         free: int = torch.cuda.mem_get_info(self._device)[0]
         return self.limit - free
 
     def available(self) -> int:
-        """The free memory."""
+        """Returns the free memory."""
         return self.limit - self.used()
 
     def peak_during(self, work: Callable[[], object]) -> int:
-        """Memory in use before, plus the peak of what torch reserved in addition while ``work`` ran, plus what others
-        took meanwhile: the driver for kernels and graphs, libraries for their workspaces.
+        """Returns the bytes in use before, plus the peak of what torch reserved in addition while ``work`` ran, plus
+        what others took meanwhile: the driver for kernels and graphs, and libraries for workspaces.
         """
         before, reserved, others = self.used(), self._reserved(), self._used_outside_torch()
         torch.cuda.reset_peak_memory_stats(self._device)
@@ -317,23 +320,25 @@ class CudaMemory:
         return before + most - reserved + max(0, self._used_outside_torch() - others)
 
     def _reserved(self) -> int:
-        """Bytes that torch has reserved."""
+        """Returns the bytes that torch has reserved."""
         reserved: int = torch.cuda.memory_reserved(self._device)
         return reserved
 
     def _used_outside_torch(self) -> int:
-        """Bytes in use that torch has not reserved."""
+        """Returns the bytes in use that torch has not reserved."""
         free: int = torch.cuda.mem_get_info(self._device)[0]
         return self.limit - free - self._reserved()
 
 
 def device_memory(device: torch.device) -> DeviceMemory:
-    """The memory that tensors on ``device`` lie in."""
+    """Returns the memory that holds tensors on ``device``."""
     return CpuMemory() if device.type == "cpu" else CudaMemory(device)
 
 
 def check_host_memory(nbytes: int, processes: int, memory: CpuMemory) -> None:
-    """Raises ``ModelError`` where ``processes`` of this machine, which start together, cannot pin ``nbytes`` each."""
+    """Raises ``ModelError`` if ``processes`` processes that start together on this machine cannot pin ``nbytes``
+    each.
+    """
     rest = min(memory.limit - memory.used(), processes * memory.available()) - GROWTH_RESERVE
     if processes * nbytes > rest:
         raise ModelError(
@@ -342,11 +347,11 @@ def check_host_memory(nbytes: int, processes: int, memory: CpuMemory) -> None:
         )
 
 
-# The costliest way to sample: with everything that needs more than the logits.
+# The most expensive sampling parameters: they use everything that needs more than the logits.
 COSTLIEST_PARAMS = SamplingParams(
     top_p=0.9, top_k=1 << 20, min_p=0.01, frequency_penalty=0.1, repetition_penalty=1.1, logprobs=MAX_LOGPROBS
 )
-# Prompt log-probabilities are computed in pieces of at most so many tokens.
+# Prompt log-probabilities are computed for at most this many tokens at a time.
 PROMPT_LOGPROB_TOKENS = 256
 TIMED_TOKENS = 256
 TIMED_COPY_BYTES = 8 << 20
@@ -364,10 +369,10 @@ def largest_step(
     pooling: PoolingParams | None = None,
     num_groups: int = 1,
 ) -> SchedulerOutput:
-    """A step of as many tokens and sequences as can be, each of which samples a token and returns prompt
-    log-probabilities, or is pooled where ``pooling`` is given. ``length`` is the longest sequence in tokens, and all
-    have the adapter ``lora``. All tokens lie in block 1, those of all ``num_groups`` of layers, so that the smallest
-    pool is enough.
+    """Returns the largest step: as many tokens and sequences as allowed. Each sequence samples a token and returns
+    prompt log-probabilities, or is pooled if ``pooling`` is given. ``length`` is the longest sequence in tokens. All
+    sequences use the adapter ``lora``. All tokens, in each of ``num_groups`` KV cache groups, are in block 1, so the
+    smallest pool is enough.
     """
     step = SchedulerOutput(0)
     for row, size in enumerate(_chunk_lengths(max_num_batched_tokens, max_num_seqs, length)):
@@ -382,7 +387,7 @@ def largest_step(
 
 
 def measure_rates(executor: Executor, longest: int, vocab: int) -> Rates:
-    """Measures how fast ``executor`` computes a prompt of at most ``longest`` tokens, and copies blocks. Takes a
+    """Measures how fast ``executor`` computes a prompt of at most ``longest`` tokens and copies blocks. Takes a
     fraction of a second unless one step takes longer. Overwrites the contents of blocks.
     """
     capacity = executor.kv_cache_config
@@ -396,7 +401,7 @@ def measure_rates(executor: Executor, longest: int, vocab: int) -> Rates:
 
 
 def _bytes_per_second(executor: Executor) -> float:
-    """Bytes copied per second between the pools; infinite if there is no swap pool."""
+    """Returns the bytes per second copied between the pools; infinity without a swap pool."""
     capacity = executor.kv_cache_config
     wanted = max(1, TIMED_COPY_BYTES // capacity.block_bytes)
     blocks = min(wanted, capacity.host_blocks, capacity.device_blocks - 1)
@@ -411,7 +416,7 @@ def _bytes_per_second(executor: Executor) -> float:
 
 
 def _min_seconds(work: Callable[[], object]) -> float:
-    """The shortest time of a few tries, in seconds: a disturbance can only make a try longer."""
+    """Returns the shortest of a few runs in seconds, because a disturbance can only make a run longer."""
     begin, best = perf_counter(), math.inf
     for _ in range(TRIES):
         start = perf_counter()
@@ -423,7 +428,9 @@ def _min_seconds(work: Callable[[], object]) -> float:
 
 
 def _chunk_lengths(max_num_batched_tokens: int, max_num_seqs: int, length: int) -> Iterator[int]:
-    """The number of tokens of each sequence: as long as can be, leaving at least one for each of the others."""
+    """Yields the number of tokens of each sequence: as many as possible, with at least one left for each of the
+    others.
+    """
     left = max_num_batched_tokens
     for others in reversed(range(min(max_num_seqs, max_num_batched_tokens))):
         yield (size := min(length, left - others))
@@ -431,7 +438,7 @@ def _chunk_lengths(max_num_batched_tokens: int, max_num_seqs: int, length: int) 
 
 
 def _new_request(row: int, length: int, vocab: int, blocks: list[int], num_groups: int) -> NewRequest:
-    """A sequence whose blocks are the same in each group of layers. Its tokens are from all over the vocabulary, so
+    """Returns a sequence with the same blocks in each KV cache group. Its tokens are spread over the vocabulary, so
     that all experts of a model get some.
     """
     tokens = array("i", [index * 7919 % vocab for index in range(length)])

@@ -53,13 +53,16 @@ STATE_IN_BLOCKS = "each block has the state behind its last token, %.1f MiB: a -
 
 @dataclass(frozen=True, slots=True)
 class LoadedModel:
-    """A model, its attention and its limits: all that a ``ModelRunner`` is made of but the KV memory. ``max_model_len``
-    is the longest sequence in tokens. ``graph_sizes`` are the batch sizes of decode steps that are captured as CUDA
-    graphs, where model and attention allow it; where there are any, the CPU captures CPU graphs of the sizes that come.
-    Rows of KV memory are held in ``kv_cache_dtype``, and where it ``frees_windows``, blocks that the windows of layers
-    have left are given up. A step computes at most ``max_num_batched_tokens``. ``stage`` is the part of a pipeline that
-    ``model`` is. ``loras`` holds its adapters; None if it has no slots for any. ``classifier`` scores what was pooled;
-    None for a model that does not.
+    """A model, its attention and its limits: all that a ``ModelRunner`` needs apart from the KV memory.
+
+    * ``kv_cache_dtype`` is the dtype of KV rows. With ``frees_windows``, blocks that have left the windows of their
+      layers are freed.
+    * ``max_model_len`` is the longest sequence in tokens, and ``max_num_batched_tokens`` the most tokens of a step.
+    * ``graph_sizes`` are the batch sizes of decode steps to capture as CUDA graphs, if model and attention allow it. If
+      there are any, the CPU captures a CPU graph for each size that occurs.
+    * ``stage`` is the pipeline stage that ``model`` is.
+    * ``loras`` holds the adapters; None if the model has no slots for them.
+    * ``classifier`` scores pooled prompts; None if the model does not classify.
     """
 
     config: ModelConfig
@@ -78,27 +81,27 @@ class LoadedModel:
 
     @property
     def block_bytes(self) -> int:
-        """What a block of KV memory takes."""
+        """Bytes of one KV block."""
         return self.block_layout.block_bytes
 
     def kept_bytes(self, max_num_seqs: int) -> int:
-        """What steps of so many sequences keep on the device beside KV memory: the states that they begin with, in the
-        step and until the next.
+        """Returns the bytes, apart from KV memory, that steps of ``max_num_seqs`` sequences keep on the device: the
+        recurrent states that they start with, during the step and until the next.
         """
         return 2 * max_num_seqs * self.model.state_bytes
 
     def cache_sizes(self, num_blocks: int, num_host_blocks: int) -> CacheSizes:
-        """The KV memory of so many blocks on the device and on the host."""
+        """Returns the KV memory in bytes of ``num_blocks`` on the device and ``num_host_blocks`` on the host."""
         return CacheSizes(num_blocks * self.block_bytes, num_host_blocks * self.block_bytes)
 
     @property
     def min_cache_sizes(self) -> CacheSizes:
-        """The least KV memory that anything can be run with. Raises ``ModelError`` for an impossible block size."""
+        """The least KV memory that any step can run with. Raises ``ModelError`` for an impossible block size."""
         return min_cache_sizes(self.block_layout)
 
     @property
     def block_layout(self) -> BlockLayout:
-        """What a block of KV memory holds. Raises ``ModelError`` for an impossible block size."""
+        """What one KV block holds. Raises ``ModelError`` for an impossible block size."""
         if self.block_size < 1:
             raise ModelError(f"The block size is {self.block_size} tokens, and it must be at least 1.")
         model, longest = self.model, self.max_model_len if self.frees_windows else None
@@ -106,7 +109,7 @@ class LoadedModel:
         return BlockLayout.of(layers, self.block_size, self.kv_cache_dtype, states, max_model_len=longest)
 
     def make_kv_cache(self, pools: CacheSizes) -> KVCache:
-        """KV memory for this model. Raises ``ModelError`` where it cannot be had."""
+        """Allocates KV memory for this model. Raises ``ModelError`` if there is not enough memory."""
         return KVCache(self.block_layout, pools, self.device)
 
 
@@ -164,7 +167,7 @@ def load_model_and_attention(
 
 
 def _frees_windows(config: EngineArgs, model: Model, max_model_len: int) -> bool:
-    """Whether layers have windows that sequences outgrow, and nothing that is asked for needs all of their tokens."""
+    """Whether some layers have windows shorter than sequences, and no setting needs all tokens of those layers."""
     if not any(layer.window is not None and layer.window < max_model_len for layer in model.attention_layers):
         return False
     reasons = {
@@ -188,12 +191,11 @@ def _log_groups(layout: BlockLayout) -> None:
 
 
 class ModelRunner:
-    """Computes batches on one device, in inference mode. Used by one thread. ``capture`` captures the CUDA graphs of
-    decode steps; by default a ``CudaGraphCapturer`` does.
+    """Computes batches on one device, in inference mode. Use it from one thread. ``capture`` captures the CUDA graphs
+    of decode steps; the default is a ``CudaGraphCapturer``.
 
-    Where they cannot be captured, a runner that is ``alone`` logs a warning and does without. One of several that share
-    a model raises ``GraphCaptureError``: a rank that left a capture without the others would leave them waiting in an
-    exchange.
+    If the capture fails, a runner that is ``alone`` logs a warning and runs without graphs. A runner of a multi-rank
+    model raises ``GraphCaptureError``: if one rank left a capture alone, the others would wait in an exchange forever.
     """
 
     def __init__(
@@ -220,31 +222,31 @@ class ModelRunner:
 
     @property
     def kv_cache_config(self) -> KVCacheConfig:
-        """Blocks of both pools; constant."""
+        """The blocks of both pools. Constant."""
         return self._kv_cache.capacity
 
     @property
     def dtype(self) -> torch.dtype:
-        """What weights and activations are held in, and KV memory unless it has a dtype of its own."""
+        """The dtype of weights and activations, and of KV memory unless that has its own dtype."""
         return self._dtype
 
     def copy(self, copies: BlockCopies) -> None:
-        """Copies blocks, those ahead of need beside the next forward pass; what follows that waits for them. Raises
-        ``CopyError``.
+        """Copies blocks. Copies ahead of need run concurrently with the next forward pass, and later work waits for
+        them. Raises ``CopyError``.
         """
         self._kv_cache.copy(copies)
 
     def forward(self, batch: ModelInput, pending: torch.Tensor | None = None) -> torch.Tensor:
-        """The hidden states [T, hidden] of the batch, on the device; they hold until the next call. ``pending`` [P]
-        int64, on the device too, are the tokens at ``batch.pending_rows``. Raises ``IndexError`` for a token that is
-        none of the vocabulary.
+        """Returns the hidden states [T, hidden] of the batch on the device, valid until the next call. ``pending`` [P]
+        int64, also on the device, are the tokens at ``batch.pending_rows``. Raises ``IndexError`` for a token outside
+        the vocabulary.
 
-        In a pipeline these are of this stage, and those of the last one are the model's.
+        In a pipeline these are the hidden states of this stage; the last stage returns the model's.
         """
         try:
             hidden = self._forward(batch, pending)
         finally:
-            # After a failure too: what was launched before it still reads and writes blocks.
+            # Also after a failure: work that was launched before it still reads and writes blocks.
             if self._kv_cache.swap_stream is not None:
                 self._kv_cache.swap_stream.record_compute()
         if self._stage is not None:
@@ -267,8 +269,8 @@ class ModelRunner:
         return self._model.forward(token_ids, positions, self._kv_cache.layers, self._attention)
 
     def logits(self, hidden: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:
-        """The logits [R, vocabulary] of the hidden states at ``rows`` [R], which rise and are among the batch's
-        ``logits_rows``.
+        """Returns the logits [R, vocabulary] of the hidden states at ``rows`` [R], which must be ascending and among
+        the batch's ``logits_rows``.
         """
         if len(rows) < len(hidden):
             hidden = hidden.index_select(0, upload(rows, hidden.device))
@@ -279,7 +281,7 @@ class ModelRunner:
         self._model.execute_dummy_batch(self._kv_cache.blocks.device)
 
     def add_lora(self, lora: LoRARequest) -> None:
-        """Reads an adapter into host memory, so that batches may have it. Raises ``LoRAError``."""
+        """Reads an adapter into host memory, so that batches may use it. Raises ``LoRAError``."""
         assert self._loras is not None, "the model has no slots for adapters"
         self._loras.add(lora)
 
@@ -308,7 +310,7 @@ class ModelRunner:
             raise
 
     def sleep(self) -> None:
-        """See ``Ranks.sleep``. CUDA graphs are dropped, as they hold addresses."""
+        """See ``Ranks.sleep``. Drops the CUDA graphs, because they hold addresses."""
         if self._put_away is not None:
             return
         model, device = self._loaded, self._loaded.device

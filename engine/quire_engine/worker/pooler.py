@@ -1,4 +1,6 @@
-"""``Pooler``: makes embeddings and scores of hidden states, where prompts are pooled instead of continued."""
+"""``Pooler``: turns hidden states into embeddings and scores, for models that pool prompts instead of continuing
+them.
+"""
 
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
@@ -17,11 +19,11 @@ from quire_engine.worker.input_batch import PooledChunk
 
 
 class Pooler:
-    """Pools hidden states as ``config`` says, in float32. ``classifier`` is there if its task is to classify.
+    """Pools hidden states in float32, as ``config`` says. ``classifier`` is set if the task is to classify.
 
-    Of a prompt that takes several chunks it keeps what the mean or the first token needs, until its row is freed: the
-    sum of each chunk's hidden states by the chunk's start, so that a chunk which is computed again counts once. A
-    prompt that begins anew forgets them.
+    For a prompt of several chunks it keeps what the mean or the first token needs, until the row is freed. It stores
+    the sum of each chunk's hidden states by the chunk's start, so that a recomputed chunk counts once. A prompt that
+    starts again at 0 drops its sums.
     """
 
     def __init__(self, config: PoolerConfig, classifier: Classifier | None) -> None:
@@ -30,7 +32,7 @@ class Pooler:
         self._sums: dict[int, dict[int, torch.Tensor]] = {}
 
     def pool(self, hidden: torch.Tensor, chunks: Sequence[PooledChunk]) -> "PoolerOutput":
-        """Takes in the hidden states [T, hidden] of ``chunks``, and pools the prompts that end there."""
+        """Takes the hidden states [T, hidden] of ``chunks``, and pools the prompts that end there."""
         last = [each for each in chunks if each.draw is not None]
         if self._config.pooling_type is PoolingType.LAST:
             rows = torch.tensor([each.rows.stop - 1 for each in last], dtype=torch.int64)
@@ -41,18 +43,18 @@ class Pooler:
         return PoolerOutput(list(self._finish(states, last)))
 
     def remove(self, rows: Iterable[int]) -> None:
-        """Drops what is kept for rows that are freed."""
+        """Drops the state of freed rows."""
         for row in rows:
             self._sums.pop(row, None)
 
     def _add(self, hidden: torch.Tensor, chunk: PooledChunk) -> torch.Tensor | None:
-        """The pooled hidden state [hidden] of a prompt that ends with this chunk; None for one that goes on."""
+        """Adds a chunk. Returns the pooled hidden state [hidden] if the prompt ends with this chunk, else None."""
         own, is_last = hidden[chunk.rows].float(), chunk.draw is not None
         is_mean = self._config.pooling_type is PoolingType.MEAN
         if chunk.start == 0:
             self._sums.pop(chunk.row, None)
         if is_mean or chunk.start == 0:
-            # Of a view, the clone: hidden states hold until the next step.
+            # Cloned because ``own`` may be a view of hidden states, which are valid only until the next step.
             part = own.sum(0) if is_mean else own[0].clone()
             if chunk.start == 0 and is_last:
                 return part / chunk.end if is_mean else part
@@ -63,7 +65,9 @@ class Pooler:
         return total / chunk.end if is_mean else total
 
     def _finish(self, states: torch.Tensor, last: Sequence[PooledChunk]) -> "Iterator[PooledRows]":
-        """What becomes of pooled hidden states [S, hidden], for each run of prompts that ask for the same."""
+        """Yields the results of pooled hidden states [S, hidden], one for each run of prompts with the same
+        parameters.
+        """
         first = 0
         for params, group in groupby(last, key=_params_of):
             draws = [each.draw for each in group if each.draw is not None]
@@ -71,7 +75,7 @@ class Pooler:
             first += len(draws)
 
     def _activated(self, states: torch.Tensor, params: PoolingParams) -> list[torch.Tensor]:
-        """The numbers [S, size] float32, and whether all of a row are finite, [S] bool."""
+        """Returns the results [S, size] float32, and for each row whether all of them are finite, [S] bool."""
         activates = self._config.use_activation if params.use_activation is None else params.use_activation
         if params.task is Task.EMBED:
             values = states[:, : params.dimensions]
@@ -90,20 +94,20 @@ def _params_of(chunk: PooledChunk) -> PoolingParams:
 
 @dataclass(frozen=True, slots=True)
 class PooledRows:
-    """The numbers of some draws, on their way to the host."""
+    """The results of some draws, on their way to the host."""
 
     draws: Sequence[int]
     copy: HostCopy
 
 
 class PoolerOutput:
-    """What a step has pooled."""
+    """The pooled results of a step."""
 
     def __init__(self, rows: Sequence[PooledRows]) -> None:
         self._rows = rows
 
     def fetch_into(self, model_output: ModelOutput) -> None:
-        """Waits until the numbers are there, and writes those of each draw into ``model_output``, or an error."""
+        """Waits for the results, and writes the result of each draw, or an error, into ``model_output``."""
         for rows in self._rows:
             values, finite = rows.copy.wait()
             host = values.numpy().astype("<f4", copy=False)

@@ -1,8 +1,7 @@
-"""What a worker keeps between steps of the sequences that run: their tokens, block tables and sampling parameters.
+"""What a worker keeps of running sequences between steps: tokens, block tables and sampling parameters.
 
-A cache of the scheduler's: each sequence has a row, steps say what is new in it, and a row can be sent again at any
-time. The rows of a step are read with one gather for all of them, so preparing a decode step has no loop over
-sequences.
+It caches the scheduler's state. Each sequence has a row; a step carries the changes, and the scheduler can send a row
+again at any time. One gather reads the rows of a whole step, so preparing a decode step needs no loop over sequences.
 """
 
 from array import array
@@ -24,10 +23,10 @@ _MIN_ROOM = 16
 
 
 class RaggedRows:
-    """Rows of int32 that grow, one behind the other in one array ``data``: number i of a row is at ``starts[row] + i``.
+    """Growing rows of int32, packed in one array ``data``. Number i of a row is at ``starts[row] + i``.
 
-    A row that outgrows its place moves to the end; when that is reached, the rows are packed into another array, of
-    twice what they need. So it takes at most some four times the numbers that the rows had at their longest.
+    A row that outgrows its room moves to the end. When the array is full, the rows are packed into a new array of twice
+    the size that they need. So the array is at most about four times as large as the rows at their longest.
     """
 
     def __init__(self) -> None:
@@ -37,17 +36,17 @@ class RaggedRows:
         self._end = 0
 
     def put(self, row: int, numbers: Numbers) -> None:
-        """Makes a row of these numbers, with room for more."""
+        """Sets a row to ``numbers``, with room to grow."""
         if row >= len(self.starts):
             self._add_rows(row + 1)
         if self._rooms[row] < len(numbers) + 1:
-            self._rooms[row] = 0  # nothing of it needs to move
+            self._rooms[row] = 0  # its old numbers need not move
             self._move(row, len(numbers) + 1)
         start = self.starts[row]
         self.data[start : start + len(numbers)] = numbers
 
     def write(self, rows: Indices, indices: Indices, numbers: Numbers | Indices) -> None:
-        """Writes ``numbers[i]`` at ``indices[i]`` of ``rows[i]``; of equal places the last one counts."""
+        """Writes ``numbers[i]`` at index ``indices[i]`` of row ``rows[i]``. The last write to a place counts."""
         missing = indices >= self._rooms[rows]
         if missing.any():
             for row, index in zip(rows[missing].tolist(), indices[missing].tolist(), strict=True):
@@ -56,11 +55,13 @@ class RaggedRows:
         self.data[self.starts[rows] + indices] = numbers
 
     def row(self, row: int) -> Numbers:
-        """The numbers of one row, and what lies in its room behind them."""
+        """Returns a view of one row: its numbers, then its unused room."""
         return self.data[self.starts[row] : self.starts[row] + self._rooms[row]]
 
     def gather(self, rows: Indices, firsts: Indices, counts: Indices, indptr: Indices) -> Numbers:
-        """``counts[i]`` numbers of each of ``rows`` from ``firsts[i]`` on, packed; ``indptr`` bounds them."""
+        """Returns ``counts[i]`` numbers of each row ``rows[i]``, from index ``firsts[i]``, packed. ``indptr`` bounds
+        them.
+        """
         places = np.repeat(self.starts[rows] + firsts - indptr[:-1], counts)
         places += np.arange(len(places))
         return self.data[places]
@@ -70,7 +71,7 @@ class RaggedRows:
         self.starts, self._rooms = np.pad(self.starts, (0, more)), np.pad(self._rooms, (0, more))
 
     def _move(self, row: int, size: int) -> None:
-        """Gives a row a place for at least ``size`` numbers, and takes its numbers along."""
+        """Moves a row to a place with room for at least ``size`` numbers."""
         room = max(_MIN_ROOM, size + size // 4)
         if self._end + room > len(self.data):
             self._pack(room)
@@ -80,7 +81,7 @@ class RaggedRows:
         self._end += room
 
     def _pack(self, room: int) -> None:
-        """Moves all rows to the beginning of an array that has ``room`` behind them."""
+        """Moves all rows to the start of a new array that has at least ``room`` free after them."""
         total = int(self._rooms.sum())
         data = np.zeros(max(_FIRST_NUMBERS, 2 * (total + room)), np.int32)
         ends = np.cumsum(self._rooms)
@@ -89,12 +90,12 @@ class RaggedRows:
 
 
 class RequestStates:
-    """What the worker knows of each row: its tokens, its block table for each group of layers, its adapter, and how its
-    tokens are drawn, or what is pooled of them.
+    """What the worker knows of each row: tokens, a block table per KV cache group, the adapter, and how to sample or
+    pool.
 
-    ``lora_ids`` int64 are the numbers of the rows' adapters, 0 where there is none, and ``loras`` the adapters of those
-    that have one. ``prompt_logprobs`` are the rows that log-probabilities of the prompt are asked for: how many most
-    probable tokens beside each. ``pooling`` are those whose prompt is pooled.
+    ``lora_ids`` int64 are the adapter ids of the rows, 0 for none, and ``loras`` the adapters of the rows that have
+    one. ``prompt_logprobs`` maps rows that want prompt log-probabilities to the number of top tokens to return.
+    ``pooling`` holds the rows whose prompt is pooled.
     """
 
     def __init__(self, num_groups: int, vocab_size: int) -> None:
@@ -110,7 +111,7 @@ class RequestStates:
         self.vocab_size = vocab_size
 
     def update(self, scheduler_output: SchedulerOutput) -> None:
-        """Brings the rows up to date with a step."""
+        """Applies the changes of a step to the rows."""
         for row in scheduler_output.freed_rows:
             self._remove(row)
         for new in scheduler_output.new:
@@ -121,16 +122,16 @@ class RequestStates:
                 _write(blocks, changes)
 
     def write_tokens(self, changes: "array[int]") -> None:
-        """Writes tokens of rows: int32 triples of a row, a position and the token there."""
+        """Writes tokens of rows, given as int32 triples of row, position and token."""
         if changes:
             _write(self.tokens, changes)
 
     def num_prompt_tokens(self, row: int) -> int:
-        """Tokens of the prompt of a row that draws."""
+        """Returns the number of prompt tokens of a row that samples."""
         return self._sample_requests[row][0].num_prompt_tokens
 
     def sampling_state(self, row: int, choice: int) -> SamplingState:
-        """How one of the row's outputs is drawn."""
+        """Returns the sampling state of output ``choice`` of a row."""
         state = self._sampling_states.get((row, choice))
         if state is None:
             request = self._sample_requests[row][choice]
@@ -155,7 +156,7 @@ class RequestStates:
             self.pooling[row] = new.pooling
 
     def _remove(self, row: int) -> None:
-        """Forgets what is known of a row but its numbers."""
+        """Forgets everything about a row except its numbers."""
         for choice in range(len(self._sample_requests.pop(row, ()))):
             self._sampling_states.pop((row, choice), None)
         if self.loras.pop(row, None) is not None:
@@ -165,6 +166,6 @@ class RequestStates:
 
 
 def _write(rows: RaggedRows, triples: "array[int]") -> None:
-    """Writes the changes of rows: int32 triples of a row, an index in it and a number."""
+    """Applies changes to ``rows``, given as int32 triples of row, index and number."""
     changes = np.frombuffer(triples, np.int32).reshape(-1, 3).astype(np.int64)
     rows.write(changes[:, 0], changes[:, 1], changes[:, 2])

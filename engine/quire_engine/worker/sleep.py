@@ -1,10 +1,10 @@
-"""Memory that is given back while an engine sleeps: ``put_away`` for tensors that have contents, which are weights, and
-``give_back`` for those that have none, which is KV memory.
+"""Frees memory while an engine sleeps: ``put_away`` keeps the contents, for weights, and ``give_back`` drops them, for
+KV memory.
 
-Tensors stay the objects that they are, and so does whatever views them. On the CPU they keep their addresses too: their
-pages are given back, and are fresh ones when they are written again, so that packed weights and CPU graphs, which are
-addresses for the compiled kernels, stay valid. On a GPU a tensor's storage becomes empty, and has memory at another
-address later, as PyTorch's FSDP frees parameters: CUDA graphs have to be captured again.
+Tensors and their views stay valid objects. On the CPU they also keep their addresses: their pages are freed and are
+mapped again when they are next written. Packed weights and CPU graphs hold addresses for the compiled kernels, and so
+stay valid. On a GPU a storage is resized to 0 and later gets memory at another address, as in PyTorch's FSDP, so CUDA
+graphs must be captured again.
 """
 
 import ctypes
@@ -26,15 +26,15 @@ from quire_engine.device.accelerator import pin_pages
 from quire_engine.errors import ModelError
 
 MIN_BYTES = 64 << 10
-"""What smaller tensors take is not worth a system call for each."""
+"""Smaller storages are not worth a system call each."""
 NUM_THREADS = 8
 _PART_BYTES = 16 << 20
 _OPAQUE = (type, ModuleType, BuiltinFunctionType, str, bytes, int, float)
 
 
 def device_storages(root: object, device: torch.device) -> list[torch.UntypedStorage]:
-    """The storages of ``MIN_BYTES`` and more that can be reached from ``root`` and are on ``device``, each once. What
-    is not found is not given back, and nothing else goes wrong.
+    """Returns the storages on ``device`` of at least ``MIN_BYTES`` that are reachable from ``root``, each once. A
+    storage that it misses keeps its memory, without other harm.
     """
     found: dict[int, torch.UntypedStorage] = {}
     seen: set[int] = set()
@@ -48,14 +48,14 @@ def device_storages(root: object, device: torch.device) -> list[torch.UntypedSto
             storage = _storage_of(each)
             if storage is not None and storage.nbytes() >= MIN_BYTES:
                 found[storage.data_ptr()] = storage
-        # A function refers to its whole module; what it closes over is all that may be a model's.
+        # A function refers to its whole module; only its closure can hold a model.
         pending += (each.__closure__ or ()) if isinstance(each, FunctionType) else gc.get_referents(each)
     return [*found.values()]
 
 
 def _storage_of(tensor: torch.Tensor) -> torch.UntypedStorage | None:
-    """The storage of a tensor. A weight that oneDNN has packed hides its own, so this is another over the same memory,
-    for as long as the tensor lives. None where that cannot be had: it takes an operator of torch's that is private.
+    """Returns the storage of a tensor. A weight packed by oneDNN hides its storage, so this makes another one over the
+    same memory, valid while the tensor lives. Returns None if the private torch operator for that is missing.
     """
     if not tensor.is_mkldnn:
         return tensor.untyped_storage()
@@ -67,25 +67,25 @@ def _storage_of(tensor: torch.Tensor) -> torch.UntypedStorage | None:
 
 
 class PutAway(Protocol):
-    """The contents of storages that have no memory."""
+    """The contents of storages whose memory was freed."""
 
     def restore(self) -> None:
-        """Gives them memory and their contents again; to be called once. Raises ``SleepError`` where there is no
-        memory; nothing has changed then, and it may be called again.
+        """Gives the storages memory and their contents again. Call it once. Raises ``SleepError`` if there is no
+        memory; then nothing has changed and it may be called again.
         """
         ...
 
 
 def put_away(storages: Sequence[torch.UntypedStorage], device: torch.device) -> PutAway:
-    """Keeps the contents of ``storages`` elsewhere and gives their memory back: from a GPU they go to pinned memory of
-    the host, on the CPU to a file without a name, of which the system keeps in memory what nothing else needs. Raises
-    ``SleepError``; nothing has changed then.
+    """Saves the contents of ``storages`` and frees their memory. Contents on a GPU go to pinned host memory. Contents
+    on the CPU go to an unnamed file, which the system caches in memory while it has some to spare. Raises
+    ``SleepError``; then nothing has changed.
     """
     return _OnHost(storages, device) if device.type == "cuda" else _InFile(storages)
 
 
 def give_back(storage: torch.UntypedStorage) -> None:
-    """Gives back the memory of a storage, whose contents are lost."""
+    """Frees the memory of a storage. Its contents are lost."""
     if storage.device.type == "cuda":
         storage.resize_(0)
     else:
@@ -93,11 +93,11 @@ def give_back(storage: torch.UntypedStorage) -> None:
 
 
 def take_again(storage: torch.UntypedStorage, nbytes: int) -> None:
-    """Gives a storage memory again that ``give_back`` took from it: ``nbytes`` zeros. Raises ``SleepError`` where there
-    is none.
+    """Gives a storage memory again after ``give_back``: ``nbytes`` zeros. Raises ``SleepError`` if there is no
+    memory.
     """
     if storage.device.type != "cuda":
-        return  # its pages come when they are written
+        return  # its pages are mapped when they are written
     try:
         storage.resize_(nbytes)
     except RuntimeError as error:
@@ -138,7 +138,7 @@ class _OnHost:
 
 class _InFile:
     def __init__(self, storages: Sequence[torch.UntypedStorage]) -> None:
-        # What is mapped from a file takes no memory that the system could not take back already.
+        # Memory that is mapped from a file is not saved: the system can reclaim it at any time.
         anonymous = _anonymous_mappings()
         self._storages = [each for each in storages if _is_within(each, anonymous)]
         self._file = _unnamed_file()
@@ -155,8 +155,8 @@ class _InFile:
         self._file.close()
 
     def _move(self, move_part: Callable[[int, memoryview, int], None]) -> None:
-        """Moves all pieces of all storages, each at its place in the file, on several threads: fresh pages take longer
-        than what is copied to them.
+        """Moves all parts of all storages to or from their places in the file. Uses several threads, because mapping
+        fresh pages takes longer than the copies.
         """
         places, parts = [0], [part for storage in self._storages for part in _parts(storage)]
         for part in parts:
@@ -172,7 +172,7 @@ def _bytes_of(storage: torch.UntypedStorage) -> torch.Tensor:
 
 
 def _parts(storage: torch.UntypedStorage) -> Iterator[memoryview]:
-    """The memory of a storage on the CPU, in pieces."""
+    """Yields the memory of a CPU storage in parts."""
     whole = memoryview((ctypes.c_char * storage.nbytes()).from_address(storage.data_ptr())).cast("B")
     for start in range(0, len(whole), _PART_BYTES):
         yield whole[start : start + _PART_BYTES]
@@ -193,7 +193,7 @@ def _read(file: int, part: memoryview, place: int) -> None:
 
 
 def _discard_pages(storage: torch.UntypedStorage) -> None:
-    """Gives back the pages that are all of this storage: they are zeros when they are next read."""
+    """Frees the pages that lie entirely in the storage. They read as zeros afterwards."""
     first = -(-storage.data_ptr() // mmap.PAGESIZE) * mmap.PAGESIZE
     end = (storage.data_ptr() + storage.nbytes()) // mmap.PAGESIZE * mmap.PAGESIZE
     if first < end:
@@ -204,7 +204,7 @@ def _discard_pages(storage: torch.UntypedStorage) -> None:
 
 
 def _anonymous_mappings(root: Path = Path("/")) -> list[tuple[int, int]]:
-    """The addresses, from and to, of this process's memory that is no file's and can be written."""
+    """Returns the start and end addresses of this process's writable memory that no file backs."""
     found: list[tuple[int, int]] = []
     for line in (root / "proc/self/maps").read_text().splitlines():
         addresses, permissions, _, _, inode, *_ = line.split()
@@ -215,15 +215,17 @@ def _anonymous_mappings(root: Path = Path("/")) -> list[tuple[int, int]]:
 
 
 def _is_within(storage: torch.UntypedStorage, mappings: Sequence[tuple[int, int]]) -> bool:
-    """Whether both ends of a storage are in ``mappings``: one allocation is of one kind."""
+    """Whether both ends of a storage are in ``mappings``. An allocation never mixes kinds of memory."""
     ends = storage.data_ptr(), storage.data_ptr() + storage.nbytes() - 1
     return all(any(first <= address < end for first, end in mappings) for address in ends)
 
 
 def _unnamed_file() -> IO[bytes]:
-    """A file that is gone with the process: in ``TMPDIR``, else where files outlive a boot and are not in memory."""
-    folder = None if os.environ.get("TMPDIR") else "/var/tmp"  # noqa: S108 - without a name nobody can take its place
+    """Opens a file that disappears with the process: in ``TMPDIR``, or else where files survive a reboot and are not
+    kept in memory.
+    """
+    folder = None if os.environ.get("TMPDIR") else "/var/tmp"  # noqa: S108 - a file without a name cannot be replaced
     try:
         return tempfile.TemporaryFile(dir=folder, buffering=0)
-    except OSError:  # a container whose root cannot be written
+    except OSError:  # a container with a read-only root
         return tempfile.TemporaryFile(buffering=0)

@@ -1,5 +1,5 @@
 """``Worker``: a rank's work on a step. It updates its rows, copies blocks and runs its part of the model. The first
-rank of the last stage also draws or pools.
+rank of the last stage also samples or pools.
 """
 
 import logging
@@ -39,46 +39,50 @@ T = TypeVar("T")
 
 
 class Ranks(Protocol):
-    """All ranks of a model. Rank 0 tells the others what it does, which they do too. Used by one thread."""
+    """All ranks of a model, from the view of one rank. Rank 0 leads: it sends its calls to the other ranks, which make
+    them too. Use it from one thread.
+    """
 
     @property
     def runner(self) -> ModelRunner:
-        """This rank's own."""
+        """This rank's own runner."""
         ...
 
     @property
     def draws(self) -> bool:
-        """Whether this rank draws; in a pipeline the first rank of the last stage does."""
+        """Whether this rank samples. In a pipeline only the first rank of the last stage does."""
         ...
 
     def execute(
         self, output: SchedulerOutput, without_loras: Sequence[int], work: "Callable[[], AsyncStep]"
     ) -> "AsyncStep":
-        """Has the others execute the step while this rank does ``work``, its part up to the forward pass. Adapters
-        ``without_loras`` cannot be used.
+        """Executes the step on the other ranks while this rank does ``work``, its part up to the forward pass. Adapters
+        in ``without_loras`` cannot be used.
         """
         ...
 
     def compute_logits(self, work: Callable[[], T]) -> T:
-        """Does ``work``, which the ranks of the last stage do together behind the forward pass."""
+        """Does ``work``, which the ranks of the last stage do together after the forward pass."""
         ...
 
     def get_output(self) -> ModelOutput:
-        """On a rank 0 that does not draw, waits for the output of the oldest step that has not been asked for, and was
-        executed. Raises what that raised there.
+        """Waits for the output of the oldest executed step whose output has not been taken. Only for a rank 0 that does
+        not sample. Raises ``RuntimeError`` with the reason if the step failed on the rank that samples.
         """
         ...
 
     def send_bitmask(self, bitmask: GrammarBitmask) -> None:
-        """Gives the rank that draws what the grammars of the step allow that was executed last."""
+        """Sends the grammar bitmask of the last executed step to the rank that samples."""
         ...
 
     def take_drawn(self, rows: Indices, positions: Indices, token_ids: Indices) -> None:
-        """Tells the others, by the next step, what was drawn: a token for each row, and its position there."""
+        """Passes sampled tokens to the other ranks with the next step: one token per row, and its position in the
+        row.
+        """
         ...
 
     def broadcast(self, pending: torch.Tensor) -> None:
-        """Overwrites tokens that are pending with those of rank 0, from device to device."""
+        """Overwrites ``pending`` with rank 0's pending tokens, from device to device."""
         ...
 
     def execute_dummy_batch(self) -> None:
@@ -86,7 +90,7 @@ class Ranks(Protocol):
         ...
 
     def add_lora(self, lora: LoRARequest) -> None:
-        """Reads an adapter into host memory, so that steps may have it. Raises ``LoRAError``."""
+        """Reads an adapter into host memory, so that steps may use it. Raises ``LoRAError``."""
         ...
 
     def remove_lora(self, lora_id: int) -> None:
@@ -96,29 +100,29 @@ class Ranks(Protocol):
     def open_disk(
         self, folder: Path, fingerprint: str, num_slots: int, report: Callable[[TransferResult], object]
     ) -> DiskContents:
-        """Opens blocks on disk in ``folder``, which nobody else may use, for numbers that ``fingerprint`` describes.
-        From then on steps begin transfers too, and ``report`` is called with the result of each, once by every rank, on
-        other threads. Raises ``OSError``.
+        """Opens the blocks on disk in ``folder``, which no other process may use. ``fingerprint`` describes the numbers
+        in them. Afterwards steps may start transfers, and every rank calls ``report`` with the result of each, on other
+        threads. Raises ``OSError``.
         """
         ...
 
     def sleep(self) -> None:
-        """See ``Sleeper.sleep``. Does nothing if it sleeps."""
+        """See ``Sleeper.sleep``. Does nothing if the ranks sleep already."""
         ...
 
     def wake_up(self) -> None:
-        """See ``Sleeper.wake_up``. Does nothing if it is awake."""
+        """See ``Sleeper.wake_up``. Does nothing if the ranks are awake."""
         ...
 
     def close(self) -> None:
-        """Gives the KV memory back, and the weights unless another runner has them too. To be called once."""
+        """Frees the KV memory, and the weights unless another runner uses them. Call it once."""
         ...
 
 
 class OneRank:
-    """The ``Ranks`` of a rank that has nobody to tell: the only one, or one that does what rank 0 tells it, which
-    receives pending tokens by ``broadcast``. ``has_parted``: whether logits could not be computed, so that others may
-    wait for this rank.
+    """The ``Ranks`` of a rank that leads no others: the only rank, or one that follows rank 0 and receives pending
+    tokens by ``broadcast``. ``has_parted`` is true if the logits failed here, so that other ranks may wait for this
+    one.
     """
 
     def __init__(
@@ -163,10 +167,12 @@ class OneRank:
 
 
 class Worker:
-    """Executes scheduler outputs, one after the other, with what it keeps of each row between them. Every rank has one,
-    of which that of rank 0 tells the other ``ranks`` what to do. ``run_pass`` has steps launched together with other
-    engines. ``num_loras_held`` adapters are held in host memory, those that were used last. A rank that draws and does
-    not know the grammars has bitmasks from ``filler``. Used by one thread.
+    """Executes scheduler outputs one at a time, and keeps the state of each row between them. Every rank has a worker;
+    rank 0's worker leads the other ``ranks``. Use it from one thread.
+
+    ``run_pass`` launches steps together with other engines. Host memory holds at most ``num_loras_held`` adapters, and
+    the least recently used is dropped first. ``filler`` supplies the bitmasks on a rank that samples but does not know
+    the grammars.
     """
 
     def __init__(
@@ -191,11 +197,11 @@ class Worker:
         self._previous_step: AsyncStep | None = None
 
     def execute(self, scheduler_output: SchedulerOutput) -> "AsyncStep":
-        """Begins with the copies and the forward pass, which on the CPU is over when this returns. Raises as
-        ``AsyncExecutor.execute_model_async``.
+        """Launches the block copies and the forward pass. On the CPU the forward pass is done when this returns. Raises
+        the errors of ``AsyncExecutor.execute_model_async``.
 
-        ``timings`` are the host's: on CUDA ``swap`` and ``sample`` are launches, and ``forward`` is the launch and the
-        wait for all of the step.
+        The step's ``timings`` are host times. On CUDA ``swap`` and ``sample`` cover launches only, and ``forward``
+        covers the launch and the wait for the whole step.
         """
         self._states.update(scheduler_output)
         with device_errors(), inference_on(self._device):
@@ -210,8 +216,8 @@ class Worker:
     def follow(
         self, scheduler_output: SchedulerOutput, drawn: "array[int]", without_loras: Sequence[int]
     ) -> "AsyncStep":
-        """As ``execute``, of a step that rank 0 executes. ``drawn`` are tokens that it drew before, as int32 triples of
-        a row, a position and the token there.
+        """Like ``execute``, for a step that rank 0 executes. ``drawn`` has the tokens sampled since the last step, as
+        int32 triples of row, position and token.
         """
         self._states.write_tokens(drawn)
         self._states.update(scheduler_output)
@@ -219,7 +225,7 @@ class Worker:
             return self._launch(scheduler_output, without_loras)
 
     def _launch(self, scheduler_output: SchedulerOutput, without_loras: Sequence[int]) -> "AsyncStep":
-        """What all ranks do at the same time."""
+        """Does the part of the step that all ranks do at the same time."""
         capacity, states = self._runner.kv_cache_config, self._states
         step = AsyncStep(self._ranks, states, self._sampler, self._pooler, device=self._device)
         if self._pooler is not None:
@@ -238,20 +244,20 @@ class Worker:
         return step
 
     def check_lora(self, lora: LoRARequest) -> LoRARequest:
-        """The adapter as steps may have it, with its digest: its folder was read. May be called from any thread. Raises
-        ``LoRAError`` for one that is none of this model, or if the model serves no adapters.
+        """Reads the adapter's folder and returns the adapter with its digest, ready for steps. Thread-safe. Raises
+        ``LoRAError`` if it does not fit the model, or if the engine serves no adapters.
         """
         if self._lora_manager is None:
             raise LoRAError("This engine serves no adapters: start it with --enable-lora, or enable_lora=True.")
         return self._lora_manager.check(lora)
 
     def remove_lora(self, lora_id: int) -> None:
-        """Frees the memory of an adapter, if any is held for it. No step has it any more."""
+        """Frees the memory of an adapter, if it is held. No later step may use it."""
         if self._lora_manager is not None and lora_id in self._lora_manager.held:
             self._ranks.remove_lora(lora_id)
 
     def _load_loras(self, rows: Sequence[int]) -> list[int]:
-        """Has all ranks hold the adapters of the step's ``rows``. Returns the ids of those that cannot be read."""
+        """Loads the adapters of ``rows`` on all ranks. Returns the ids of the adapters that cannot be read."""
         manager, loras = self._lora_manager, self._states.loras
         assert manager is not None, "a step has adapters, and the model has no slots for them"
         wanted = {loras[row].lora_int_id: loras[row] for row in rows if row in loras}
@@ -267,11 +273,11 @@ class Worker:
         return failed
 
     def forget_step(self) -> None:
-        """Gives back what is kept of the last step, behind which no token is pending."""
+        """Releases the last step. No token of it may be pending."""
         self._previous_step = None
 
     def close(self) -> None:
-        """Gives the memory of KV pools and weights back. Nothing can be run any more."""
+        """Frees the memory of KV pools and weights. Nothing can run afterwards."""
         self._ranks.close()
         self._lora_manager = self._previous_step = None
         self._sampler.close()
@@ -280,7 +286,7 @@ class Worker:
 def _fail_without(
     rows: Sequence[int], loras: Mapping[int, LoRARequest], without_loras: Sequence[int], output: ModelOutput
 ) -> None:
-    """Gives the chunks whose adapter cannot be read an error in ``output``."""
+    """Writes an error into ``output`` for each chunk whose adapter cannot be read."""
     for number, row in enumerate(rows):
         if row in loras and loras[row].lora_int_id in without_loras:
             message = f"The adapter {loras[row].lora_name} cannot be read any more."
@@ -289,8 +295,8 @@ def _fail_without(
 
 @contextmanager
 def device_errors() -> Iterator[None]:
-    """Raises ``ExecutorError`` for a device that failed: whatever it is asked for next fails too, so the engine must
-    end.
+    """Converts a device failure to ``ExecutorError``. After such a failure every call to the device fails, so the
+    engine must end.
     """
     try:
         yield
@@ -300,9 +306,9 @@ def device_errors() -> Iterator[None]:
 
 @dataclass(slots=True)
 class ForwardPass:
-    """A forward pass that was launched, and what is sampled from it: ``hidden`` [T, hidden], of which the logits are
-    made. ``prepared`` are the draws that were prepared for the sampler, and ``late`` those that will be when they are
-    sampled.
+    """A launched forward pass and what is needed to sample from it. ``hidden`` [T, hidden] are the hidden states.
+    ``prepared`` are the draws that are prepared for the sampler already, and ``late`` those that ``sample_tokens``
+    prepares.
     """
 
     batch: InputBatch
@@ -315,9 +321,9 @@ PreparedDraws = tuple[list[RowDraw], SamplerInput]
 
 
 class AsyncStep:
-    """A step on the device. An ``AsyncModelOutput``; ``output`` holds what is known of it.
+    """A step on the device. Implements ``AsyncModelOutput``. ``output`` holds what is known of the result so far.
 
-    What ``sample_tokens`` raises is raised by ``get_output``, so that a step ends in one place.
+    ``get_output`` raises what ``sample_tokens`` raised, so that a step ends in one place.
     """
 
     def __init__(
@@ -345,11 +351,11 @@ class AsyncStep:
         self._error: Exception | None = None
 
     def launch(self, batch: InputBatch, previous: "AsyncStep | None") -> None:
-        """Launches the forward pass of ``batch``, whose pending tokens are sampled by ``previous``.
+        """Launches the forward pass of ``batch``. ``previous`` samples its pending tokens.
 
         A draw with a grammar is prepared as soon as the tokens before it are known, so that its bitmask is filled while
-        the model computes. The others would gain nothing, and are prepared together; all are at once where no token is
-        pending.
+        the model computes. The other draws gain nothing from that and are prepared together later. If no token is
+        pending, all are prepared at once.
         """
         early, late, pending = batch.draws, list[RowDraw](), None
         if len(batch.pending):
@@ -358,7 +364,7 @@ class AsyncStep:
             self._ranks.broadcast(pending)
             early = [each for each in batch.draws if not each.awaits_token and self._has_grammar(each)]
             late = [each for each in batch.draws if each.awaits_token or not self._has_grammar(each)]
-        if not self._ranks.draws:  # another rank does; what grammars allow is known here alone
+        if not self._ranks.draws:  # another rank samples, but only rank 0 knows the grammars
             early, late = [each for each in batch.draws if self._has_grammar(each)], []
         prepared = [self._prepare(early)] if early else []
         hidden = self._runner.forward(batch.model_input, pending)
@@ -383,7 +389,7 @@ class AsyncStep:
         )
 
     def send_bitmask(self) -> None:
-        """On a rank 0 that does not draw, gives what grammars allow to the rank that does."""
+        """Sends the bitmask to the rank that samples. Only for a rank 0 that does not sample."""
         forward, self._forward = self._forward, None
         if forward is not None:
             for _, inputs in forward.prepared:
@@ -391,23 +397,21 @@ class AsyncStep:
                     self._ranks.send_bitmask(inputs.bitmask.wait())
 
     def sample_tokens(self) -> None:
-        """See ``AsyncModelOutput.sample_tokens``. Waits only for the log-probabilities of prompts. Raises
-        ``ExecutorError``.
-        """
-        forward, self._forward = self._forward, None  # its memory is free for the next step
+        """See ``AsyncModelOutput.sample_tokens``. Waits only for prompt log-probabilities. Raises ``ExecutorError``."""
+        forward, self._forward = self._forward, None  # the next step can reuse its memory
         start = perf_counter()
         with device_errors(), inference_on(self._device):
             try:
                 if forward is not None:
                     self._sample(forward)
-            except Exception as error:  # noqa: BLE001 - ``get_output`` raises it, when the device is done with the rest
+            except Exception as error:  # noqa: BLE001 - ``get_output`` raises it, after the device has ended the rest
                 self._error = error
             if self._device.type != "cpu":
                 self._event = StepEvent(self._device)
         self.output.timings.sample += perf_counter() - start
 
     def get_output(self) -> ModelOutput:
-        """See ``AsyncModelOutput.get_output``. Waits for this step, and not for one that was launched after it."""
+        """See ``AsyncModelOutput.get_output``. Waits for this step, but not for a step that was launched after it."""
         assert self._forward is None, "sample_tokens comes before get_output"
         timings, start = self.output.timings, perf_counter()
         with device_errors():
@@ -431,8 +435,8 @@ class AsyncStep:
         return self.output
 
     def sampled_token_ids(self, rows: Indices) -> torch.Tensor:
-        """The tokens [P] int64 that were sampled for these rows, on the device, without waiting for them. Where there
-        is none, as the sampling failed, it is any token: what is made of it will not be used.
+        """Returns the tokens [P] int64 sampled for ``rows``, on the device, without waiting for them. If sampling
+        failed, the values are arbitrary, and their results will not be used.
         """
         appended = self._appended
         if not self._sampled or appended is None:
@@ -451,8 +455,8 @@ class AsyncStep:
         return token_ids.index_select(0, upload(torch.from_numpy(places), self._device))
 
     def _take_output(self, output: ModelOutput) -> None:
-        """Takes what another rank has made of the step. The wait for it was part of the forward pass, but for the
-        seconds of sampling.
+        """Adopts the output of the rank that samples. The wait for it counts as forward time, minus the seconds of
+        sampling.
         """
         swap, forward = self.output.timings.swap, self.output.timings.forward - output.timings.sample
         self.output = output
@@ -460,11 +464,11 @@ class AsyncStep:
 
     @property
     def needs_logits(self) -> bool:
-        """Whether the ranks of the last stage compute logits of it."""
+        """Whether the ranks of the last stage compute logits for this step."""
         return self._forward is not None and len(self._forward.batch.model_input.logits_rows) > 0
 
     def end(self, *, with_logits: bool) -> None:
-        """What a rank that does not draw does of ``sample_tokens``."""
+        """Completes the step on a rank that does not sample, in the place of ``sample_tokens``."""
         forward, self._forward = self._forward, None
         if forward is not None and with_logits:
             with device_errors(), inference_on(self._device):
@@ -492,13 +496,13 @@ class AsyncStep:
         ]
 
     def _logits(self, forward: ForwardPass) -> torch.Tensor | None:
-        """The logits that are drawn from, if any are; those of prompts are used up. All ranks of the last stage compute
-        them together, and its first has them.
+        """Returns the logits to sample from, if any, on the first rank of the last stage; all ranks of that stage
+        compute them together. Consumes the logits of prompt tokens for prompt log-probabilities.
         """
         batch, start, logits = forward.batch, perf_counter(), None
         if len(batch.model_input.sampled_rows):
             logits = self._runner.logits(forward.hidden, batch.model_input.sampled_rows)
-            seconds = perf_counter() - start  # as part of the forward pass
+            seconds = perf_counter() - start  # counted as part of the forward pass
             self.output.timings.forward += seconds
             self.output.timings.sample -= seconds
         if batch.prompt_logprobs:
