@@ -12,7 +12,7 @@ import numpy as np
 import torch
 from quire_engine.core.block_pool import BlockCopies, BlockCopy, KVCacheConfig
 from quire_engine.core.executor import UNMEASURED
-from quire_engine.core.kv_disk import TransferResult
+from quire_engine.core.kv_transfer.transfer import TransferResult
 from quire_engine.core.step import ModelOutput, ScheduledChunk, SchedulerOutput
 from quire_proto.errors import ErrorCode, QuireError
 

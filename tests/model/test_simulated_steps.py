@@ -25,7 +25,7 @@ from quire_engine.core.config import SchedulerConfig
 from quire_engine.core.engine_core import EngineCore, EngineCoreOutputs
 from quire_engine.core.executor import AsyncExecutor, AsyncModelOutput, Executor, Rates
 from quire_engine.core.kv_cache_manager import KVCacheManager
-from quire_engine.core.kv_disk import DiskContents, TransferResult
+from quire_engine.core.kv_transfer.transfer import DiskContents, TransferResult
 from quire_engine.core.lora import LoRARequest
 from quire_engine.core.outputs import SchedulerStats
 from quire_engine.core.request import Request

@@ -14,7 +14,7 @@ from quire_engine.core.config import SchedulerConfig
 from quire_engine.core.engine_core import AbortRequest, AddRequest, EngineCore, EngineCoreOutputs
 from quire_engine.core.executor import Rates
 from quire_engine.core.kv_cache_manager import KVCacheManager
-from quire_engine.core.kv_disk import DiskContents, TransferOutcome
+from quire_engine.core.kv_transfer.transfer import DiskContents, TransferOutcome
 from quire_engine.core.lora import LoRARequest
 from quire_engine.core.outputs import EngineCoreOutput
 from quire_engine.core.request import Request, ResumedOutput

@@ -14,7 +14,7 @@ from functools import partial
 
 from quire_engine.core.block_pool import KVCacheConfig
 from quire_engine.core.executor import CopyError
-from quire_engine.core.kv_disk import TransferResult
+from quire_engine.core.kv_transfer.transfer import TransferResult
 from quire_engine.core.step import BeamCandidates, ModelOutput, SchedulerOutput
 
 from tests.support.paged_executor import VOCAB_SIZE, PagedExecutor

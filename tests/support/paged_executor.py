@@ -12,7 +12,7 @@ from hashlib import blake2b
 from quire_engine.core.beam_search import BeamSearch, Hypothesis
 from quire_engine.core.block_pool import BlockCopies, BlockCopy, DiskTransfer, KVCacheConfig
 from quire_engine.core.executor import Rates
-from quire_engine.core.kv_disk import DiskContents, TransferOutcome, TransferResult
+from quire_engine.core.kv_transfer.transfer import DiskContents, TransferOutcome, TransferResult
 from quire_engine.core.step import BeamCandidates, ModelOutput, SampleRequest, SchedulerOutput
 from quire_proto.sampling import SamplingParams, TokenLogprobs
 

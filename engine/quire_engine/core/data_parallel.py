@@ -20,7 +20,7 @@ from time import perf_counter
 
 from quire_engine.core.engine_core import DISK_WAIT_SECONDS, Command, EngineCore, EngineCoreOutputs
 from quire_engine.core.executor import Executor, ExecutorError
-from quire_engine.core.kv_disk import TransferResult
+from quire_engine.core.kv_transfer.transfer import TransferResult
 from quire_engine.core.scheduler import Scheduler
 from quire_engine.core.step_recording import StepRecorder
 

@@ -26,7 +26,7 @@ from quire_engine.core.executor import (
     Sleeper,
     SleepError,
 )
-from quire_engine.core.kv_disk import TransferResult
+from quire_engine.core.kv_transfer.transfer import TransferResult
 from quire_engine.core.outputs import EngineCoreOutput, EngineLoad, KVCacheFragmentation
 from quire_engine.core.request import Request
 from quire_engine.core.scheduler import Scheduler

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from typing import Protocol
 
 from quire_engine.core.block_pool import KVCacheConfig
-from quire_engine.core.kv_disk import TransferResult
+from quire_engine.core.kv_transfer.transfer import TransferResult
 from quire_engine.core.step import ModelOutput, SchedulerOutput
 
 

@@ -36,10 +36,10 @@ from quire_engine.core.block_pool import (
     Tier,
 )
 from quire_engine.core.block_table import SKIPPED, BlockTable, CachedBlock, CachedBlocks, GroupTable, block_name
-from quire_engine.core.kv_disk import DiskContents
 from quire_engine.core.kv_transfer.connector import AsyncKVConnector
 from quire_engine.core.kv_transfer.host_tier import HostTier
 from quire_engine.core.kv_transfer.multi_connector import MultiConnector, make_tiers
+from quire_engine.core.kv_transfer.transfer import DiskContents
 
 
 class KVCacheManager:

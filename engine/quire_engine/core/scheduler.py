@@ -34,7 +34,7 @@ from quire_engine.core.batch_scheduler import BatchScheduler, StepPolicy, contin
 from quire_engine.core.beam_search import Continuation
 from quire_engine.core.executor import UNMEASURED, Rates
 from quire_engine.core.kv_cache_manager import KVCacheManager
-from quire_engine.core.kv_disk import TransferResult
+from quire_engine.core.kv_transfer.transfer import TransferResult
 from quire_engine.core.lora import LoRAStats
 from quire_engine.core.outputs import (
     EngineCoreOutput,

@@ -10,7 +10,7 @@ from quire_engine.config import EngineArgs
 from quire_engine.core.block_pool import KVCacheConfig
 from quire_engine.core.data_parallel import DataParallel
 from quire_engine.core.executor import Rates, WeightStats
-from quire_engine.core.kv_disk import DiskContents, TransferResult
+from quire_engine.core.kv_transfer.transfer import DiskContents, TransferResult
 from quire_engine.core.lora import LoRARequest
 from quire_engine.core.startup import StartupPhase, StartupTimer
 from quire_engine.core.step import ModelOutput, SchedulerOutput

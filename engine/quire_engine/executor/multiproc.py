@@ -19,7 +19,7 @@ from quire_proto.tls import TlsError
 
 from quire_engine.config import NodeArgs
 from quire_engine.core.executor import SleepError
-from quire_engine.core.kv_disk import DiskContents, TransferResult
+from quire_engine.core.kv_transfer.transfer import DiskContents, TransferResult
 from quire_engine.core.lora import LoRARequest
 from quire_engine.core.step import ModelOutput, SchedulerOutput
 from quire_engine.core.step_plain import lora_to_plain

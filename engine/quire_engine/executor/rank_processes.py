@@ -20,7 +20,7 @@ from threading import Condition, Lock, Thread
 from typing import TYPE_CHECKING, Any
 
 from quire_engine.core.executor import ExecutorError
-from quire_engine.core.kv_disk import TransferResult
+from quire_engine.core.kv_transfer.transfer import TransferResult
 from quire_engine.core.step import ModelOutput
 from quire_engine.distributed.rank_group import RankStore
 from quire_engine.errors import ModelError

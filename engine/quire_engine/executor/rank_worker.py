@@ -15,7 +15,7 @@ from quire_proto.logs import LogFormat, set_up_logging
 from quire_engine.checkpoint.config import DecoderConfig, ModelConfig
 from quire_engine.config import EngineArgs
 from quire_engine.core.executor import SleepError
-from quire_engine.core.kv_disk import TransferResult
+from quire_engine.core.kv_transfer.transfer import TransferResult
 from quire_engine.core.step_plain import lora_from_plain
 from quire_engine.device.accelerator import inference_on
 from quire_engine.device.host import tune_malloc

@@ -19,7 +19,7 @@ import numpy.typing as npt
 from quire_proto.errors import QuireError
 
 from quire_engine.core.block_pool import DiskTransfer
-from quire_engine.core.kv_disk import DiskContents, TransferOutcome, TransferResult
+from quire_engine.core.kv_transfer.transfer import DiskContents, TransferOutcome, TransferResult
 from quire_engine.core.step import GrammarMatcher, ModelOutput, SchedulerOutput
 from quire_engine.core.step_plain import (
     error_from_plain,

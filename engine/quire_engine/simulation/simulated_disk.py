@@ -6,7 +6,7 @@ from collections import deque
 from collections.abc import Sequence
 
 from quire_engine.core.block_pool import BlockCopies
-from quire_engine.core.kv_disk import TransferResult
+from quire_engine.core.kv_transfer.transfer import TransferResult
 
 _TICK = 1e-9  # seconds by which a clock of whole nanoseconds may fall short of the end of a transfer
 

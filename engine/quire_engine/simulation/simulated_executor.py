@@ -12,7 +12,7 @@ from quire_proto.sampling import TokenLogprobs
 
 from quire_engine.core.block_pool import KVCacheConfig
 from quire_engine.core.executor import Rates
-from quire_engine.core.kv_disk import DiskContents, TransferResult
+from quire_engine.core.kv_transfer.transfer import DiskContents, TransferResult
 from quire_engine.core.step import (
     BeamCandidates,
     ModelOutput,

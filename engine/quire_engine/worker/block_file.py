@@ -25,7 +25,7 @@ from time import perf_counter
 from quire_proto.folders import open_trusted, trusted_folder
 
 from quire_engine.core.block_pool import BlockCopies, DiskTransfer
-from quire_engine.core.kv_disk import DiskContents, TransferOutcome, TransferResult
+from quire_engine.core.kv_transfer.transfer import DiskContents, TransferOutcome, TransferResult
 
 log = logging.getLogger(__name__)
 

@@ -15,7 +15,7 @@ import torch
 from quire_engine.attention.kv_cache_spec import BlockLayout
 from quire_engine.core.block_pool import BlockCopies, BlockCopy, KVCacheConfig, KVCacheGroup
 from quire_engine.core.executor import CopyError
-from quire_engine.core.kv_disk import DiskContents, TransferResult
+from quire_engine.core.kv_transfer.transfer import DiskContents, TransferResult
 from quire_engine.device.accelerator import pin_pages
 from quire_engine.errors import ModelError
 from quire_engine.worker.block_file import BlockFile, DiskTransfers, disk_contents, measure_block_seconds

@@ -6,7 +6,7 @@ from dataclasses import replace
 from queue import Empty, SimpleQueue
 from threading import Lock
 
-from quire_engine.core.kv_disk import TransferResult
+from quire_engine.core.kv_transfer.transfer import TransferResult
 
 
 class TransferResults:

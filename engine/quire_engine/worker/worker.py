@@ -17,7 +17,7 @@ import torch
 from quire_proto.errors import ErrorCode, QuireError
 
 from quire_engine.core.executor import ExecutorError
-from quire_engine.core.kv_disk import DiskContents, TransferResult
+from quire_engine.core.kv_transfer.transfer import DiskContents, TransferResult
 from quire_engine.core.lora import LoRARequest
 from quire_engine.core.step import ModelOutput, SchedulerOutput, StepTimings
 from quire_engine.device.accelerator import inference_on, upload

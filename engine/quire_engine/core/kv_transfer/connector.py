@@ -21,7 +21,7 @@ from typing import Protocol
 
 from quire_engine.core.block_pool import BlockCopies
 from quire_engine.core.block_table import BlockTable
-from quire_engine.core.kv_disk import TransferResult
+from quire_engine.core.kv_transfer.transfer import TransferResult
 
 
 class KVConnector(Protocol):

@@ -17,9 +17,9 @@ from time import time_ns
 
 from quire_engine.core.block_pool import BlockCopies, BlockCopy, BlockPool, DiskTransfer, Tier
 from quire_engine.core.block_table import BlockTable
-from quire_engine.core.kv_disk import DiskContents, TransferOutcome, TransferResult
 from quire_engine.core.kv_transfer.connector import TransferFailure, TransferStats
 from quire_engine.core.kv_transfer.host_tier import HostTier
+from quire_engine.core.kv_transfer.transfer import DiskContents, TransferOutcome, TransferResult
 
 log = logging.getLogger(__name__)
 

@@ -5,10 +5,10 @@ from typing import cast
 
 from quire_engine.core.block_pool import BlockCopies, BlockPool, KVCacheConfig
 from quire_engine.core.block_table import BlockTable
-from quire_engine.core.kv_disk import DiskContents, TransferResult
 from quire_engine.core.kv_transfer.connector import AsyncKVConnector, KVConnector
 from quire_engine.core.kv_transfer.disk_tier import DiskTier
 from quire_engine.core.kv_transfer.host_tier import HostTier
+from quire_engine.core.kv_transfer.transfer import DiskContents, TransferResult
 
 
 def make_tiers(

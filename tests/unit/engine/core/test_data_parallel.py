@@ -23,7 +23,7 @@ from quire_engine.core.data_parallel import (
 from quire_engine.core.engine_core import Shutdown
 from quire_engine.core.executor import ExecutorError
 from quire_engine.core.kv_cache_manager import KVCacheManager
-from quire_engine.core.kv_disk import TransferResult
+from quire_engine.core.kv_transfer.transfer import TransferResult
 from quire_engine.core.scheduler import Scheduler
 
 from tests.support.paged_executor import PagedExecutor

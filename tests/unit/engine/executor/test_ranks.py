@@ -26,7 +26,7 @@ from quire_engine.checkpoint.config import DecoderConfig, MoEConfig
 from quire_engine.checkpoint.weights import Checkpoint
 from quire_engine.config import EngineArgs
 from quire_engine.core.block_pool import BlockCopies, BlockCopy, DiskTransfer
-from quire_engine.core.kv_disk import TransferOutcome, TransferResult
+from quire_engine.core.kv_transfer.transfer import TransferOutcome, TransferResult
 from quire_engine.core.lora import LoRARequest
 from quire_engine.core.step import BeamCandidates, ModelOutput, SchedulerOutput, StepTimings
 from quire_engine.distributed.communicator import Communicator, GroupCoordinator, largest_shard_size, shard

@@ -13,7 +13,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from quire_engine.core.block_pool import BlockCopies, DiskTransfer
-from quire_engine.core.kv_disk import TransferOutcome
+from quire_engine.core.kv_transfer.transfer import TransferOutcome
 from quire_engine.worker.block_file import BlockFile, DiskTransfers, FolderLock, measure_block_seconds
 from quire_engine.worker.transfer_results import TransferResults
 

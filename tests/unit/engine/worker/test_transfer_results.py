@@ -3,7 +3,7 @@
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from quire_engine.core.kv_disk import DiskContents, TransferOutcome, TransferResult
+from quire_engine.core.kv_transfer.transfer import DiskContents, TransferOutcome, TransferResult
 from quire_engine.worker.transfer_results import TransferResults
 
 OUTCOMES = st.lists(st.sampled_from(TransferOutcome), min_size=3, max_size=3)

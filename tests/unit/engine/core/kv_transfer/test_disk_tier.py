@@ -12,9 +12,9 @@ from quire_engine.core.engine_core import EngineCore, EngineCoreOutputs
 from quire_engine.core.executor import Rates
 from quire_engine.core.gates import TransferGate
 from quire_engine.core.kv_cache_manager import KVCacheManager
-from quire_engine.core.kv_disk import DiskContents, TransferOutcome, TransferResult
 from quire_engine.core.kv_transfer.connector import TransferFailure
 from quire_engine.core.kv_transfer.disk_tier import STALL_SECONDS
+from quire_engine.core.kv_transfer.transfer import DiskContents, TransferOutcome, TransferResult
 from quire_engine.core.request import Request, Sequence
 from quire_engine.core.scheduler import Scheduler
 from quire_proto.sampling import SamplingParams

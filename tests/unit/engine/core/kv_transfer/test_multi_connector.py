@@ -13,10 +13,10 @@ from quire_engine.core.config import SchedulerConfig
 from quire_engine.core.engine_core import EngineCore, EngineCoreOutputs
 from quire_engine.core.executor import Rates
 from quire_engine.core.kv_cache_manager import KVCacheManager
-from quire_engine.core.kv_disk import DiskContents, TransferOutcome, TransferResult
 from quire_engine.core.kv_transfer.connector import TransferFailure
 from quire_engine.core.kv_transfer.disk_tier import DiskTier
 from quire_engine.core.kv_transfer.multi_connector import MultiConnector
+from quire_engine.core.kv_transfer.transfer import DiskContents, TransferOutcome, TransferResult
 from quire_engine.core.request import Request
 from quire_engine.core.scheduler import Scheduler
 from quire_engine.core.step import ModelOutput, SchedulerOutput
