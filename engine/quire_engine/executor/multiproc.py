@@ -18,24 +18,20 @@ from quire_proto.logs import log_format
 from quire_proto.tls import TlsError
 
 from quire_engine.config import NodeArgs
-from quire_engine.core.executor import SleepError
-from quire_engine.core.kv_transfer.transfer import DiskContents, TransferResult
-from quire_engine.core.lora import LoRARequest
+from quire_engine.core.kv_transfer.transfer import TransferResult
 from quire_engine.core.step import ModelOutput, SchedulerOutput
-from quire_engine.core.step_plain import lora_to_plain
 from quire_engine.device.accelerator import inference_on
 from quire_engine.distributed.rank_group import RankGroup
-from quire_engine.errors import LoRAError, ModelError
+from quire_engine.errors import ModelError
 from quire_engine.executor.engine_group import EngineGroup
 from quire_engine.executor.node_agent import node_facts
 from quire_engine.executor.node_hub import NodeHub
 from quire_engine.executor.rank_processes import RankWorkers
-from quire_engine.executor.rank_worker import RankSettings, answer_of, make_rank_folder, rank_fingerprint
+from quire_engine.executor.rank_worker import RankSettings
 from quire_engine.executor.rpc import (
     RpcArray,
     RpcMethod,
     bitmask_to_arrays,
-    disk_from_plain,
     json_to_array,
     step_to_arrays,
 )
@@ -175,6 +171,7 @@ class MultiprocRanks:
     def __init__(self, workers: RankWorkers, group: RankGroup, model: LoadedModel, cache_sizes: CacheSizes) -> None:
         self._workers = workers
         self._group = group
+        self.rank = 0
         self.draws = group.num_stages == 1
         self._drawn = array("i")
         self._num_exchanges_before = 0
@@ -235,47 +232,15 @@ class MultiprocRanks:
         """See ``Ranks.execute_dummy_batch``."""
         call_all_ranks(self._workers, self._group, RpcMethod.EXECUTE_DUMMY_BATCH, [], self.runner.execute_dummy_batch)
 
-    def add_lora(self, lora: LoRARequest) -> None:
-        """See ``Ranks.add_lora``. Each rank reads the folder and keeps its shard. The folder may be changing, so one
-        rank can fail alone; then the adapter is removed from all ranks.
-        """
-        if errors := self._errors_of("add_lora", lora_to_plain(lora), lambda: self.runner.add_lora(lora)):
-            self.remove_lora(lora.lora_int_id)
-            raise LoRAError(errors[0])
+    def call(self, name: str, arguments: Sequence[Any], work: Callable[[], object]) -> list[Any]:
+        """See ``Ranks.call``."""
+        number = self._workers.request(RpcMethod.CALL, [json_to_array([name, *arguments])])
+        own = work()
+        return [own, *self._workers.wait_for_replies(number)]
 
-    def remove_lora(self, lora_id: int) -> None:
-        """See ``Ranks.remove_lora``."""
-        self._errors_of("remove_lora", lora_id, lambda: self.runner.remove_lora(lora_id))
-
-    def sleep(self) -> None:
-        """See ``Sleeper.sleep``. If one rank cannot sleep, all ranks wake up again."""
-        if errors := self._errors_of("sleep", None, self.runner.sleep):
-            self._errors_of("wake_up", None, self.runner.wake_up)
-            raise SleepError(errors[0])
-
-    def wake_up(self) -> None:
-        """See ``Sleeper.wake_up``. If one rank cannot wake up, all ranks sleep again."""
-        if errors := self._errors_of("wake_up", None, self.runner.wake_up):
-            self._errors_of("sleep", None, self.runner.sleep)
-            raise SleepError(errors[0])
-
-    def open_disk(
-        self, folder: Path, fingerprint: str, num_slots: int, report: Callable[[TransferResult], object]
-    ) -> DiskContents:
-        """See ``Ranks.open_disk``. Each rank keeps its part of a block in its own folder. The disk tier has the blocks
-        that all ranks have.
-        """
+    def report_to(self, report: Callable[[TransferResult], object]) -> None:
+        """See ``Ranks.report_to``."""
         self._workers.on_transfer = report
-
-        def open_own() -> DiskContents:
-            part, own = make_rank_folder(folder, 0), rank_fingerprint(fingerprint, 0)
-            return self.runner.open_disk(part, own, num_slots, report)
-
-        answers = self._call("open_disk", [str(folder), fingerprint, num_slots], open_own)
-        for rank, answer in enumerate(answers):
-            if isinstance(answer, str):
-                raise OSError(f"rank {rank}: {answer}")
-        return DiskContents.in_common([answers[0], *map(disk_from_plain, answers[1:])])
 
     def close(self) -> None:
         """See ``Ranks.close``. Skips the other ranks if they are lost already."""
@@ -290,20 +255,6 @@ class MultiprocRanks:
         except Exception as error:
             self._workers.call_failed(self._group.num_exchanges - self._num_exchanges_before, error)
             raise
-
-    def _errors_of(self, name: str, argument: object, work: Callable[[], None]) -> list[str]:
-        """Like ``_call``. Returns the reasons of the ranks that could not do it."""
-        return [answer for answer in self._call(name, argument, work) if answer is not None]
-
-    def _call(self, name: str, argument: object, work: Callable[[], object]) -> list[Any]:
-        """Makes the rare call ``name`` on the other ranks while this rank does ``work``.
-
-        Returns the answers in rank order. A rank that cannot do it answers with a string, which does not count as a
-        failure of the rank.
-        """
-        number = self._workers.request(RpcMethod.CALL, [json_to_array([name, argument])])
-        own = answer_of(work)
-        return [own, *self._workers.wait_for_replies(number)]
 
 
 def _make_hub(settings: RankSettings, nodes: NodeArgs) -> NodeHub:

@@ -14,14 +14,12 @@ from quire_proto.logs import LogFormat, set_up_logging
 
 from quire_engine.checkpoint.config import DecoderConfig, ModelConfig
 from quire_engine.config import EngineArgs
-from quire_engine.core.executor import SleepError
 from quire_engine.core.kv_transfer.transfer import TransferResult
-from quire_engine.core.step_plain import lora_from_plain
 from quire_engine.device.accelerator import inference_on
 from quire_engine.device.host import tune_malloc
 from quire_engine.distributed.pipeline import is_last
 from quire_engine.distributed.rank_group import EnginePlace, RankGroup, RankStore, file_store
-from quire_engine.errors import LoRAError, ModelError
+from quire_engine.errors import ModelError
 from quire_engine.executor.rank_processes import describe_error
 from quire_engine.executor.rpc import (
     MessageError,
@@ -30,7 +28,6 @@ from quire_engine.executor.rpc import (
     RpcMethod,
     RpcReply,
     bitmask_from_arrays,
-    disk_to_plain,
     json_from_array,
     json_to_array,
     output_to_arrays,
@@ -198,13 +195,6 @@ class RankWorker:
             RpcMethod.EXECUTE_DUMMY_BATCH: self._execute_dummy_batch,
             RpcMethod.STORE: self._put_stored,
         }
-        self._calls: dict[str, Callable[[Any], object]] = {
-            "add_lora": self._add_lora,
-            "remove_lora": self._remove_lora,
-            "open_disk": self._open_disk,
-            "sleep": self._sleep,
-            "wake_up": self._wake_up,
-        }
 
     def run(self, until: RpcMethod | None = None) -> None:
         """Handles calls until a message with method ``until`` arrives or the link ends."""
@@ -289,8 +279,9 @@ class RankWorker:
             runner = ModelRunner(model, model.cache_sizes(*json_from_array(arrays[0])), alone=False)
         group = self._loaded_or_fail.group
         draws = group.stage is not None and is_last(group.stage) and group.communicator.rank == 0
-        self._ranks = OneRank(runner, group.broadcast, draws=draws)
-        self._worker = Worker(model, self._ranks, filler=_ReceivedBitmasks(self._receive))
+        self._ranks = OneRank(runner, group.broadcast, rank=self._rank, draws=draws)
+        filler = _ReceivedBitmasks(self._receive)
+        self._worker = Worker(model, self._ranks, filler=filler, report=self._report)
 
     def _close_runner(self, _: Sequence[RpcArray]) -> None:
         self._worker_or_fail.close()
@@ -320,33 +311,14 @@ class RankWorker:
             self._send(reply)
 
     def _execute_dummy_batch(self, _: Sequence[RpcArray]) -> None:
+        assert self._ranks is not None, "MAKE_RUNNER comes first"
         with inference_on(self._loaded_or_fail.model.device):
-            self._runner_or_fail.execute_dummy_batch()
+            self._ranks.execute_dummy_batch()
 
     def _call(self, arrays: Sequence[RpcArray]) -> object:
-        """Makes a rare call. Returns its answer, or why this rank cannot do it, which does not count as a failure."""
-        name, argument = json_from_array(arrays[0])
-        with inference_on(self._loaded_or_fail.model.device):
-            return answer_of(lambda: self._calls[name](argument))
-
-    def _add_lora(self, lora: Any) -> None:
-        self._runner_or_fail.add_lora(lora_from_plain(lora))
-
-    def _remove_lora(self, lora_id: Any) -> None:
-        self._runner_or_fail.remove_lora(lora_id)
-
-    def _sleep(self, _: Any) -> None:
-        self._worker_or_fail.forget_step()
-        self._runner_or_fail.sleep()
-
-    def _wake_up(self, _: Any) -> None:
-        self._runner_or_fail.wake_up()
-
-    def _open_disk(self, argument: Any) -> dict[str, Any]:
-        """Returns what this rank's disk holds. Raises ``OSError``."""
-        folder, fingerprint, num_slots = argument
-        part, own = make_rank_folder(Path(folder), self._rank), rank_fingerprint(fingerprint, self._rank)
-        return disk_to_plain(self._runner_or_fail.open_disk(part, own, num_slots, self._report))
+        """Makes a rare call. Returns the worker's answer."""
+        name, *arguments = json_from_array(arrays[0])
+        return self._worker_or_fail.answer(name, *arguments)
 
     def _report(self, result: TransferResult) -> None:
         """Sends the result of a transfer to rank 0. Runs on a disk thread."""
@@ -364,11 +336,6 @@ class RankWorker:
     def _worker_or_fail(self) -> Worker:
         assert self._worker is not None, "MAKE_RUNNER comes first"
         return self._worker
-
-    @property
-    def _runner_or_fail(self) -> ModelRunner:
-        assert self._ranks is not None, "MAKE_RUNNER comes first"
-        return self._ranks.runner
 
 
 class _ReceivedBitmasks:
@@ -392,26 +359,6 @@ class _ReceivedBitmasks:
 
     def close(self) -> None:
         """See ``AnyBitmaskFiller.close``."""
-
-
-def answer_of(work: Callable[[], object]) -> object:
-    """Returns the result of ``work``, or the reason as a string if it cannot be done here."""
-    try:
-        return work()
-    except (LoRAError, SleepError, OSError) as error:
-        return str(error)
-
-
-def make_rank_folder(folder: Path, rank: int) -> Path:
-    """Makes the folder in ``folder`` for this rank's part of the blocks on disk. Raises ``OSError``."""
-    part = folder / f"rank-{rank}"
-    part.mkdir(mode=0o700, exist_ok=True)
-    return part
-
-
-def rank_fingerprint(fingerprint: str, rank: int) -> str:
-    """Returns what the content of this rank's part of a block depends on, apart from the block's hash."""
-    return f"{fingerprint} rank {rank}"
 
 
 def _failure_to_plain(error: Exception, collectives: int) -> dict[str, Any]:

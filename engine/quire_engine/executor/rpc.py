@@ -19,7 +19,7 @@ import numpy.typing as npt
 from quire_proto.errors import QuireError
 
 from quire_engine.core.block_pool import DiskTransfer
-from quire_engine.core.kv_transfer.transfer import DiskContents, TransferOutcome, TransferResult
+from quire_engine.core.kv_transfer.transfer import TransferOutcome, TransferResult
 from quire_engine.core.step import GrammarMatcher, ModelOutput, SchedulerOutput
 from quire_engine.core.step_plain import (
     error_from_plain,
@@ -289,15 +289,3 @@ def result_from_array(text: RpcArray) -> TransferResult:
         return TransferResult(**{**plain, "outcome": TransferOutcome(plain["outcome"])})
     except (KeyError, TypeError, ValueError):
         raise MessageError("This is not the result of a transfer.") from None
-
-
-def disk_to_plain(contents: DiskContents) -> dict[str, Any]:
-    """Returns what a rank's disk holds, as JSON values."""
-    stored = [(disk_block, block_hash.hex()) for disk_block, block_hash in contents.stored]
-    return {**asdict(contents), "stored": stored}
-
-
-def disk_from_plain(plain: dict[str, Any]) -> DiskContents:
-    """The inverse of ``disk_to_plain``."""
-    stored = [(disk_block, bytes.fromhex(block_hash)) for disk_block, block_hash in plain["stored"]]
-    return DiskContents(**{**plain, "stored": stored})

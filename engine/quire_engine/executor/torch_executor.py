@@ -14,7 +14,7 @@ from quire_proto.pooling import PoolingParams
 from quire_engine.config import EngineArgs, NodeArgs
 from quire_engine.core.block_pool import KVCacheConfig
 from quire_engine.core.data_parallel import DataParallel
-from quire_engine.core.executor import UNMEASURED, ExecutorError
+from quire_engine.core.executor import UNMEASURED, ExecutorError, SleepError
 from quire_engine.core.kv_transfer.transfer import DiskContents, TransferResult
 from quire_engine.core.lora import DUMMY_LORA, LoRARequest
 from quire_engine.core.startup import StartupPhase, StartupTimer
@@ -81,13 +81,14 @@ class TorchExecutor:
         run_pass = None
         if engines is not None:
             run_pass = partial(engines.run_pass, execute_dummy_batch=self._ranks.execute_dummy_batch)
-        self._worker = Worker(model, self._ranks, num_loras_held=num_loras_held, run_pass=run_pass)
+        self._transfer_results = TransferResults()
+        report = self._transfer_results.add
+        self._worker = Worker(model, self._ranks, num_loras_held=num_loras_held, run_pass=run_pass, report=report)
         self._engines = engines
         self._is_closed = False
         self._close_ranks: Callable[[], object] = lambda: None
         self.disk_contents: DiskContents | None = None
         self._disk_lock: FolderLock | None = None
-        self._transfer_results = TransferResults()
 
     @classmethod
     def load(
@@ -281,17 +282,21 @@ class TorchExecutor:
         if self._disk_lock is not None:
             self._disk_lock.close()
         lock: FolderLock | None = None
-        results = TransferResults(config.num_ranks)
+        self._transfer_results.begin(config.num_ranks)
         try:
             lock = FolderLock(path)
             num_slots = min(num_slots, lock.file_system_bytes // block_bytes)
-            contents = self._ranks.open_disk(lock.folder, self._fingerprint(config), num_slots, results.add)
+            answers = self._worker.call_all("open_disk", str(lock.folder), self._fingerprint(config), num_slots)
+            for rank, answer in enumerate(answers):
+                if isinstance(answer, str):
+                    raise OSError(f"rank {rank}: {answer}" if len(answers) > 1 else answer)
         except OSError as error:
             log.warning("KV blocks are not kept on disk: %s cannot be used: %s", path, error)
             if lock is not None:
                 lock.close()
             return
-        self.disk_contents, self._disk_lock, self._transfer_results = contents, lock, results
+        contents = DiskContents.in_common([DiskContents.from_plain(answer) for answer in answers])
+        self.disk_contents, self._disk_lock = contents, lock
         log.info("KV blocks on disk: %d of %d found in %s", len(contents.stored), num_slots, lock.folder)
 
     def _fingerprint(self, config: EngineArgs) -> str:
@@ -311,8 +316,8 @@ class TorchExecutor:
         return self._worker.check_lora(lora)
 
     def remove_lora(self, lora_id: int) -> None:
-        """See ``Worker.remove_lora``."""
-        self._worker.remove_lora(lora_id)
+        """See ``Worker.drop_lora``."""
+        self._worker.drop_lora(lora_id)
 
     @property
     def can_sleep(self) -> bool:
@@ -320,17 +325,18 @@ class TorchExecutor:
         return self._engines is None and self.weight_stats is None
 
     def sleep(self) -> None:
-        """See ``Sleeper.sleep``."""
-        assert self.can_sleep, "it cannot sleep"
-        self._worker.forget_step()
-        with inference_on(self._device):
-            self._ranks.sleep()
+        """See ``Sleeper.sleep``. If one rank cannot sleep, all ranks wake up again."""
+        self._change_sleep("sleep", undo="wake_up")
 
     def wake_up(self) -> None:
-        """See ``Sleeper.wake_up``."""
+        """See ``Sleeper.wake_up``. If one rank cannot wake up, all ranks sleep again."""
+        self._change_sleep("wake_up", undo="sleep")
+
+    def _change_sleep(self, change: str, *, undo: str) -> None:
         assert self.can_sleep, "it cannot sleep"
-        with inference_on(self._device):
-            self._ranks.wake_up()
+        if reasons := [answer for answer in self._worker.call_all(change) if answer is not None]:
+            self._worker.call_all(undo)
+            raise SleepError(reasons[0])
 
     def close(self) -> None:
         """Frees the memory of KV pools and weights, and ends the other ranks. Nothing can run afterwards. May be called

@@ -20,6 +20,11 @@ class TransferResults:
         self._parts: dict[int, list[TransferResult]] = {}
         self._ended: SimpleQueue[TransferResult] = SimpleQueue()
 
+    def begin(self, num_ranks: int) -> None:
+        """Forgets all results. From now on ``num_ranks`` add theirs."""
+        with self._adding:
+            self._num_ranks, self._parts, self._ended = num_ranks, {}, SimpleQueue()
+
     def add(self, result: TransferResult) -> None:
         """Takes the result of one rank."""
         with self._adding:

@@ -10,16 +10,17 @@ from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from time import perf_counter
-from typing import Protocol, TypeVar
+from typing import Any, Protocol, TypeVar
 
 import numpy as np
 import torch
 from quire_proto.errors import ErrorCode, QuireError
 
-from quire_engine.core.executor import ExecutorError
-from quire_engine.core.kv_transfer.transfer import DiskContents, TransferResult
+from quire_engine.core.executor import ExecutorError, SleepError
+from quire_engine.core.kv_transfer.transfer import TransferResult
 from quire_engine.core.lora import LoRARequest
 from quire_engine.core.step import ModelOutput, SchedulerOutput, StepTimings
+from quire_engine.core.step_plain import lora_from_plain, lora_to_plain
 from quire_engine.device.accelerator import inference_on, upload
 from quire_engine.errors import LoRAError
 from quire_engine.sampling.grammar_bitmask import AnyBitmaskFiller, GrammarBitmask
@@ -46,6 +47,11 @@ class Ranks(Protocol):
     @property
     def runner(self) -> ModelRunner:
         """This rank's own runner."""
+        ...
+
+    @property
+    def rank(self) -> int | None:
+        """This rank's number, or None if it is the only one."""
         ...
 
     @property
@@ -89,29 +95,14 @@ class Ranks(Protocol):
         """Takes part in a forward pass of the other engines of a group, without tokens."""
         ...
 
-    def add_lora(self, lora: LoRARequest) -> None:
-        """Reads an adapter into host memory, so that steps may use it. Raises ``LoRAError``."""
-        ...
-
-    def remove_lora(self, lora_id: int) -> None:
-        """Frees the memory of an adapter."""
-        ...
-
-    def open_disk(
-        self, folder: Path, fingerprint: str, num_slots: int, report: Callable[[TransferResult], object]
-    ) -> DiskContents:
-        """Opens the blocks on disk in ``folder``, which no other process may use. ``fingerprint`` describes the numbers
-        in them. Afterwards steps may start transfers, and every rank calls ``report`` with the result of each, on other
-        threads. Raises ``OSError``.
+    def call(self, name: str, arguments: Sequence[Any], work: Callable[[], object]) -> list[Any]:
+        """Makes the rare call ``name`` on the other ranks while this rank does ``work``. Returns the answers in rank
+        order (see ``Worker.answer``).
         """
         ...
 
-    def sleep(self) -> None:
-        """See ``Sleeper.sleep``. Does nothing if the ranks sleep already."""
-        ...
-
-    def wake_up(self) -> None:
-        """See ``Sleeper.wake_up``. Does nothing if the ranks are awake."""
+    def report_to(self, report: Callable[[TransferResult], object]) -> None:
+        """Passes the results of the other ranks' transfers to ``report``, on another thread."""
         ...
 
     def close(self) -> None:
@@ -130,16 +121,15 @@ class OneRank:
         runner: ModelRunner,
         broadcast: Callable[[torch.Tensor], None] = lambda _pending: None,
         *,
+        rank: int | None = None,
         draws: bool = True,
     ) -> None:
         self.runner = runner
+        self.rank = rank
         self.broadcast = broadcast
         self.draws = draws
         self.has_parted = False
-        self.execute_dummy_batch = runner.execute_dummy_batch
-        self.add_lora, self.remove_lora = runner.add_lora, runner.remove_lora
-        self.open_disk = runner.open_disk
-        self.sleep, self.wake_up, self.close = runner.sleep, runner.wake_up, runner.close
+        self.execute_dummy_batch, self.close = runner.execute_dummy_batch, runner.close
 
     def execute(
         self, _output: SchedulerOutput, _without_loras: Sequence[int], work: "Callable[[], AsyncStep]"
@@ -165,6 +155,17 @@ class OneRank:
     def take_drawn(self, rows: Indices, positions: Indices, token_ids: Indices) -> None:
         """See ``Ranks.take_drawn``."""
 
+    def call(self, _name: str, _arguments: Sequence[Any], work: Callable[[], object]) -> list[Any]:
+        """See ``Ranks.call``."""
+        return [work()]
+
+    def report_to(self, report: Callable[[TransferResult], object]) -> None:
+        """See ``Ranks.report_to``."""
+
+
+ON_EVERY_RANK = frozenset(("add_lora", "remove_lora", "open_disk", "sleep", "wake_up"))
+"""Methods of ``Worker`` that ``call_all`` may call: rare operations, with arguments and results that JSON has."""
+
 
 class Worker:
     """Executes scheduler outputs one at a time, and keeps the state of each row between them. Every rank has a worker;
@@ -172,7 +173,7 @@ class Worker:
 
     ``run_pass`` launches steps together with other engines. Host memory holds at most ``num_loras_held`` adapters, and
     the least recently used is dropped first. ``filler`` supplies the bitmasks on a rank that samples but does not know
-    the grammars.
+    the grammars. ``report`` gets the result of each transfer to or from the disk, on other threads.
     """
 
     def __init__(
@@ -183,8 +184,11 @@ class Worker:
         num_loras_held: int = 0,
         run_pass: RunPass | None = None,
         filler: AnyBitmaskFiller | None = None,
+        report: Callable[[TransferResult], object] = lambda _result: None,
     ) -> None:
         self._ranks = ranks
+        self._report = report
+        ranks.report_to(report)
         self._runner = ranks.runner
         self._run_pass = run_pass
         self._device = model.device
@@ -251,10 +255,55 @@ class Worker:
             raise LoRAError("This engine serves no adapters: start it with --enable-lora, or enable_lora=True.")
         return self._lora_manager.check(lora)
 
-    def remove_lora(self, lora_id: int) -> None:
-        """Frees the memory of an adapter, if it is held. No later step may use it."""
+    def drop_lora(self, lora_id: int) -> None:
+        """Frees the memory of an adapter on all ranks, if it is held. No later step may use it."""
         if self._lora_manager is not None and lora_id in self._lora_manager.held:
-            self._ranks.remove_lora(lora_id)
+            self.call_all("remove_lora", lora_id)
+
+    def call_all(self, name: str, *arguments: Any) -> list[Any]:
+        """Calls one of the methods ``ON_EVERY_RANK`` on the workers of all ranks. Returns their answers in rank order:
+        a string from a rank that could not do it.
+        """
+        return self._ranks.call(name, arguments, lambda: self.answer(name, *arguments))
+
+    def answer(self, name: str, *arguments: Any) -> Any:
+        """Calls one of the methods ``ON_EVERY_RANK`` here. Returns its result, or the reason if it cannot be done,
+        which does not count as a failure of this rank.
+        """
+        assert name in ON_EVERY_RANK, name
+        try:
+            with inference_on(self._device):
+                return getattr(self, name)(*arguments)
+        except (LoRAError, SleepError, OSError) as error:
+            return str(error)
+
+    def add_lora(self, *lora: Any) -> None:
+        """Reads this rank's shard of an adapter (``lora_to_plain``) into host memory. Raises ``LoRAError``."""
+        self._runner.add_lora(lora_from_plain(lora))
+
+    def remove_lora(self, lora_id: int) -> None:
+        """Frees the memory of an adapter."""
+        self._runner.remove_lora(lora_id)
+
+    def open_disk(self, folder: str, fingerprint: str, num_slots: int) -> dict[str, Any]:
+        """Opens this rank's part of the blocks on disk in ``folder``, which no other process may use. ``fingerprint``
+        describes the numbers in them. Afterwards steps may start transfers. Returns what is there
+        (``DiskContents.to_plain``). Raises ``OSError``.
+        """
+        own = Path(folder)
+        if self._ranks.rank is not None:
+            own, fingerprint = own / f"rank-{self._ranks.rank}", f"{fingerprint} rank {self._ranks.rank}"
+            own.mkdir(mode=0o700, exist_ok=True)
+        return self._runner.open_disk(own, fingerprint, num_slots, self._report).to_plain()
+
+    def sleep(self) -> None:
+        """See ``Sleeper.sleep``. Does nothing if this rank sleeps already. Raises ``SleepError``."""
+        self._previous_step = None
+        self._runner.sleep()
+
+    def wake_up(self) -> None:
+        """See ``Sleeper.wake_up``. Does nothing if this rank is awake. Raises ``SleepError``."""
+        self._runner.wake_up()
 
     def _load_loras(self, rows: Sequence[int]) -> list[int]:
         """Loads the adapters of ``rows`` on all ranks. Returns the ids of the adapters that cannot be read."""
@@ -263,18 +312,14 @@ class Worker:
         wanted = {loras[row].lora_int_id: loras[row] for row in rows if row in loras}
         failed: list[int] = []
         for lora_id in [lora_id for lora_id in wanted if lora_id not in manager.held]:
-            try:
-                self._ranks.add_lora(wanted[lora_id])
-            except LoRAError as error:
-                log.error("the adapter %s cannot be used: %s", wanted[lora_id].lora_name, error)
+            answers = self.call_all("add_lora", *lora_to_plain(wanted[lora_id]))
+            if reasons := [each for each in answers if each is not None]:  # the folder may change, so some may have it
+                log.error("the adapter %s cannot be used: %s", wanted[lora_id].lora_name, reasons[0])
+                self.call_all("remove_lora", lora_id)
                 failed.append(lora_id)
             if len(manager.held) > self._num_loras_held:
-                self._ranks.remove_lora(next(each for each in manager.held if each not in wanted))
+                self.call_all("remove_lora", next(each for each in manager.held if each not in wanted))
         return failed
-
-    def forget_step(self) -> None:
-        """Releases the last step. No token of it may be pending."""
-        self._previous_step = None
 
     def close(self) -> None:
         """Frees the memory of KV pools and weights. Nothing can run afterwards."""

@@ -2,9 +2,10 @@
 these transfers.
 """
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass
 from enum import IntEnum
+from typing import Any
 
 
 class TransferOutcome(IntEnum):
@@ -40,6 +41,16 @@ class DiskContents:
     stored: Sequence[tuple[int, bytes]] = ()
     block_seconds: float = 0.0
     block_bytes: int = 0
+
+    def to_plain(self) -> dict[str, Any]:
+        """Returns the fields as values that JSON has."""
+        return {**asdict(self), "stored": [(disk_block, block_hash.hex()) for disk_block, block_hash in self.stored]}
+
+    @classmethod
+    def from_plain(cls, plain: Mapping[str, Any]) -> "DiskContents":
+        """Returns the inverse of ``to_plain``."""
+        stored = [(disk_block, bytes.fromhex(block_hash)) for disk_block, block_hash in plain["stored"]]
+        return cls(**{**plain, "stored": stored})
 
     @classmethod
     def in_common(cls, parts: Sequence["DiskContents"]) -> "DiskContents":
