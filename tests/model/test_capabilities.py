@@ -21,7 +21,6 @@ from quire_engine.config.capabilities import (
     NEEDS,
     NO_EXPERTS,
     OWN_CODE,
-    POOLS,
     REFERENCE_ON_CUDA,
     THROUGH_TRANSFORMERS,
     CapabilityRow,
@@ -78,8 +77,8 @@ EXAMPLES: Mapping[str, tuple[CapabilityRow, ...]] = {
     "llama3": (OWN_CODE, NO_EXPERTS),
     "gpt2": (THROUGH_TRANSFORMERS,),
     "lfm2": (THROUGH_TRANSFORMERS, KEEPS_STATE),
-    "embedding decoder": (OWN_CODE, NO_EXPERTS, POOLS),
-    "encoder": (ENCODER, POOLS),
+    "embedding decoder": (OWN_CODE, NO_EXPERTS),
+    "encoder": (ENCODER,),
 }
 """Models, with the rows of the table that are theirs."""
 CHEAP = (

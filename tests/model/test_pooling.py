@@ -247,12 +247,29 @@ def test_a_folder_of_sentence_transformers_says_how_it_pools(
         assert np.abs(engine.pool(prompts) - wanted.numpy()).max() < TOLERANCE * max(1.0, float(wanted.abs().max()))
 
 
-def test_ranks_share_a_model_that_pools(tmp_path: Path, small_models: SmallModels) -> None:
-    folder, prompts = sentence_folder(tmp_path), small_models.prompts[:6]
+@pytest.mark.parametrize("pooling", POOLINGS)
+@pytest.mark.parametrize("sizes", [(2, 1), (1, 2)])
+def test_ranks_share_a_model_that_pools(
+    tmp_path: Path, small_models: SmallModels, pooling: str, sizes: tuple[int, int]
+) -> None:
+    folder, prompts = sentence_folder(tmp_path, pooling), small_models.prompts[:6]
+    settings = {"tensor_parallel_size": sizes[0], "pipeline_parallel_size": sizes[1], "max_num_batched_tokens": 16}
     with closing(PoolingEngine(folder, convert="auto")) as alone:
         wanted = alone.pool(prompts)
-    with closing(PoolingEngine(folder, convert="auto", tensor_parallel_size=2, max_num_batched_tokens=16)) as engine:
+    with closing(PoolingEngine(folder, convert="auto", **settings)) as engine:
         assert np.abs(engine.pool(prompts) - wanted).max() < TOLERANCE
+
+
+def test_the_last_stage_classifies(tmp_path: Path, small_models: SmallModels) -> None:
+    base = small_model("qwen3", tmp_path)
+    config = Qwen3Config.from_pretrained(base, num_labels=3, pad_token_id=0)
+    model = AutoModelForSequenceClassification.from_config(config, dtype=torch.float32)
+    model.save_pretrained(tmp_path / "classifier")
+    prompts, params = small_models.prompts[:4], PoolingParams(Task.CLASSIFY)
+    with closing(PoolingEngine(tmp_path / "classifier", convert="auto")) as alone:
+        wanted = alone.pool(prompts, params)
+    with closing(PoolingEngine(tmp_path / "classifier", convert="auto", pipeline_parallel_size=2)) as engine:
+        assert np.abs(engine.pool(prompts, params) - wanted).max() < TOLERANCE
 
 
 @pytest.mark.parametrize("num_labels", [1, 3])
@@ -410,7 +427,6 @@ def test_a_random_schedule_changes_nothing(folder: Path) -> None:
     ("settings", "sentence"),
     [
         ({"convert": "classify"}, "has no layer that classifies"),
-        ({"convert": "embed", "pipeline_parallel_size": 2}, "--pipeline-parallel-size is for models that continue"),
         ({"convert": "embed", "runner": "generate"}, "--runner generate and --convert embed exclude each other"),
     ],
 )

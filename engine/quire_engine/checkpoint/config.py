@@ -170,9 +170,13 @@ class DecoderConfig(ModelConfig):
 
     @classmethod
     def from_plain(cls, values: dict[str, Any]) -> "DecoderConfig":
-        """The configuration whose ``asdict`` went through JSON, which makes lists of its tuples. Rank 0 alone pools."""
-        moe = values["moe"]
-        return cls(**{**_with_tuples(values), "moe": moe and MoEConfig(**_with_tuples(moe)), "pooler_config": None})
+        """The configuration whose ``asdict`` went through JSON, which makes lists of its tuples."""
+        moe, pooler = values["moe"], values["pooler_config"]
+        parts = {
+            "moe": moe and MoEConfig(**_with_tuples(moe)),
+            "pooler_config": pooler and PoolerConfig.from_plain(pooler),
+        }
+        return cls(**{**_with_tuples(values), **parts})
 
 
 def _with_tuples(values: dict[str, Any]) -> dict[str, Any]:

@@ -100,13 +100,6 @@ KEEPS_STATE = CapabilityRow(
         Feature.ASYNC_SCHEDULING: f"--async-scheduling {_STATELESS_ONLY}",
     },
 )
-POOLS = CapabilityRow(
-    "pools prompts",
-    {
-        Feature.PIPELINE_PARALLEL: "--pipeline-parallel-size is for models that continue prompts: hidden states are "
-        "pooled where the layers end.",
-    },
-)
 ENCODER = CapabilityRow(
     "encoder",
     {
@@ -120,7 +113,7 @@ ENCODER = CapabilityRow(
         Feature.LORA: f"--enable-lora {_DECODERS_ONLY}",
     },
 )
-MODELS = (OWN_CODE, NO_EXPERTS, THROUGH_TRANSFORMERS, KEEPS_STATE, POOLS, ENCODER)
+MODELS = (OWN_CODE, NO_EXPERTS, THROUGH_TRANSFORMERS, KEEPS_STATE, ENCODER)
 """The kinds of models. A model may be of several, as its class says (``Model.capabilities``)."""
 
 CPU = CapabilityRow(
@@ -169,7 +162,6 @@ EXCLUDES: Mapping[Feature, Cells] = {
     Feature.ASYNC_SCHEDULING: {
         Feature.PIPELINE_PARALLEL: "--async-scheduling and --pipeline-parallel-size exclude each other.",
     },
-    Feature.POOLING: POOLS.refused,
     Feature.DATA_PARALLEL: {
         Feature.PIPELINE_PARALLEL: "--data-parallel-size and --pipeline-parallel-size exclude each other: stages would "
         "wait for each other's experts.",

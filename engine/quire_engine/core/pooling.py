@@ -1,7 +1,9 @@
 """How an engine pools prompts: plain data that its scheduler, its executor and its description share."""
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from enum import StrEnum
+from typing import Any
 
 from quire_proto.pooling import Task
 
@@ -28,6 +30,12 @@ class PoolerConfig:
     use_activation: bool
     pooled_size: int
     matryoshka_dimensions: tuple[int, ...] = ()
+
+    @classmethod
+    def from_plain(cls, plain: Mapping[str, Any]) -> "PoolerConfig":
+        """Returns the configuration whose ``asdict`` went through JSON."""
+        kinds = {"task": Task(plain["task"]), "pooling_type": PoolingType(plain["pooling_type"])}
+        return cls(**{**plain, **kinds, "matryoshka_dimensions": tuple(plain["matryoshka_dimensions"])})
 
     @property
     def skip_reading_prefix_cache(self) -> bool:

@@ -23,7 +23,7 @@ from quire_engine.checkpoint.stored_schemes import is_dequantized
 from quire_engine.checkpoint.support import check_stored_bits, check_support
 from quire_engine.checkpoint.weights import Checkpoint, LoadOptions, resolve_dtype
 from quire_engine.config import ExecutorConfig
-from quire_engine.config.capabilities import ENCODER, POOLS, CapabilityRow
+from quire_engine.config.capabilities import ENCODER, CapabilityRow
 from quire_engine.layers.weight_loader import WeightLoader
 from quire_engine.models.base import Model
 from quire_engine.models.decoder import DecoderModel
@@ -74,8 +74,7 @@ def model_class(config: ModelConfig) -> type[Model]:
 
 def capability_rows(config: ModelConfig) -> Sequence[CapabilityRow]:
     """Returns the rows of the table of capabilities that the model of ``config`` has for what it is and does."""
-    rows = model_class(config).capability_rows(config) if config.is_causal else (ENCODER,)
-    return rows if config.pooler_config is None else (*rows, POOLS)
+    return model_class(config).capability_rows(config) if config.is_causal else (ENCODER,)
 
 
 def load_model(
