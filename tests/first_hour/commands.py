@@ -23,6 +23,8 @@ NOT_RUN: Mapping[Path, Mapping[str, str]] = {
         'echo "QUIRE_ROUTER_API_KEY=$QUIRE_ROUTER_API_KEY" | sudo install -m 600 /dev/stdin /etc/quire.env': "a unit",
     },
     RECIPES: {
+        ".venv/bin/python -m venv ../langchain": "needs PyPI",
+        "import os": BY_CLIENTS,
         "from langchain.agents import create_agent": BY_CLIENTS,
         "from langchain.agents.middleware import wrap_model_call": BY_CLIENTS,
         'message = model.bind_tools([weather]).invoke("What is the weather in Rome?")': BY_CLIENTS,
