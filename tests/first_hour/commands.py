@@ -15,7 +15,6 @@ NOT_RUN: Mapping[Path, Mapping[str, str]] = {
         "sudo apt install git g++ python3-dev python3-venv": "takes 6 GB and a GPU; the README's line runs the script",
         "flashinfer install-jit-cache-wheel --mode minimal": "needs an NVIDIA GPU",
         "quire    | 1 of 1 engines ready after … s": "what is printed: tests/first_hour compares it",
-        "quire stop": "the next line takes half an hour without a GPU; tests/bench/gpu_rows.py runs it",
         '{"id": "chatcmpl-92966307…", "object": "chat.completion", "model": "quire-demo",': "what is printed",
         "export QUIRE_ROUTER_API_KEY=$(openssl rand -hex 16)": "opens the machine; tests/service/test_serve.py does",
         "export QUIRE_API_KEY=…": "the same",
