@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 from quire_router.core.generation import Delta, GenerationRequest
 
-from tests.clients.suite import CLIENTS, TIMEOUT, VERCEL, needs
+from tests.clients.suite import CLIENTS, MODEL, TIMEOUT, VERCEL, Server, needs
 from tests.clients.table import PAGE
 from tests.support.scripted_api import Limits, ScriptedRunner, open_stage, script_of
 from tests.support.tool_models import HERMES_TEMPLATE
@@ -66,19 +66,21 @@ async def printed_by(program: str, command: Sequence[object], file: Path, runner
     return done.stdout.strip()
 
 
+TOGETHER, AGENT, MESSAGES, STRUCTURED, BIND_TOOLS, STRICT = range(6)
+"""The blocks under LangChain."""
+
+
 @pytest.mark.parametrize(
-    ("heading", "python"),
+    ("heading", "number", "python"),
     [
-        pytest.param("LangChain", LANGCHAIN, marks=needs(LANGCHAIN)),
-        pytest.param("LlamaIndex", LLAMAINDEX, marks=needs(LLAMAINDEX)),
+        pytest.param("LangChain", AGENT, LANGCHAIN, marks=needs(LANGCHAIN)),
+        pytest.param("LlamaIndex", 0, LLAMAINDEX, marks=needs(LLAMAINDEX)),
     ],
 )
-async def test_the_snippets_in_python_call_their_tool(heading: str, python: Path, tmp_path: Path) -> None:
-    await check(snippet(heading, "python"), [python], tmp_path / "snippet.py")
+async def test_the_snippets_in_python_call_their_tool(heading: str, number: int, python: Path, tmp_path: Path) -> None:
+    await check(snippet(heading, "python", number), [python], tmp_path / "snippet.py")
 
 
-AGENT, MESSAGES, STRUCTURED, TOGETHER, BIND_TOOLS, STRICT = range(6)
-"""The blocks under LangChain."""
 EVENTS = """run = agent.stream_events({"messages": [{"role": "user", "content": "Rome?"}]}, version="v3")
 """
 REPORT = {"city": "Rome", "degrees": 21}
@@ -90,7 +92,7 @@ def call_of(text: str) -> str:
 
 
 def langchain(until: str, more: str = "") -> str:
-    """What stands before ``until`` in LangChain's first block, whose model may get ``more``."""
+    """What stands before ``until`` in LangChain's short agent, whose model may get ``more``."""
     begin, _, _ = snippet("LangChain", "python", AGENT).partition(until)
     return begin.replace('model="qwen3")', f'model="qwen3", {more})') if more else begin
 
@@ -136,6 +138,9 @@ async def test_one_call_at_a_time_leaves_calls_without_tools_as_they_are(tmp_pat
     assert "StructuredKind" not in repr(runner.generations[0])
 
 
+ONE_ROUND = "middleware=[one_round], "
+
+
 @needs(LANGCHAIN)
 @pytest.mark.parametrize("as_a_tool", [False, True])
 async def test_an_agent_streams_its_structured_answer_after_its_calls(as_a_tool: bool, tmp_path: Path) -> None:
@@ -144,13 +149,38 @@ async def test_an_agent_streams_its_structured_answer_after_its_calls(as_a_tool:
     printed = "city='Rome' degrees=21"
     assert f"`{text}`, and then prints the object, `{printed}`." in PAGE.read_text()
     if as_a_tool:
-        program = program.replace("ProviderStrategy(Report)", "Report")
+        program = program.replace("ProviderStrategy(Report)", "Report").replace(ONE_ROUND, "")
     runner = CallsOnce(then=call_of(json.dumps({"name": "Report", "arguments": REPORT})) if as_a_tool else text)
     seen = await printed_by(program, [LANGCHAIN], tmp_path / "snippet.py", runner)
     first = f"Returning structured response: {printed}" if as_a_tool else text
     assert seen == f"{first}\n{printed}"
-    assert len(runner.generations) == 2
-    assert all("StructuredKind.GRAMMAR" in repr(each) for each in runner.generations)
+    last = "StructuredKind.GRAMMAR" if as_a_tool else "StructuredKind.JSON_SCHEMA"
+    for generation, kind in zip(runner.generations, ("StructuredKind.GRAMMAR", last), strict=True):
+        assert kind in repr(generation)
+
+
+@needs(LANGCHAIN)
+@pytest.mark.parametrize("asynchronous", [False, True])
+async def test_a_middleware_is_asynchronous_where_its_agent_is(asynchronous: bool, tmp_path: Path) -> None:
+    begin, _, _ = snippet("LangChain", "python", TOGETHER).partition("for mode")
+    if asynchronous:
+        begin = begin.replace("def one_round", "async def one_round").replace("return handler", "return await handler")
+    program = f"{begin}import asyncio\nprint(asyncio.run(agent.ainvoke(question))['structured_response'])\n"
+    if not asynchronous:
+        program = program.replace("print(", "try:\n    print(") + "except NotImplementedError:\n    print('sync')\n"
+    runner = CallsOnce(then=json.dumps(REPORT))
+    printed = await printed_by(program, [LANGCHAIN], tmp_path / "snippet.py", runner)
+    assert printed == ("city='Rome' degrees=21" if asynchronous else "sync")
+
+
+@needs(LANGCHAIN)
+def test_the_demo_model_runs_the_whole_program_of_the_page(server: Server, tmp_path: Path) -> None:
+    """Its greedy answer has the form; nonsense is in it, since the model was not trained on forms."""
+    program = snippet("LangChain", "python", TOGETHER).replace(STATED_URL, server.url)
+    program = program.replace(f'"{STATED_MODEL}"', f'"{MODEL}"').replace("max_tokens", "temperature=0, max_tokens")
+    done = run(program, [LANGCHAIN], tmp_path / "snippet.py")
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert re.search(r"\ncity='.*' degrees=-?\d+\n$", done.stdout)
 
 
 NO_JSON = call_of('{"name": "weather", "arguments": {"city": Rome}}')
@@ -176,7 +206,7 @@ async def test_langchain_does_with_malformed_calls_what_the_page_says(
     case: str, streamed: bool, tmp_path: Path
 ) -> None:
     written, expected = MALFORMED[case]
-    agent, assigned, asks = snippet("LangChain", "python").partition("answer = ")
+    agent, assigned, asks = snippet("LangChain", "python", AGENT).partition("answer = ")
     whole = f"{assigned}{asks.splitlines()[0]}"
     stream = f"{EVENTS}{assigned}run.output"
     program = f"{agent}{stream if streamed else whole}\n{SEEN}"
@@ -193,7 +223,7 @@ async def test_langchain_closes_missing_brackets_of_a_call_in_a_stream_of_tokens
 @needs(LANGCHAIN)
 @pytest.mark.parametrize("strict", [False, True])
 async def test_langchain_asks_for_a_grammar_in_the_two_ways_of_the_page(strict: bool, tmp_path: Path) -> None:
-    program = snippet("LangChain", "python")
+    program = snippet("LangChain", "python", AGENT)
     assert f"ChatOpenAI(…, {ONE_CALL})" in PAGE.read_text()
     if strict:
         agent, assigned, asks = program.partition("answer = ")

@@ -12,18 +12,18 @@ BY_CLIENTS = "tests/clients runs it with the client that it is for"
 NOT_RUN: Mapping[Path, Mapping[str, str]] = {
     README: {"from openai import OpenAI": "tests/service/test_examples.py runs it"},
     ONE_GPU: {
-        "scripts/install.sh --cuda && . .venv/bin/activate": "takes 6 GB and a GPU; the README's line runs the script",
+        "sudo apt install git g++ python3-dev python3-venv": "takes 6 GB and a GPU; the README's line runs the script",
         "flashinfer install-jit-cache-wheel --mode minimal": "needs an NVIDIA GPU",
-        "quire serve Qwen/Qwen3-8B --max-model-len 32768 --gpu-memory-utilization 0.9 --api-key secret "
-        "--host 0.0.0.0 --port 8000": "opens the machine; the line before it is run",
         "quire    | 1 of 1 engines ready after … s": "what is printed: tests/first_hour compares it",
-        "quire stop": "the next line takes half an hour without a GPU; tests/bench/gpu_rows.py runs it",
         '{"id": "chatcmpl-92966307…", "object": "chat.completion", "model": "quire-demo",': "what is printed",
         "export QUIRE_ROUTER_API_KEY=$(openssl rand -hex 16)": "opens the machine; tests/service/test_serve.py does",
         "export QUIRE_API_KEY=…": "the same",
-        "[Unit]": "a file of systemd",
+        "import os": "the README's program with another address",
+        'echo "QUIRE_ROUTER_API_KEY=$QUIRE_ROUTER_API_KEY" | sudo install -m 600 /dev/stdin /etc/quire.env': "a unit",
     },
     RECIPES: {
+        ".venv/bin/python -m venv ../langchain": "needs PyPI",
+        "import os": BY_CLIENTS,
         "from langchain.agents import create_agent": BY_CLIENTS,
         "from langchain.agents.middleware import wrap_model_call": BY_CLIENTS,
         'message = model.bind_tools([weather]).invoke("What is the weather in Rome?")': BY_CLIENTS,

@@ -13,7 +13,7 @@ import yaml
 
 from tests.kube.helm import CHART, ROOT, Helm, Release
 from tests.kube.validity import problems
-from tests.kube.values import example_values, over
+from tests.kube.values import example_values, over, with_values
 
 PAGES = (CHART / "README.md", ROOT / "docs" / "operations.md", ROOT / "docs" / "gateways.md")
 CLOUDS = ROOT / "docs" / "cloud.md"
@@ -76,6 +76,57 @@ def test_the_cluster_for_eks_has_what_the_values_and_the_storage_need() -> None:
     assert (
         f"clusterName={cluster['metadata']['name']},serviceAccount.create=false,serviceAccount.name={account}" in text
     )
+
+
+def test_on_eks_only_engines_run_on_the_gpus_which_cost_nothing_before_the_page_asks_for_them(helm: Helm) -> None:
+    (cluster,) = yaml.safe_load_all((ROOT / "k8s" / "eks-cluster.yaml").read_text())
+    gpus, _ = cluster["managedNodeGroups"]
+    assert (gpus["minSize"], gpus["desiredCapacity"]) == (0, 0)
+    assert f"--cluster {cluster['metadata']['name']} --name {gpus['name']} --nodes 1" in CLOUDS.read_text()
+    (taint,) = gpus["taints"]
+    drivers = {each["name"]: each.get("configurationValues") for each in cluster["addons"]}
+    assert yaml.safe_load(drivers["aws-mountpoint-s3-csi-driver"]) == {"node": {"tolerateAllTaints": True}}
+    for values in (example_values("eks-production"), example_values("tensor-parallel")):
+        workloads = helm.render(values).of("Deployment", "StatefulSet")
+        tolerated = {
+            each["metadata"]["name"]
+            for each in workloads
+            for toleration in each["spec"]["template"]["spec"].get("tolerations", ())
+            if (toleration["key"], toleration["effect"]) == (taint["key"], taint["effect"])
+        }
+        assert tolerated == {"quire-engine-chat"}
+
+
+def test_the_model_that_the_page_sets_for_eks_is_served_from_the_folder_that_it_fills(helm: Helm) -> None:
+    _, _, section = CLOUDS.read_text().partition("\n## EKS\n")
+    sets = re.findall(r"--set (models\.\S+\$\S+)", section)
+    assert len(sets) == 2
+    for each in sets:
+        paths = dict(pair.split("=") for pair in each.split(","))
+        filled = {"$MODEL": "org/A-1", "${MODEL##*/}": "A-1"}
+        changes = {path.replace(".", "__"): filled[value] for path, value in paths.items()}
+        release = helm.render(with_values(example_values("eks-production"), **changes))
+        (engine,) = (each for each in release.of("Deployment") if each["metadata"]["name"] == "quire-engine-chat")
+        shown = str(engine["spec"]["template"]["spec"]["containers"])
+        assert "'org/A-1'" in shown
+        assert "/A-1'" in shown
+    kept = with_values(example_values("eks-production"), models__chat__autoscaling__minReplicas=8)
+    assert "--set models.chat.autoscaling.minReplicas=8" in section
+    assert helm.render(kept).of("HorizontalPodAutoscaler")[0]["spec"]["minReplicas"] == 8
+
+
+def test_production_is_tested_once_and_the_page_says_so(helm: Helm) -> None:
+    (test,) = helm.render(example_values("eks-production")).of("Pod")
+    assert test["metadata"]["name"] == "quire-test-rest"
+    assert re.findall(r"^helm test .*# (.*)", CLOUDS.read_text(), re.MULTILINE)[0] == "Phase: Succeeded"
+
+
+def test_a_file_of_the_page_keeps_production_inside_of_the_network(helm: Helm) -> None:
+    release = helm.render(over(example_values("eks-production"), shown_as("internal.yaml")))
+    assert problems(helm, release.everything, "1.37") == {}
+    annotations = release.of("Ingress")[0]["metadata"]["annotations"]
+    assert annotations["alb.ingress.kubernetes.io/scheme"] == "internal"
+    assert "HTTPS" in annotations["alb.ingress.kubernetes.io/listen-ports"]
 
 
 @pytest.mark.parametrize("example", ["eight-gpu", "tensor-parallel"])

@@ -11,7 +11,7 @@ import pytest
 
 from tests.clients import coding_agents, open_webui, table, test_real_clients
 from tests.clients.suite import MODEL
-from tests.clients.test_recipes import STATED_MODEL, STATED_URL, snippet
+from tests.clients.test_recipes import STATED_MODEL, STATED_URL, TOGETHER, snippet
 
 
 def test_the_page_has_a_row_for_each_client_of_the_suite_and_each_works() -> None:
@@ -44,6 +44,11 @@ def test_a_client_that_was_not_run_or_failed_is_not_said_to_work(
 def test_a_package_that_is_pinned_nowhere_has_no_version() -> None:
     with pytest.raises(LookupError, match="no version stands behind nothing== in "):
         table.pinned("nothing==")
+
+
+def test_the_page_shows_the_program_of_the_examples() -> None:
+    _, _, program = (table.ROOT / "examples" / "langchain_agent.py").read_text().partition('\n"""\n\n')
+    assert snippet("LangChain", "python", TOGETHER) == program
 
 
 def shown(heading: str, language: str) -> str:

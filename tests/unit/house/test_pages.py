@@ -3,6 +3,7 @@
 import ast
 import inspect
 import re
+import shlex
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import suppress
 from functools import partial
@@ -15,6 +16,7 @@ from prometheus_client.metrics import MetricWrapperBase
 from prometheus_client.registry import Collector
 from pydantic_settings import BaseSettings
 from quire_cli.bench.config import ServeBenchConfig
+from quire_cli.serve.flags import read_flags
 from quire_engine.bench.config import BenchConfig
 from quire_engine.config import EngineConfig
 from quire_engine.core.absence import PreemptionMode, PreemptionReason, TimeAway
@@ -181,6 +183,14 @@ def test_commands_that_a_page_shows_have_flags_that_there_are(page: Path) -> Non
     for program, arguments in re.findall(commands, text):
         flags = set(re.findall(r"(?<!\S)--(?:no-)?([a-z][a-z0-9-]*)", arguments)) - {"help", "version"}
         assert not flags - FLAGS[program], program
+
+
+def test_quire_serve_takes_the_flags_that_pages_give_it() -> None:
+    texts = (re.sub(r"\\\n\s*", "", page.read_text()) for page in PAGES)
+    lines = [line for text in texts for line in re.findall(r"(?m)^(?:ExecStart=\S+/)?quire serve (.*)$", text)]
+    assert len(lines) > 10
+    for line in lines:
+        read_flags(shlex.split(line, comments=True))
 
 
 def listed_under(heading: str) -> Listed:
