@@ -144,7 +144,7 @@ def alone(found: dict[str, Any], path: str, method: str, field: str) -> dict[str
     schema["properties"][field] = found["components"]["schemas"][name]["properties"][field]
     body = {"required": True, "content": {"application/json": {"schema": schema}}}
     only = {**operation, "parameters": operation.get("parameters", [])[: path.count("{")], "requestBody": body}
-    return {**copy.deepcopy(found), "paths": {path: {method: only}}}
+    return {**found, "paths": {path: {method: only}}}
 
 
 def looser(stage: Stage, found: dict[str, Any], path: str, method: str, field: str, count: int) -> list[str]:
