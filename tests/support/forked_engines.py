@@ -30,8 +30,6 @@ _CONTEXT.set_forkserver_preload(
         "quire_engine.cli",
         "quire_engine.executor.torch_executor",
         "quire_engine.executor.rank_worker",
-        "transformers.models.llama.configuration_llama",
-        "transformers.modeling_rope_utils",
         "quire_router.app",
         "tests.support.frozen",
     ]

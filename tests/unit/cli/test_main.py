@@ -1,22 +1,46 @@
 """``quire`` finds its subcommands, and passes on those of the services."""
 
+import os
 import re
 import subprocess
 import sys
+from collections.abc import Callable
 
 import pytest
 from quire_cli.commands import COMMANDS, Command, parser_of, usage
+from quire_cli.main import main
 from quire_proto import __version__
 
+Done = subprocess.CompletedProcess[str]
+Quire = Callable[..., Done]
 
-def quire(*arguments: str) -> subprocess.CompletedProcess[str]:
+
+def quire_process(*arguments: str) -> Done:
     command = [sys.executable, "-m", "quire_cli.main", *arguments]
     return subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
 
 
+@pytest.fixture
+def quire(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Quire:
+    """The same in this process, for commands that do not become a service."""
+
+    def run(*arguments: str) -> Done:
+        monkeypatch.setattr(sys, "argv", ["quire", *arguments])
+        status: object = 0
+        try:
+            main()
+        except SystemExit as end:
+            status = end.code or 0
+        assert isinstance(status, int)
+        return subprocess.CompletedProcess(arguments, status, *capsys.readouterr())
+
+    monkeypatch.setattr(os, "execv", lambda *_: pytest.fail("it becomes a service"))
+    return run
+
+
 @pytest.mark.parametrize("command", COMMANDS, ids=lambda command: command.name)
-def test_each_command_tells_its_flags_by_the_name_that_was_typed(command: Command) -> None:
-    done = quire(*command.name.split(), "--help")
+def test_each_command_tells_its_flags_by_the_name_that_was_typed(quire: Quire, command: Command) -> None:
+    done = (quire if command.service is None else quire_process)(*command.name.split(), "--help")
     assert done.returncode == 0
     first, second, *_ = done.stdout.splitlines()
     assert first.startswith(f"usage: quire {command.name} ")
@@ -28,7 +52,7 @@ def test_each_command_tells_its_flags_by_the_name_that_was_typed(command: Comman
     assert len(shown) > 1
 
 
-def test_help_of_a_command_is_shown_by_help() -> None:
+def test_help_of_a_command_is_shown_by_help(quire: Quire) -> None:
     assert quire("help", "chat").stdout == quire("chat", "--help").stdout
     assert quire("help", "bench", "serve").stdout.startswith("usage: quire bench serve ")
     assert quire("help").stdout == quire("--help").stdout == quire("bench", "--help").stdout == usage()
@@ -45,7 +69,7 @@ def test_help_of_a_command_is_shown_by_help() -> None:
         (["simulate", "both"], "error: quire simulate needs a subcommand: simulate engine or simulate fleet"),
     ],
 )
-def test_an_unknown_command_is_named(arguments: list[str], told: str) -> None:
+def test_an_unknown_command_is_named(quire: Quire, arguments: list[str], told: str) -> None:
     done = quire(*arguments)
     assert (done.returncode, done.stdout) == (2, "")
     assert done.stderr.startswith(f"{told}\n")
@@ -58,5 +82,5 @@ def test_every_command_is_listed() -> None:
 
 
 def test_version_is_printed() -> None:
-    done = quire("--version")
+    done = quire_process("--version")
     assert (done.returncode, done.stdout, done.stderr) == (0, f"quire {__version__}\n", "")

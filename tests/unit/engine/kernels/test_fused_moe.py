@@ -11,7 +11,14 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from quire_engine.kernels.fused_moe import moe_align_block_size
+from quire_engine.kernels.fused_moe import (
+    BLOCK_SIZE_K,
+    BLOCK_SIZE_M,
+    BLOCK_SIZE_N,
+    fused_moe_kernel,
+    moe_align_block_size,
+    moe_sum_kernel,
+)
 
 needs_triton = pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="triton is not installed")
 
@@ -45,14 +52,22 @@ for number, (tokens, count, top, first, held) in enumerate(CASES):
 print("all agree")
 """
 
-COMPILED = """
-from quire_engine.kernels.fused_moe import BLOCK_SIZE_K, BLOCK_SIZE_M, BLOCK_SIZE_N, fused_moe_kernel, moe_sum_kernel
-from triton import compile
-from triton.backends.compiler import GPUTarget
-from triton.compiler import ASTSource
 
-TARGET = GPUTarget("cuda", 90, 32)
-for dtype in ("bf16", "fp16", "fp32"):
+@needs_triton
+def test_grouped_products_are_a_loop_over_the_experts() -> None:
+    """In fp16 and fp32, as Triton's interpreter knows no products in bf16."""
+    command, variables = [sys.executable, "-c", MIXTURES], os.environ | {"TRITON_INTERPRET": "1"}
+    ran = subprocess.run(command, env=variables, capture_output=True, text=True, timeout=240, check=False)
+    assert ran.stdout == "all agree\n", ran.stderr
+
+
+@needs_triton
+@pytest.mark.parametrize("dtype", ["bf16", "fp16", "fp32"])
+def test_the_compiler_takes_the_kernels(dtype: str) -> None:
+    from triton.backends.compiler import GPUTarget
+    from triton.compiler import ASTSource, compile
+
+    target = GPUTarget("cuda", 90, 32)
     signature = {
         **dict.fromkeys(("a", "b", "c"), f"*{dtype}"),
         **dict.fromkeys(("sorted_token_ids", "expert_ids"), "*i64"),
@@ -62,34 +77,14 @@ for dtype in ("bf16", "fp16", "fp32"):
     for rows in (BLOCK_SIZE_M, 64):
         sizes = {"block_size_m": rows, "block_size_n": BLOCK_SIZE_N, "block_size_k": BLOCK_SIZE_K}
         constants = {"top_k": 8, **sizes, "precision": "ieee"}
-        assert compile(ASTSource(fused_moe_kernel(), signature, constants), target=TARGET).asm["ptx"]
+        assert compile(ASTSource(fused_moe_kernel(), signature, constants), target=target).asm["ptx"]
     signature = {
         **dict.fromkeys(("outputs", "out"), f"*{dtype}"),
-        "topk_weights": "*fp32", "topk_ids": "*i64", "first": "i32", "num_experts": "i32", "columns": "i32",
+        **{"topk_weights": "*fp32", "topk_ids": "*i64", "first": "i32", "num_experts": "i32", "columns": "i32"},
         **dict.fromkeys(("top_k", "rounds", "block"), "constexpr"),
     }
     constants = {"top_k": 8, "rounds": True, "block": 512}
-    assert compile(ASTSource(moe_sum_kernel(), signature, constants), target=TARGET).asm["ptx"]
-print("all compiled")
-"""
-
-
-def run(script: str, **variables: str) -> str:
-    environment = os.environ | variables
-    command = [sys.executable, "-c", script]
-    ran = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=240, check=False)
-    return ran.stdout or ran.stderr
-
-
-@needs_triton
-def test_grouped_products_are_a_loop_over_the_experts() -> None:
-    """In fp16 and fp32, as Triton's interpreter knows no products in bf16."""
-    assert run(MIXTURES, TRITON_INTERPRET="1") == "all agree\n"
-
-
-@needs_triton
-def test_the_compiler_takes_the_kernels() -> None:
-    assert run(COMPILED) == "all compiled\n"
+    assert compile(ASTSource(moe_sum_kernel(), signature, constants), target=target).asm["ptx"]
 
 
 @given(st.data())

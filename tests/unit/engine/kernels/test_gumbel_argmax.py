@@ -11,7 +11,7 @@ import pytest
 
 pytestmark = pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="triton is not installed")
 
-# The interpreter is chosen when Triton is imported, and compiles nothing: each test has a process of its own.
+# The interpreter is chosen when Triton is imported, and compiles nothing: its test has a process of its own.
 DRAWS = """
 import math
 
@@ -56,39 +56,28 @@ for seed, (width, dtype) in enumerate(SHAPES):
     assert torch.equal(noisy, (scores.gather(1, made.token_ids[:, None]) + noise).squeeze(1))
 print("all agree")
 """
-
-COMPILED = """
-from quire_engine.kernels import gumbel_argmax
-from triton import compile
-from triton.backends.compiler import GPUTarget
-from triton.compiler import ASTSource
-
 POINTERS = {
     "row_of": "*i64", "temperatures": "*fp32", "top_ks": "*i64", "top_ps": "*fp64", "log_min_ps": "*fp32",
     "keys": "*i32", "token_ids": "*i64", "noisy": "*fp32",
-}
-signature = {"logits": "*bf16", **POINTERS, "stride": "i64", "width": "i32", "block": "constexpr"}
-source = ASTSource(gumbel_argmax.draw, signature, {"block": gumbel_argmax.BLOCK})
-options = {"enable_fp_fusion": False, "num_warps": gumbel_argmax.WARPS}
-code = compile(source, target=GPUTarget("cuda", 80, 32), options=options).asm["ptx"]
-assert "mul.rn.f32" in code and "div.rn.f32" in code
-assert not any(word in code for word in ("fma", "div.full", "div.approx", ".ftz"))
-print("all compiled")
-"""
-
-
-def run(script: str, **variables: str) -> str:
-    environment = os.environ | variables
-    ran = subprocess.run(
-        [sys.executable, "-c", script], env=environment, capture_output=True, text=True, timeout=240, check=False
-    )
-    return ran.stdout or ran.stderr
+}  # fmt: skip
 
 
 def test_triton_draws_the_same_bits_as_torch() -> None:
-    assert run(DRAWS, TRITON_INTERPRET="1") == "all agree\n"
+    command, variables = [sys.executable, "-c", DRAWS], os.environ | {"TRITON_INTERPRET": "1"}
+    ran = subprocess.run(command, env=variables, capture_output=True, text=True, timeout=240, check=False)
+    assert ran.stdout == "all agree\n", ran.stderr
 
 
 def test_what_is_compiled_for_a_gpu_fuses_and_approximates_nothing() -> None:
     """For GPUs that need not be there."""
-    assert run(COMPILED) == "all compiled\n"
+    from quire_engine.kernels import gumbel_argmax
+    from triton.backends.compiler import GPUTarget
+    from triton.compiler import ASTSource, compile
+
+    signature = {"logits": "*bf16", **POINTERS, "stride": "i64", "width": "i32", "block": "constexpr"}
+    source = ASTSource(gumbel_argmax.draw, signature, {"block": gumbel_argmax.BLOCK})
+    options = {"enable_fp_fusion": False, "num_warps": gumbel_argmax.WARPS}
+    code = compile(source, target=GPUTarget("cuda", 80, 32), options=options).asm["ptx"]
+    assert "mul.rn.f32" in code
+    assert "div.rn.f32" in code
+    assert not any(word in code for word in ("fma", "div.full", "div.approx", ".ftz"))

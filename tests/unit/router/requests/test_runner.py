@@ -210,20 +210,27 @@ async def test_a_request_that_takes_too_long_ends_with_its_deadline() -> None:
 
 @pytest.mark.parametrize("step", [-4_000, 4_000])
 async def test_a_wall_clock_that_is_set_changes_no_requests_time(step: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """One with time left goes on, and one whose time is up ends: while it waits, and at an engine."""
+    for name, module in list(sys.modules.items()):
+        if name.startswith("quire_router.") and getattr(module, "time", None) is time:
+            monkeypatch.setattr(module, "time", lambda: time() + step)
+
+    async def assert_ends(request_id: str) -> None:
+        with pytest.raises(QuireError) as caught:
+            await collect(place.lifecycle.run(replace(request(request_id), deadline=time() + 0.2)))
+        assert caught.value.code is ErrorCode.DEADLINE
+
     async with open_runner(ready=0) as place:
-        made = replace(request(), deadline=time() + 0.6)
-        for name, module in list(sys.modules.items()):
-            if name.startswith("quire_router.") and getattr(module, "time", None) is time:
-                monkeypatch.setattr(module, "time", lambda: time() + step)
-        assert queued_request(made).deadline == pytest.approx(monotonic() + 0.6, abs=0.3)
-        task = asyncio.create_task(collect(place.lifecycle.run(made)))
-        await asyncio.sleep(0.1)
+        lasting = replace(request("lasting"), deadline=time() + 60)
+        assert queued_request(lasting).deadline == pytest.approx(monotonic() + 60, abs=30)
+        task = asyncio.create_task(collect(place.lifecycle.run(lasting)))
+        await assert_ends("waiting")
         assert not task.done()
         await place.engine.start()
         await place.engine.submit()
-        with pytest.raises(QuireError) as caught:
-            await asyncio.wait_for(task, 20)
-        assert caught.value.code is ErrorCode.DEADLINE
+        await assert_ends("running")
+        place.engine.send(output("lasting", tokens("a"), 0, STOP))
+        assert delta_text(await task) == "a"
 
 
 # No engine

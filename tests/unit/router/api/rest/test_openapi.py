@@ -12,7 +12,6 @@ import pytest
 import requests
 import schemathesis
 from hypothesis import HealthCheck, Phase, given, seed, settings
-from hypothesis.errors import Unsatisfiable
 from jsonschema import Draft202012Validator
 from quire_router.api.conversations import Conversations
 from quire_router.api.rest.openapi import openapi
@@ -105,6 +104,8 @@ def check_operations(stage: Stage, found: dict[str, Any], count: int) -> None:
     problems: list[str] = []
     for operation in operations(found):
         for mode in (GenerationMode.POSITIVE, GenerationMode.NEGATIVE):
+            if mode is GenerationMode.NEGATIVE and not (operation.body or operation.query):
+                continue  # a path has nothing that could be wrong: schemathesis would try for a second
 
             @seed(0)
             @examples(count)
@@ -117,8 +118,6 @@ def check_operations(stage: Stage, found: dict[str, Any], count: int) -> None:
 
             try:
                 run()
-            except Unsatisfiable:
-                continue  # it takes nothing that could be wrong
             except BaseException as error:  # noqa: BLE001 - schemathesis' failures are groups
                 problems.append(f"{operation.method} {operation.path}: {described(error)}")
     assert not problems, "\n".join(problems)
@@ -144,7 +143,7 @@ def alone(found: dict[str, Any], path: str, method: str, field: str) -> dict[str
     schema["properties"][field] = found["components"]["schemas"][name]["properties"][field]
     body = {"required": True, "content": {"application/json": {"schema": schema}}}
     only = {**operation, "parameters": operation.get("parameters", [])[: path.count("{")], "requestBody": body}
-    return {**copy.deepcopy(found), "paths": {path: {method: only}}}
+    return {**found, "paths": {path: {method: only}}}
 
 
 def looser(stage: Stage, found: dict[str, Any], path: str, method: str, field: str, count: int) -> list[str]:
