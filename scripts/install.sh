@@ -1,7 +1,8 @@
 #!/bin/sh
-# Installs Quire from this checkout: into the active virtual environment, or into .venv, which is made if it is missing.
+# Installs Quire from this checkout into .venv, which is made if it is missing. With --active it installs into the active
+# environment instead; without, an active one, such as another engine's or conda's base, stays as it is.
 #
-#   scripts/install.sh [--cpu | --cuda]
+#   scripts/install.sh [--cpu | --cuda] [--active]
 #
 # torch comes first and alone, as only torch is on an index of its own. For a CPU that is the index of torch's builds for
 # CPUs (0.7 GB); where it does not answer, PyPI's CUDA build, which runs on CPUs too (5 GB). With an NVIDIA GPU, or --cuda,
@@ -10,17 +11,18 @@ set -eu
 case $0 in */*) cd "${0%/*}/.." ;; *) cd .. ;; esac
 index=${TORCH_CPU_INDEX:-https://download.pytorch.org/whl/cpu}
 seconds=${TORCH_INDEX_TIMEOUT:-20}
-device=cpu
+device=cpu environment=.venv
 for gpu in /proc/driver/nvidia/gpus/* /dev/nvidia[0-9]*; do [ ! -e "$gpu" ] || device=cuda; done
 for argument in "$@"; do
   case $argument in
     --cpu | --cuda) device=${argument#--} ;;
-    *) echo "error: unknown option $argument; usage: scripts/install.sh [--cpu | --cuda]" >&2; exit 2 ;;
+    --active)
+      environment=${VIRTUAL_ENV:-${CONDA_PREFIX:-}}
+      [ -n "$environment" ] || { echo "error: no environment is active: activate one, or leave out --active" >&2; exit 2; } ;;
+    *) echo "error: unknown option $argument; usage: scripts/install.sh [--cpu | --cuda] [--active]" >&2; exit 2 ;;
   esac
 done
 
-active=${VIRTUAL_ENV:-${CONDA_PREFIX:-}}
-environment=${active:-.venv}
 if [ ! -x "$environment/bin/python" ]; then
   echo "creating a virtual environment in $environment"
   ${PYTHON:-python3} -m venv "$environment" || {
@@ -63,5 +65,5 @@ for folder in map(pathlib.Path, ("proto", "engine", "router", "cli")):
     for path in (folder / "build", *folder.glob("*.egg-info")):
         shutil.rmtree(path, ignore_errors=True)
 CLEAN
-[ -n "$active" ] && next="" || next=". $environment/bin/activate && "
+[ "$environment" = .venv ] && next=". .venv/bin/activate && " || next=""
 echo "installed; next: ${next}quire serve demo/model --served-model-name quire-demo"
