@@ -23,7 +23,7 @@ def conversations(count: int) -> Iterator[Job]:
         yield Job(time, ((name, prompt),), 1 + min(int(chance.expovariate(1 / 64)), 400))
 
 
-def jobs_at(utilisation: float, count: int = 600, **shape: Any) -> list[Job]:
+def jobs_at(utilisation: float, count: int = 400, **shape: Any) -> list[Job]:
     config = settings(**SHAPE | shape)
     return at_utilisation(config, assign_tenants(list(conversations(count)), config.tenants, 0), utilisation)
 

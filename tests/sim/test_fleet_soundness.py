@@ -35,7 +35,7 @@ shapes = st.fixed_dictionaries(
 )
 
 
-@examples(max_examples=25, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@examples(max_examples=15, deadline=None, suppress_health_check=[HealthCheck.too_slow])
 @given(shapes, st.booleans())
 def test_every_request_ends_once_and_everything_is_freed(shape: dict[str, Any], floods: bool) -> None:
     config = settings(**shape)
