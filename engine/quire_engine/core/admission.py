@@ -107,7 +107,9 @@ class Admission:
     # What was preempted
 
     def resume(self, sequence: Sequence, budget: int, scheduler_output: SchedulerOutput) -> bool:
-        """Resumes a preempted sequence, which computes at most ``budget`` tokens next. Returns False if it lacks room."""
+        """Resumes a preempted sequence, which computes at most ``budget`` tokens next. Returns False if it lacks
+        room.
+        """
         if sequence.status is SequenceStatus.SWAPPED:
             return self._swap_in(sequence, budget, scheduler_output)
         return self._readmit(sequence, scheduler_output)

@@ -300,7 +300,9 @@ class BatchScheduler:
         self._schedule_decodes(decoding, scheduler_output, budget)
 
     def _lacks_only_its_token(self, sequence: Sequence) -> bool:
-        """Whether a sequence that computes one token needs nothing else: no block, and no update of the worker's row."""
+        """Whether a sequence that computes one token needs nothing else: no block, and no update of the worker's
+        row.
+        """
         start, group = sequence.num_scheduled_tokens, sequence.group
         return (
             start >= group.num_prompt_tokens

@@ -122,7 +122,9 @@ class HitRates:
         self._expected = [0.0] * classes
 
     def rate(self, length: int) -> float:
-        """Returns the probability that a draft is right if all occurrences of a text of ``length`` tokens agree on it."""
+        """Returns the probability that a draft is right if all occurrences of a text of ``length`` tokens agree on
+        it.
+        """
         prior = self._shared.rate(length) if self._shared else _PRIOR_HITS / _PRIOR_GUESSES
         kind = _length_class(length)
         return min(1.0, (_PRIOR_GUESSES * prior + self._hits[kind]) / (_PRIOR_GUESSES + self._expected[kind]))

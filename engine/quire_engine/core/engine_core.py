@@ -87,7 +87,9 @@ class RemoveLoRA:
 
 @dataclass(frozen=True, slots=True)
 class Sleep:
-    """Puts the engine to sleep unless it has work. Calls ``reply`` with None, or with the reason why it does not sleep."""
+    """Puts the engine to sleep unless it has work. Calls ``reply`` with None, or with the reason why it does not
+    sleep.
+    """
 
     reply: Callable[[QuireError | None], None]
 

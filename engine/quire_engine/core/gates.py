@@ -75,7 +75,9 @@ class LoRAGate:
         return admitted
 
     def on_admission(self, sequence: Sequence) -> None:
-        """Adds the sequence's adapter to the active ones, or counts that passed-over adapters were overtaken once more."""
+        """Adds the sequence's adapter to the active ones, or counts that passed-over adapters were overtaken once
+        more.
+        """
         lora = sequence.request.lora
         if lora is None:
             return

@@ -158,7 +158,9 @@ class Scheduler:
         return scheduler_output
 
     def disable_speculation(self) -> None:
-        """Turns off speculation. Used if the executor overlaps steps: no draft can be looked up behind a pending token."""
+        """Turns off speculation. Used if the executor overlaps steps: no draft can be looked up behind a pending
+        token.
+        """
         if self._batch_scheduler.speculator is not None:
             log.info("speculation is off, because steps overlap")
         self._batch_scheduler.speculator = None

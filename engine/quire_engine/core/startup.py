@@ -94,7 +94,9 @@ class StartupTimer:
 
 
 def process_start(root: Path = Path("/")) -> float:
-    """Returns when this process started, in seconds since 1970, to 10 ms; the current time if the system does not tell."""
+    """Returns when this process started, in seconds since 1970, to 10 ms; the current time if the system does not
+    tell.
+    """
     try:
         # The second field is the command in parentheses, which may have any characters; the 22nd are ticks since boot.
         fields = (root / "proc/self/stat").read_text().rpartition(")")[2].split()

@@ -202,7 +202,9 @@ class StepBudget:
             self.seconds = min(self.seconds, behind)
 
     def _fitting(self, model: StepTimeModel, start: int) -> int:
-        """Returns the most tokens after ``start`` others that fit into ``seconds``: the root of a quadratic equation."""
+        """Returns the most tokens after ``start`` others that fit into ``seconds``: the root of a quadratic
+        equation.
+        """
         seconds = self.seconds - model.sequence_seconds
         if seconds <= 0:
             return 0

@@ -330,7 +330,7 @@ def _make_checked(causal: Any, config: TransformersConfig) -> TransformersModel:
 
 
 def load_weights(config: Any, folder: Path, checkpoint: Checkpoint, dtype: torch.dtype) -> Any:
-    """Returns a transformers model of ``config.model_class`` with the weights of ``checkpoint``. Raises ``ModelError``."""
+    """Returns a transformers ``config.model_class`` with the weights of ``checkpoint``. Raises ``ModelError``."""
     try:
         with _without_progress_bar():
             causal, report = config.model_class.from_pretrained(
