@@ -40,9 +40,7 @@ class _Mxfp4Experts:
     def __getitem__(self, index: EllipsisType) -> torch.Tensor:
         experts, outputs, inputs = mxfp4_shape(self._checkpoint, self._name)
         matrices = torch.empty(experts, inputs, outputs, dtype=self._dtype)
-        for expert in range(
-            experts
-        ):  # one at a time, because an unpacked expert is many times larger than a packed one
+        for expert in range(experts):  # one at a time: unpacked, an expert is many times larger
             matrices[expert] = load_mxfp4(self._checkpoint, self._name, expert, self._dtype).T
         return matrices
 
