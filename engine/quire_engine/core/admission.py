@@ -68,7 +68,7 @@ class Admission:
         sequence.status = SequenceStatus.RUNNING
         self._running.push(sequence)
 
-    # What waits
+    # Waiting sequences
 
     def release_held(self) -> None:
         """Starts a step that may admit waiting sequences: releases the sequences that gates no longer hold, and
@@ -104,7 +104,7 @@ class Admission:
         for gate in self._gates:
             gate.on_abort(sequence)
 
-    # What was preempted
+    # Preempted sequences
 
     def resume(self, sequence: Sequence, budget: int, scheduler_output: SchedulerOutput) -> bool:
         """Resumes a preempted sequence, which computes at most ``budget`` tokens next. Returns False if it lacks

@@ -276,7 +276,7 @@ class BatchScheduler:
         all_at_once = not (drafts or best_effort)  # the best-effort budget charges time for each decode
         for sequence in [*sequences]:  # iterates over a copy: preempted sequences leave the queue
             if budget.tokens == len(decoding) or self.out_of_memory or sequence.status is not running:
-                break  # victims have the lowest precedence, so everything behind a victim is a victim too
+                break  # victims have the lowest precedence, so everything after a victim is a victim too
             wanted = sequence.num_unscheduled_tokens
             if wanted == 1 and all_at_once and self._lacks_only_its_token(sequence):
                 decoding.append(sequence)
@@ -387,7 +387,7 @@ class BatchScheduler:
         budget: StepBudget,
         drafts: abc.Sequence[int] = (),
     ) -> None:
-        """Adds the sequence's next chunk to the step, with ``drafts`` behind its known tokens. The caller has made room
+        """Adds the sequence's next chunk to the step, with ``drafts`` after its known tokens. The caller has made room
         for it.
         """
         start, num_known = sequence.num_scheduled_tokens, len(sequence.token_ids)

@@ -230,7 +230,7 @@ class KVCacheConfig:
 
     @property
     def num_tokens(self) -> int:
-        """Tokens that fit into the device blocks if no block is outside of a window."""
+        """Tokens that fit into the device blocks if windows release no blocks."""
         return (self.device_blocks - 1) // len(self.groups) * self.block_size
 
     @property

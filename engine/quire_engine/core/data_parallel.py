@@ -25,7 +25,7 @@ from quire_engine.core.kv_transfer.transfer import TransferResult
 from quire_engine.core.scheduler import Scheduler
 from quire_engine.core.step_recording import StepRecorder
 
-# The most that an engine which waits for a pass, or for its disk, is late to see disk results.
+# Interval at which an engine that waits for a pass, or for its disk, looks for disk results.
 DISK_POLL_SECONDS = 0.001
 
 

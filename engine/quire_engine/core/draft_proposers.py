@@ -180,8 +180,8 @@ class SuffixProposer:
             self._find()
 
     def guesses(self) -> Iterator[Guess]:
-        """Yields the drafts one by one. Behind the end of the text it continues with the drafts themselves: the text
-        has begun to repeat.
+        """Yields the drafts one by one. After the end of the text it continues with the drafts themselves: the text has
+        begun to repeat.
         """
         sources, followed, text = self._sources, self._followed, self._token_ids
         size, drafts = len(text), list[int]()

@@ -41,7 +41,7 @@ CANNOT_SLEEP = "This engine does not sleep: one that shares experts with other e
 DISK_WAIT_SECONDS = 0.01
 """How long a round without a step waits for the disk, and so the most that a new request waits for the round."""
 
-MOVE_SECONDS = 300.0  # time for sleep or wake-up that is no hang: a slow disk writes 16 GiB in 90 seconds
+MOVE_SECONDS = 300.0  # sleeping or waking this long is not a hang: a slow disk writes 16 GiB in 90 seconds
 
 
 @dataclass(frozen=True, slots=True)
@@ -110,7 +110,7 @@ class StepTrace:
     ``elapsed`` runs from the start of the step's scheduling to its end.
 
     ``num_decode`` counts the chunks of one token, with or without drafts; the last chunk of a prompt may be one of
-    them. ``num_tokens`` excludes drafts. ``num_draws`` counts the tokens to sample, including those behind drafts. If
+    them. ``num_tokens`` excludes drafts. ``num_draws`` counts the tokens to sample, including those after drafts. If
     steps overlap, other steps are scheduled and finished during the ``pause`` between a step's launch and the wait for
     its output. ``seconds`` is the step's duration on the core's clock; overlapping steps count from the end of the step
     before. ``max_seconds`` is the planned time limit; 0 without one.
@@ -196,7 +196,7 @@ class EngineCore:
         self._rejected: list[EngineCoreOutput] = []
         self._stopped = False
         self._busy_since: float | None = None
-        self._allowance = 0.0  # seconds without progress that are no hang
+        self._allowance = 0.0  # seconds without progress that do not count as a hang
         self._is_pipeline = scheduler.config.num_stages > 1
 
     @property

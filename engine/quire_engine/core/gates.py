@@ -15,7 +15,7 @@ class LoRAGate:
     """The ``AdmissionGate`` of adapters: admitted sequences use at most ``max_loras`` adapters. Preempted sequences
     count too, because they resume before anything else is admitted.
 
-    Sequences of further adapters are held, and those behind them go first. To prevent starvation, at most
+    Sequences of further adapters are held, and those after them go first. To prevent starvation, at most
     ``max_overtakes`` sequences with an adapter go first. Then no more are admitted until a passed-over adapter has had
     its turn, or until no sequence waits for one. Held sequences are released when the set of admitted adapters changes.
 

@@ -217,7 +217,7 @@ class KVCacheManager:
             table.append_blocks([self.device_pool.allocate() for _ in table.groups])
 
     def free_unused_blocks(self, table: BlockTable, num_computed_tokens: int) -> None:
-        """Frees the device blocks behind those that ``num_computed_tokens`` fill. They hold only rejected drafts."""
+        """Frees the device blocks after those that ``num_computed_tokens`` fill. They hold only rejected drafts."""
         while table.num_blocks > self.num_blocks_for(num_computed_tokens):
             for block_id in table.remove_last_blocks():
                 self.device_pool.decref(block_id)
@@ -243,7 +243,7 @@ class KVCacheManager:
         table.num_cached_blocks = full
 
     def remove_skipped_blocks(self, table: BlockTable, num_computed_tokens: int) -> None:
-        """Releases the blocks that no window reaches from behind ``num_computed_tokens``. Call it after
+        """Releases the blocks that no window reaches from tokens after ``num_computed_tokens``. Call it after
         ``cache_full_blocks``, so that later requests find the blocks until they are evicted. Call it only after these
         tokens were computed, because a failed step may be run again.
         """
@@ -400,7 +400,7 @@ class KVCacheManager:
         self.host_pool.check_integrity()
         self.tiers.check_integrity()
 
-    # Inside
+    # Internals
 
     def _emit_published(self, event: KVCacheEvent) -> None:
         """Publishes events of only one group to routers, so that they get one event per block of a prompt: the group

@@ -61,7 +61,7 @@ class AdmittedQueue(list[Sequence]):
 class AdmissionGate(Protocol):
     """A condition of admission besides the turn and the memory: a slot for an adapter, or blocks that a tier loads.
 
-    The gate holds a sequence that it does not admit until it releases it; meanwhile those behind it go first. (vLLM
+    The gate holds a sequence that it does not admit until it releases it; meanwhile those after it go first. (vLLM
     keeps such sequences in a second queue, ``skipped_waiting``, with a status for what each waits for.)
     """
 

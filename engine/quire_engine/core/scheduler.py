@@ -11,7 +11,7 @@ although that step still writes into them. This is safe for five reasons:
 
 * Steps run in the order in which they were scheduled, copies first. So the next owner of such a block writes it later.
 * A block gets its hash only after the output of the step that fills it was processed. So the prefix cache never finds a
-  block that is still being written, and a chunk starts behind the blocks that have a hash.
+  block that is still being written, and a chunk starts after the blocks that have a hash.
 * A sequence that may fork is never scheduled ahead. So no step in flight writes a partial block when it becomes shared,
   and the copy for the first writer belongs to a later step.
 * A preempted sequence does not resume while a step in flight samples its token. It would sample that token again.
@@ -158,7 +158,7 @@ class Scheduler:
         return scheduler_output
 
     def disable_speculation(self) -> None:
-        """Turns off speculation. Used if the executor overlaps steps: no draft can be looked up behind a pending
+        """Turns off speculation. Used if the executor overlaps steps: no draft can be looked up after a pending
         token.
         """
         if self._batch_scheduler.speculator is not None:
@@ -354,8 +354,8 @@ class Scheduler:
     def _commit_drafts(
         self, sequence: Sequence, start: int, drafts: abc.Sequence[int], model_output: ModelOutput, first: int
     ) -> None:
-        """Commits the accepted drafts and the token sampled behind them. Rejected drafts leave nothing: their KV
-        entries are overwritten later, and blocks that hold only rejected drafts are freed.
+        """Commits the accepted drafts and the token sampled after them. Rejected drafts leave nothing: their KV entries
+        are overwritten later, and blocks that hold only rejected drafts are freed.
         """
         *accepted, last = _accepted_tokens(sequence, drafts, model_output, first)
         for token_id in accepted:
@@ -548,7 +548,7 @@ class Scheduler:
 
 
 def _accepted_tokens(sequence: Sequence, drafts: abc.Sequence[int], model_output: ModelOutput, first: int) -> list[int]:
-    """Returns the accepted drafts and the token sampled behind them. A draft is accepted if it equals the token sampled
+    """Returns the accepted drafts and the token sampled after them. A draft is accepted if it equals the token sampled
     in its place. The list also ends at a stop token, and before a position whose sampling failed: the next step reports
     that error, if it is real.
     """
@@ -586,7 +586,7 @@ def _output_delta(sequence: Sequence, logprobs: abc.Sequence[TokenLogprobs]) -> 
 def _error_of(
     number: int, first: int, scheduler_output: SchedulerOutput, model_output: ModelOutput
 ) -> QuireError | None:
-    """Returns the first error of a chunk. Errors behind drafts do not count, because the drafts may be wrong."""
+    """Returns the first error of a chunk. Errors after drafts do not count, because the drafts may be wrong."""
     num_draws = 1 if number in scheduler_output.drafts else scheduler_output.draws[number]
     errors = (model_output.draw_errors.get(draw) for draw in range(first, first + num_draws))
     return model_output.errors.get(number) or next((error for error in errors if error is not None), None)

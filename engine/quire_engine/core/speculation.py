@@ -1,7 +1,7 @@
 """Speculative decoding without a draft model: proposes tokens where a sequence's text repeats itself, as long as it
 pays off.
 
-A step computes a sequence's last known token and its drafts together, and samples a token behind each. Sampling depends
+A step computes a sequence's last known token and its drafts together, and samples a token after each. Sampling depends
 only on the seed, the position and the logits. Each sampled token is therefore the one that would have been sampled
 without drafts, and a draft is accepted if it equals that token. Outputs are the same with and without speculation, also
 with random sampling.
@@ -95,7 +95,7 @@ class Speculator:
         return proposer
 
     def _limit(self, sequence: Sequence) -> int:
-        """Returns the most drafts of a sequence: one more token is sampled behind them, and it may be the last."""
+        """Returns the most drafts of a sequence: one more token is sampled after them, and it may be the last."""
         return max(0, min(self._most, sequence.limit - len(sequence.token_ids) - 1))
 
 

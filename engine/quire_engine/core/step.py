@@ -138,11 +138,11 @@ class SchedulerOutput:
     computes ``lengths[i]`` tokens of ``rows[i]`` from ``starts[i]`` on. Chunks of a prompt follow each other without
     gaps, but the same chunk, or all from the first on, may be computed again.
 
-    ``draws[i]`` is the number of tokens sampled behind the chunk; above 0 only if it reaches the last known token of
-    its sequence. Several draws have one of two meanings. Without drafts, all are sampled from the same logits, one for
-    each output of the row's prompt. With ``drafts[i]``, the last tokens of the chunk are drafts, and one token is
-    sampled behind each of them and behind the token before. The worker appends the first sampled token to the row,
-    except for candidates and if there are drafts. A pooled prompt has one draw, over all that was computed of it.
+    ``draws[i]`` is the number of tokens sampled after the chunk; above 0 only if it reaches the last known token of its
+    sequence. Several draws have one of two meanings. Without drafts, all are sampled from the same logits, one for each
+    output of the row's prompt. With ``drafts[i]``, the last tokens of the chunk are drafts, and one token is sampled
+    after each of them and after the token before. The worker appends the first sampled token to the row, except for
+    candidates and if there are drafts. A pooled prompt has one draw, over all that was computed of it.
 
     The last token of the chunks ``awaiting`` is pending: the step before samples it. Only an executor with a depth
     above 1 gets such chunks.

@@ -103,7 +103,7 @@ class StepRecorder:
                 head = {"quire_steps": FORMAT, "version": __version__, "engine": asdict(engine)}
                 _write_line(lines, head)
                 self._write_steps(lines)
-        except Exception as error:  # noqa: BLE001 - the engine goes on, whatever a recording meets
+        except Exception as error:  # noqa: BLE001 - a failed recording must not stop the engine
             self._end(str(error) or type(error).__name__)
         finally:
             self._is_over = True

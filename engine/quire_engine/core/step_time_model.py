@@ -42,14 +42,14 @@ _ANY_NUMBER = 1 << 30
 _ALIGNED = 16  # larger chunks are multiples of this, like kernels' tiles
 
 _SIZE = 5
-_TOKENS, _SEQUENCES, _PAIRS, _CONTEXT = range(1, _SIZE)  # features, behind the constant 1
+_TOKENS, _SEQUENCES, _PAIRS, _CONTEXT = range(1, _SIZE)  # features, after the constant 1
 Vector = Sequence[float]
 
 
 @dataclass(frozen=True, slots=True)
 class StepWork:
     """The part of a step's work that determines its duration. ``prompt_tokens`` are the tokens of chunks of more than
-    one token. ``sequences`` counts the tokens sampled, including those behind drafts. ``prompt_pairs`` are the pairs of
+    one token. ``sequences`` counts the tokens sampled, including those after drafts. ``prompt_pairs`` are the pairs of
     a token of a prompt chunk and a token that it attends to. ``context_tokens`` are the tokens that chunks of one
     token, with or without drafts, attend to.
     """

@@ -40,7 +40,7 @@ class WorkerRows:
             sequence.row = None
 
     def send_changes(self, sequence: Sequence, scheduler_output: SchedulerOutput, drafts: Tokens[int]) -> int:
-        """Adds to the step the data that the worker lacks of a sequence with a chunk in it, and the ``drafts`` behind
+        """Adds to the step the data that the worker lacks of a sequence with a chunk in it, and the ``drafts`` after
         its known tokens. Returns its row.
         """
         row = sequence.row

@@ -168,7 +168,7 @@ def load_encoder(config: Any, folder: Path, dtype_name: str, device: torch.devic
             return _make_checked(model, config)
     except ModelError:
         raise
-    except Exception as error:  # noqa: BLE001 - a model's code raises whatever it likes
+    except Exception as error:  # noqa: BLE001 - a model's code may raise anything
         reason = f"It does not run: {one_line(error)}."
     raise ModelError(f"{folder} holds a {config.architecture}, which cannot be served. {reason}")
 

@@ -231,7 +231,7 @@ class TransformersModel(Model):
                 return _make_checked(causal, config)
         except ModelError as error:
             reason = str(error)
-        except Exception as error:  # noqa: BLE001 - a model's code raises whatever it likes
+        except Exception as error:  # noqa: BLE001 - a model's code may raise anything
             reason = f"It does not run: {one_line(error)}."
         raise ModelError(f"{folder} holds a {config.architecture}, which cannot be served. {reason}")
 

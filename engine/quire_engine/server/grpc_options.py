@@ -23,7 +23,7 @@ def server_options(keepalive: float = KEEPALIVE_SECONDS) -> list[tuple[str, int]
         ("grpc.http2.max_pings_without_data", 0),
         ("grpc.keepalive_time_ms", ping),
         ("grpc.keepalive_timeout_ms", answer),
-        ("grpc.http2.ping_timeout_ms", answer),  # otherwise a minute, whatever keepalive_timeout_ms says
+        ("grpc.http2.ping_timeout_ms", answer),  # otherwise 60 s, regardless of keepalive_timeout_ms
         # Do not ping with each message to size the window by the round trip; use a fixed window of this size.
         ("grpc.http2.bdp_probe", 0),
         ("grpc.http2.lookahead_bytes", 4 << 20),

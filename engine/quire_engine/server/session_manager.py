@@ -50,8 +50,8 @@ from quire_engine.structured_output.compiler import GrammarCompiler
 log = logging.getLogger(__name__)
 MAX_SESSIONS = 256
 HEARTBEAT_INTERVAL = 0.25
-"""Seconds. A router that waits for tokens hears from a live engine at least every second interval, even during a long
-step: heartbeats come from the event loop, not from the core's thread.
+"""Seconds. A router that waits for tokens hears from a live engine within two intervals, even during a long step:
+heartbeats come from the event loop, not from the core's thread.
 """
 
 

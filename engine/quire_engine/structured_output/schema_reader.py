@@ -510,7 +510,7 @@ class SchemaReader:
             for name, item in value.items()
         )
 
-    # What is possible
+    # Possible values
 
     def _find_possible(self) -> None:
         """Marks the nodes that some value satisfies. Repeats until nothing changes."""
