@@ -6,9 +6,9 @@ When a sequence ends, for any reason, one function releases all blocks of its ta
 Bookkeeping runs ahead of the contents. Scheduling a step collects copies, which the executor runs before it computes:
 first to the host, then within the device, then from the host. Copies that swap ahead run while the step computes. A
 host block to be read is held until the step is scheduled (``take_pending_copies``), so that no copy to the host
-overwrites it, in any order of decisions. Device blocks need no hold: only sequences without a chunk in the step are
-preempted, so the step frees no block that it writes. A step in flight needs no hold either: it runs first, with its
-copies.
+overwrites it, regardless of which was decided first. Device blocks need no hold: only sequences without a chunk in the
+step are preempted, so the step frees no block that it writes. A step in flight needs no hold either: it runs first,
+with its copies.
 
 A sequence has a block table per group of layers; most models have one group. All tables use the same pools. In groups
 with a window, blocks that no window reaches any more are released as the sequence grows. A prefix is found in them if

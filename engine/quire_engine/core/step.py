@@ -141,8 +141,8 @@ class SchedulerOutput:
     ``draws[i]`` is the number of tokens sampled after the chunk; above 0 only if it reaches the last known token of its
     sequence. Several draws have one of two meanings. Without drafts, all are sampled from the same logits, one for each
     output of the row's prompt. With ``drafts[i]``, the last tokens of the chunk are drafts, and one token is sampled
-    after each of them and after the token before. The worker appends the first sampled token to the row, except for
-    candidates and if there are drafts. A pooled prompt has one draw, over all that was computed of it.
+    after each of them and after the token before. The worker appends the first sampled token to the row, unless the
+    chunk has drafts or returns candidates. A pooled prompt has one draw, over all that was computed of it.
 
     The last token of the chunks ``awaiting`` is pending: the step before samples it. Only an executor with a depth
     above 1 gets such chunks.
