@@ -1,1 +1,1 @@
-"""A model's folder: ``config.json`` as configuration, safetensors as tensors."""
+"""A model's folder: its configuration from ``config.json`` and its tensors from safetensors or GGUF files."""

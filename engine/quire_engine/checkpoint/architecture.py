@@ -1,7 +1,7 @@
-"""Which class a ``config.json`` asks for, by its ``architectures`` and its ``model_type``.
+"""The class that runs a ``config.json``, chosen by its ``architectures`` and its ``model_type``.
 
-``architectures`` may be missing, or name a class of code in the folder (``auto_map``), which is never run. Then the
-class of the model type counts, as in transformers with ``trust_remote_code=False``.
+``architectures`` may be missing, or may name a class of code in the folder (``auto_map``), which is never run. Then the
+class of the model type is used, as in transformers with ``trust_remote_code=False``.
 """
 
 import logging
@@ -15,7 +15,7 @@ log = logging.getLogger(__name__)
 
 _OWN_CLASSES = {own.model_type: name for name, own in ARCHITECTURES.items()}
 GENERATING_FORMS = ("ForCausalLM", "LMHeadModel", "ForConditionalGeneration", "ModelWithLMHead", "Decoder")
-"""How the names of classes end that continue a text."""
+"""Suffixes of the names of classes that generate text."""
 
 
 def architecture_of(path: Path, raw: dict[str, Any]) -> str:
@@ -27,10 +27,10 @@ def architecture_of(path: Path, raw: dict[str, Any]) -> str:
 
 
 def with_served_class(path: Path, raw: dict[str, Any]) -> dict[str, Any]:
-    """Returns ``raw`` with one architecture, as far as it can be found without transformers, which takes seconds to
-    import; where nothing is named but a model type, transformers is asked.
+    """Returns ``raw`` with one architecture. Finds it without transformers if possible, because that takes seconds to
+    import; asks transformers if only a model type is named.
 
-    ``auto_map`` is dropped if a class with own code serves the model, and left for transformers' way otherwise.
+    Removes ``auto_map`` if a class with own code serves the model, and keeps it otherwise.
     """
     names, model_type = _listed(raw), raw.get("model_type")
     if model_type == "mistral" and "layer_types" in raw:  # transformers reads such a file as Ministral's
@@ -47,7 +47,7 @@ def with_served_class(path: Path, raw: dict[str, Any]) -> dict[str, Any]:
 
 
 def refuse_code(path: Path, raw: dict[str, Any]) -> None:
-    """Raises ``ModelError`` if a model whose class is unknown brings code of its own."""
+    """Raises ``ModelError`` if a model of unknown class brings its own code."""
     if raw.get("auto_map"):
         name = next(iter(_listed(raw)), "a model")
         raise ModelError(
@@ -57,22 +57,20 @@ def refuse_code(path: Path, raw: dict[str, Any]) -> None:
 
 
 def own_architecture(architecture: str) -> Architecture | None:
-    """Returns what the registry says of an architecture, also in the forms that pool prompts; None if it has no code
-    of its own.
-    """
+    """Returns the registry's entry for an architecture, also for its pooling forms; None if it has no own code."""
     name = registered_name(architecture)
     return None if name is None else ARCHITECTURES[name]
 
 
 def _listed(raw: dict[str, Any]) -> list[str]:
-    """The names in ``architectures``, which some files have as one text, and others with nulls."""
+    """Returns the names in ``architectures``. Some files have it as a string, and others with nulls."""
     names = raw.get("architectures")
     return [name for name in (names if isinstance(names, list) else [names]) if isinstance(name, str) and name]
 
 
 def _own_class(names: list[str], model_type: object) -> str | None:
-    """The class of a model type that has own code: the first of ``names`` that is a form of it, or the one that
-    continues a text if all names are of such classes. None if there is no own code, or if a name says otherwise.
+    """Returns the class with own code for a model type: the first of ``names`` that is a form of it, or the generating
+    class if all names are generating classes. None without own code, or if a name contradicts it.
     """
     own = _OWN_CLASSES.get(model_type) if isinstance(model_type, str) else None
     named = next((name for name in names if (each := own_architecture(name)) and each.model_type == model_type), None)
@@ -82,8 +80,8 @@ def _own_class(names: list[str], model_type: object) -> str | None:
 
 
 def _class_of_type(folder: Path, model_type: object) -> str | None:
-    """transformers' class for a model type: the body alone where sentence-transformers' modules pool it. None if it has
-    none that makes text.
+    """Returns transformers' class for a model type: the body alone if sentence-transformers' modules pool it, else the
+    class that generates text. None if there is none.
     """
     if not isinstance(model_type, str):
         return None

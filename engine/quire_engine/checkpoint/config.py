@@ -1,9 +1,9 @@
-"""A model folder's configuration: ``DecoderConfig`` for the decoders with code of their own, and what the folder says
-about any model: end tokens, revision, rope length.
+"""A model folder's configuration: ``DecoderConfig`` for the decoders with own code, and facts of any model: end tokens,
+revision, rope length.
 
-``config.json`` is read through transformers' own configuration classes, so that defaults and both spellings of the rope
-parameters mean what they mean there. They take long to import, so a file that leaves nothing to them is read without
-(``plain_config``). Code from a model folder is never run.
+``config.json`` is read through transformers' configuration classes, so that defaults and both spellings of the rope
+parameters have the same meaning as there. They take long to import, so a file that needs no defaults is read without
+them (``plain_config``). Code from a model folder is never run.
 """
 
 import json
@@ -40,7 +40,7 @@ OPTIONAL_SIZES = (
     "num_local_experts",
     "num_experts_per_tok",
 )
-MAX_LAYERS = 4096  # lists of them are made before any weight is read
+MAX_LAYERS = 4096  # lists of this length are created before any weight is read
 MAX_HEADER_BYTES = 100_000_000
 NUM_SAMPLES, SAMPLE_BYTES = 64, 4096
 
@@ -50,12 +50,12 @@ class ModelConfig:
     """A model's configuration, known before its weights are read.
 
     ``max_length`` is the longest sequence in tokens. ``eos_token_ids`` end an output. ``model_revision`` identifies the
-    folder's contents: it is equal for equal folders. ``pooler_config`` says how it pools prompts; None if it continues
-    them.
+    folder's contents: it is equal for equal folders. ``pooler_config`` says how the model pools prompts; None if it
+    generates.
     """
 
     has_own_code: ClassVar[bool] = False
-    """Whether a class of the registry runs the model, not transformers."""
+    """Whether a class of the registry runs the model, and not transformers."""
 
     architecture: str
     vocab_size: int
@@ -66,7 +66,7 @@ class ModelConfig:
 
     @property
     def is_causal(self) -> bool:
-        """Whether a token sees only those before it, so that a prompt can be computed in parts."""
+        """Whether a token attends only to earlier tokens, so that a prompt can be computed in chunks."""
         return True
 
 
@@ -75,8 +75,9 @@ class MoEConfig:
     """A mixture of experts, in the layers where ``is_moe_layer``.
 
     Each token goes to ``num_experts_per_tok`` of ``num_experts`` experts, of inner size ``moe_intermediate_size``. The
-    router's weights add up to 1 with ``norm_topk_prob``, and are rounded to the model's dtype with ``round_weights``,
-    else float32. With a ``swiglu_limit`` the activation is clamped, and ``swiglu_alpha`` multiplies its gate.
+    router's weights add up to 1 with ``norm_topk_prob``. They are rounded to the model's dtype with ``round_weights``,
+    and are float32 otherwise. With a ``swiglu_limit`` the activation is clamped, and ``swiglu_alpha`` multiplies its
+    gate.
     """
 
     num_experts: int
@@ -91,14 +92,14 @@ class MoEConfig:
 
 @dataclass(frozen=True, slots=True)
 class DecoderConfig(ModelConfig):
-    """The configuration of a decoder with code of its own, as plain numbers.
+    """The configuration of a decoder with own code, as plain numbers.
 
-    ``sliding_windows`` has one entry a layer: the number of latest tokens that a token sees, itself included, or None
-    for all. ``rope_frequencies`` [head_dim / 2] are radians a position with every scaling applied, and cosines and
-    sines are multiplied by ``rope_scale`` (YaRN's attention factor); layers with a window may have frequencies of their
-    own, the ``local`` ones. ``attention_scale`` multiplies scores, and ``norm_offset`` is added to stored weights of
-    norms. With a ``logit_soft_cap`` a logit becomes ``logit_soft_cap * tanh(logit / logit_soft_cap)``. A model that
-    pools prompts makes no logits, and may have no head.
+    ``sliding_windows`` has one entry per layer: the number of latest tokens that a token attends to, including itself,
+    or None for all. ``rope_frequencies`` [head_dim / 2] are radians per position, with all scaling applied. Cosines and
+    sines are multiplied by ``rope_scale`` (YaRN's attention factor). Layers with a window may have other frequencies,
+    the ``local`` ones. ``attention_scale`` multiplies scores, and ``norm_offset`` is added to stored norm weights. With
+    a ``logit_soft_cap`` a logit becomes ``logit_soft_cap * tanh(logit / logit_soft_cap)``. A model that pools prompts
+    makes no logits, and may have no head.
     """
 
     has_own_code = True
@@ -127,8 +128,8 @@ class DecoderConfig(ModelConfig):
 
     @classmethod
     def read(cls, folder: Path, fields_of: Callable[[str, Path, Any], Mapping[str, Any]]) -> "DecoderConfig":
-        """Reads ``config.json``, and ``generation_config.json`` if there is one, or a GGUF file. ``fields_of`` returns
-        what an architecture sets itself, for its name, the file's path and transformers' configuration. Raises
+        """Reads ``config.json``, and ``generation_config.json`` if it exists, or a GGUF file. ``fields_of`` returns the
+        fields that an architecture sets itself, from its name, the file's path and transformers' configuration. Raises
         ``ModelError``.
         """
         path = config_path(folder)
@@ -184,8 +185,8 @@ def _with_tuples(values: dict[str, Any]) -> dict[str, Any]:
 
 
 def is_supported(architecture: str, raw: dict[str, Any]) -> bool:
-    """Whether there is own code for the model of a ``config.json``. Some models have another's architecture, and a
-    model type or an activation of their own: those are not supported.
+    """Whether own code serves the model of a ``config.json``. Models with the same architecture but another model type
+    or activation are not supported.
     """
     own = own_architecture(architecture)
     if own is None or raw.get("is_causal") is False or raw.get("use_bidirectional_attention"):
@@ -195,7 +196,7 @@ def is_supported(architecture: str, raw: dict[str, Any]) -> bool:
 
 
 def check_sizes(path: Path, raw: dict[str, Any]) -> None:
-    """Raises ``ModelError`` where the sizes of a model with own code are missing or wrong."""
+    """Raises ``ModelError`` if sizes of a model with own code are missing or wrong."""
     own = own_architecture(architecture_of(path, raw))
     required = [name for name in REQUIRED_SIZES if own is None or name not in own.optional_sizes]
     for name in required:
@@ -224,7 +225,7 @@ def _head_dim(hf: Any) -> int:
 
 
 def same_window(path: Path, hf: Any) -> tuple[int | None, ...]:
-    """Returns the window of each layer of a model whose layers all have ``sliding_window``, or none. Raises
+    """Returns the window of each layer of a model whose layers all have ``sliding_window`` or none. Raises
     ``ModelError``.
     """
     layers: int = hf.num_hidden_layers
@@ -232,7 +233,7 @@ def same_window(path: Path, hf: Any) -> tuple[int | None, ...]:
 
 
 def windows_by_layer_type(path: Path, hf: Any) -> tuple[int | None, ...]:
-    """Returns the window of each layer of a model in which those of type ``sliding_attention`` have one. Raises
+    """Returns the window of each layer of a model in which only layers of type ``sliding_attention`` have one. Raises
     ``ModelError``.
     """
     layers: int = hf.num_hidden_layers
@@ -260,9 +261,9 @@ def _max_length(hf: Any) -> int:
 def _rope_frequencies(
     path: Path, hf: Any, factors: Sequence[float] | None, layer_type: str | None
 ) -> tuple[tuple[float, ...], float]:
-    """Returns frequencies [head_dim / 2] and scale by transformers' own functions, for the length that the weights were
-    trained for. ``factors`` divide the frequencies where a GGUF file has them. Rope parameters may be those of one
-    ``layer_type``.
+    """Returns frequencies [head_dim / 2] and scale, by transformers' own functions, for the length that the weights
+    were trained for. ``factors``, which a GGUF file may have, divide the frequencies. With a ``layer_type``, uses the
+    rope parameters of that type.
     """
     parameters = hf.rope_parameters if layer_type is None else hf.rope_parameters[layer_type]
     kind = parameters.get("rope_type", "default")
@@ -298,7 +299,9 @@ def _compute_rope_frequencies(
 
 
 def _llama3_frequencies(plain: "torch.Tensor", rope: dict[str, Any]) -> "torch.Tensor":
-    """Llama 3.1's: low frequencies divided by ``factor``, high ones as they are, and a mixture in between."""
+    """Returns Llama 3.1's frequencies: low ones divided by ``factor``, high ones unchanged, and a mixture in
+    between.
+    """
     import torch
 
     low, high, length = rope["low_freq_factor"], rope["high_freq_factor"], rope["original_max_position_embeddings"]
@@ -326,14 +329,14 @@ def _check_shape(path: Path, config: DecoderConfig) -> None:
 
 
 def config_path(folder: Path) -> Path:
-    """The file that a model's configuration is read from: ``config.json``, or a GGUF file."""
+    """Returns the file with a model's configuration: ``config.json``, or a GGUF file."""
     return find_gguf(folder) or folder / "config.json"
 
 
 def read_config_json(folder: Path) -> dict[str, Any]:
-    """The object in ``config.json``, or what a GGUF file says in its place; of a model of more than text what it says
-    of its text part. Its ``architectures`` name the class that serves it. Raises ``ModelError`` when there is none, or
-    when only code of the folder knows the class.
+    """Returns the object in ``config.json``, or its equivalent from a GGUF file. For a multimodal model, returns the
+    configuration of its text part. ``architectures`` names the class that serves it. Raises ``ModelError`` if there is
+    no file, or if only code of the folder knows the class.
     """
     path = config_path(folder)
     if path.suffix == GGUF_SUFFIX:
@@ -342,7 +345,7 @@ def read_config_json(folder: Path) -> dict[str, Any]:
 
 
 def quantization_of(folder: Path, raw: dict[str, Any]) -> dict[str, Any] | None:
-    """How the stored weights are quantised, as ``config.json`` says; None where they are plain."""
+    """Returns how ``config.json`` says that the stored weights are quantised; None if they are not."""
     config = raw.get("quantization_config") or raw.get("compression_config") or None
     if config is not None and not isinstance(config, dict):
         raise ModelError(f"{config_path(folder)} has a quantization_config that is not an object.")
@@ -350,8 +353,8 @@ def quantization_of(folder: Path, raw: dict[str, Any]) -> dict[str, Any] | None:
 
 
 def to_hf_config(path: Path, raw: dict[str, Any], config_class: Any) -> Any:
-    """``raw`` as transformers' ``config_class``, with its defaults. Raises ``ModelError``."""
-    ours = ("dtype", "torch_dtype", "eos_token_id")  # read by other rules than transformers' own
+    """Returns ``raw`` as transformers' ``config_class``, with its defaults. Raises ``ModelError``."""
+    ours = ("dtype", "torch_dtype", "eos_token_id")  # read by other rules than in transformers
     values = {key: value for key, value in raw.items() if key not in ours}
     try:
         return config_class.from_dict(values)
@@ -360,10 +363,10 @@ def to_hf_config(path: Path, raw: dict[str, Any], config_class: Any) -> Any:
 
 
 def rope_max_length(length: int, rope: dict[str, Any]) -> int:
-    """The longest sequence in tokens, for a configured ``length``: with YaRN at least the original length times its
-    factor, as some configurations keep the original as ``length``.
+    """Returns the longest sequence in tokens for a configured ``length``. With YaRN it is at least the original length
+    times the factor, because some configurations keep the original as ``length``.
 
-    With dynamic scaling and with LongRoPE it is the length where other frequencies begin: keys in the cache cannot be
+    With dynamic scaling and with LongRoPE it is the length at which the frequencies change: keys in the cache cannot be
     rotated again.
     """
     original = rope.get("original_max_position_embeddings")
@@ -375,7 +378,9 @@ def rope_max_length(length: int, rope: dict[str, Any]) -> int:
 
 
 def eos_token_ids(folder: Path, raw: dict[str, Any], vocab_size: int) -> tuple[int, ...]:
-    """The ids that end an output: those of ``generation_config.json``, ``config.json`` and the tokenizer together."""
+    """Returns the ids that end an output: the union of ``generation_config.json``, ``config.json`` and the
+    tokenizer.
+    """
     path = folder / "generation_config.json"
     generation = read_json(path).get("eos_token_id") if path.is_file() else None
     named = [(path, generation), (config_path(folder), raw.get("eos_token_id"))]
@@ -383,7 +388,9 @@ def eos_token_ids(folder: Path, raw: dict[str, Any], vocab_size: int) -> tuple[i
 
 
 def read_json(path: Path) -> dict[str, Any]:
-    """The object in a JSON file. Raises ``ModelError`` as ``read_json_value``, and when it holds something else."""
+    """Returns the object in a JSON file. Raises ``ModelError`` like ``read_json_value``, and if it holds something
+    else.
+    """
     value = read_json_value(path)
     if not isinstance(value, dict):
         raise DamagedFileError(f"{path} is not a JSON object.")
@@ -391,8 +398,8 @@ def read_json(path: Path) -> dict[str, Any]:
 
 
 def read_json_value(path: Path) -> Any:
-    """What a JSON file holds. Raises ``ModelError`` when there is none, or when a value is NaN or infinite. In a list,
-    infinity is a bound that never holds, as in ``time_step_limit``.
+    """Returns the value in a JSON file. Raises ``ModelError`` if the file is missing, or if a value is NaN or infinite.
+    Infinity is allowed in lists: there it stands for a bound that never applies, as in ``time_step_limit``.
     """
     if not path.parent.is_dir():
         raise ModelError(f"There is no model to load: {no_such_path(str(path.parent))}.")
@@ -420,7 +427,7 @@ def _check_finite(path: Path, name: str, value: Any) -> None:
 
 
 def one_line(error: BaseException) -> str:
-    """The message of ``error`` on one line, without a full stop."""
+    """Returns the message of ``error`` on one line, without a full stop."""
     return " ".join(str(error).split()).rstrip(".") or type(error).__name__
 
 
@@ -430,9 +437,10 @@ def is_positive_int(value: object) -> bool:
 
 
 def compute_revision(folder: Path) -> str:
-    """Hash of ``config.json`` and of names, sizes, headers and samples of the weight files, or of a GGUF file's.
+    """Returns a hash of ``config.json`` and of the weight files' names, sizes, headers and samples, or of a GGUF file.
 
-    Fine-tunes of one base share headers and sizes, hence the samples; reading all gigabytes would slow every start.
+    Samples are needed because fine-tunes of one base share headers and sizes. Reading all gigabytes would slow every
+    start.
     """
     path = config_path(folder)
     if path.suffix == GGUF_SUFFIX:
@@ -446,7 +454,7 @@ def compute_revision(folder: Path) -> str:
 
 
 def _sample_bytes(path: Path) -> bytes:
-    """``NUM_SAMPLES`` pieces of a file at even distances, up to its end."""
+    """Returns ``NUM_SAMPLES`` pieces of a file at equal distances, up to its end."""
     try:
         with path.open("rb") as file:
             last = max(0, path.stat().st_size - SAMPLE_BYTES)
@@ -457,14 +465,14 @@ def _sample_bytes(path: Path) -> bytes:
 
 
 def _gguf_revision(path: Path) -> str:
-    """Hash of a GGUF file's size, metadata, names of tensors and samples."""
+    """Returns a hash of a GGUF file's size, metadata, tensor names and samples."""
     file = GgufFile.read(path)
     facts = repr((path.stat().st_size, sorted(file.metadata.items()), sorted(file.tensors)))
     return blake2b(facts.encode() + _sample_bytes(path), digest_size=8).hexdigest()
 
 
 def _safetensors_header(path: Path) -> bytes:
-    """The length and the JSON header at the beginning of a safetensors file, or less if the file is shorter."""
+    """Returns the length and the JSON header at the start of a safetensors file, or less if the file is shorter."""
     try:
         with path.open("rb") as file:
             size = file.read(8)

@@ -1,5 +1,5 @@
-"""The tokens that end an output: the union of what a model's folder names, in its two configurations and by its
-tokenizer. Fine-tunes often change the chat template and the tokenizer's ``eos_token``, and leave the configurations.
+"""The tokens that end an output: the union of the tokens that a model's folder names in two configurations and in its
+tokenizer. Fine-tunes often change the chat template and the tokenizer's ``eos_token``, but not the configurations.
 """
 
 import json
@@ -12,8 +12,8 @@ log = logging.getLogger(__name__)
 
 
 def end_token_ids(named: Iterable[tuple[Path, object]], folder: Path, vocab_size: int) -> tuple[int, ...]:
-    """Returns the ids that end an output: those that files have ``named``, each an id, a list of them or None, and that
-    of the ``eos_token`` of the tokenizer in ``folder``. What is no token of the model is logged and left out.
+    """Returns the ids that end an output: the ids that files have ``named`` (each an id, a list of ids or None), and
+    the ``eos_token`` of the tokenizer in ``folder``. Logs and leaves out ids that the model does not have.
     """
     found: dict[int, None] = {}
     for path, value in (*named, *_tokenizers_end_token(folder)):
@@ -67,7 +67,7 @@ def _id_in_tokenizer(tokenizer: dict[str, Any], content: str) -> int | None:
 
 
 def _read(path: Path) -> dict[str, Any]:
-    """Returns the object in a JSON file; an empty one if there is none, as loading the tokenizer reports the rest."""
+    """Returns the object in a JSON file; an empty one on any error, which loading the tokenizer reports."""
     try:
         value = json.loads(path.read_bytes())
     except (OSError, ValueError, RecursionError):

@@ -1,8 +1,7 @@
 """GGUF files, as llama.cpp writes them: metadata and tensors in one file.
 
-The file comes from elsewhere, so that every count, length and offset is checked against the file's size and fixed
-bounds before anything is taken from it. Of the metadata, arrays are skipped unless they are asked for: those hold the
-tokenizer.
+The file is untrusted: every count, length and offset is checked against the file's size and fixed bounds before it is
+used. Arrays of the metadata, which hold the tokenizer, are skipped unless they are requested.
 """
 
 import math
@@ -23,23 +22,23 @@ MAX_ENTRIES = 1 << 16
 MAX_NAME_BYTES = 1 << 16
 MAX_ARRAY = 1 << 24
 MAX_READ_ARRAY = 1 << 21
-"""Elements of an array that is read: vocabularies have some hundred thousand tokens."""
+"""Elements of an array that is read. Vocabularies have a few hundred thousand tokens."""
 MAX_STRINGS = 1 << 21
-"""Strings of all arrays together: a vocabulary and its merges are less than a million."""
+"""Strings of all arrays together. A vocabulary and its merges have less than a million."""
 MAX_DIMENSIONS = 4
 DEFAULT_ALIGNMENT, MAX_ALIGNMENT = 32, 1 << 16
-# Of the types of values, the format of struct.
+# The format of struct for each type of value.
 _NUMBERS = {0: "<B", 1: "<b", 2: "<H", 3: "<h", 4: "<I", 5: "<i", 6: "<f", 7: "<?", 10: "<Q", 11: "<q", 12: "<d"}
 _STRING, _ARRAY = 8, 9
 GGUF_ARCHITECTURES = {own.gguf: name for name, own in ARCHITECTURES.items() if own.gguf is not None}
-"""The architectures that are read from GGUF files, by their names there."""
+"""The architectures that can be read from GGUF files, by their names there."""
 ROPE_FACTORS = "rope_freqs.weight"
 MAX_ROPE_FACTORS = 1 << 16
 
 
 @dataclass(frozen=True, slots=True)
 class BlockType:
-    """A type of tensors: its ``number`` in files, and the ``numbers`` and bytes (``nbytes``) of a block."""
+    """A type of tensor: its ``number`` in files, and how many ``numbers`` and bytes (``nbytes``) a block has."""
 
     number: int
     numbers: int
@@ -59,13 +58,13 @@ BLOCKS = {
     "Q5_K": BlockType(13, 256, 176),
     "Q6_K": BlockType(14, 256, 210),
 }
-"""The types that are read, by ggml's names."""
+"""The supported types, by ggml's names."""
 
 
 @dataclass(frozen=True, slots=True)
 class GgufTensor:
-    """A stored tensor: ``kind`` names its type (``Q4_K``), ``shape`` is as torch has it, and ``start`` where its bytes
-    begin.
+    """A stored tensor: ``kind`` names its type (``Q4_K``), ``shape`` is torch's shape, and ``start`` is the offset of
+    its first byte.
     """
 
     kind: str
@@ -81,8 +80,8 @@ class GgufTensor:
 
 @dataclass(frozen=True, slots=True)
 class GgufFile:
-    """The contents of a file but for the bytes of its tensors. ``metadata`` has numbers and strings, those arrays that
-    were asked for, as lists, and of others that they are there (None).
+    """The contents of a file except the bytes of its tensors. ``metadata`` has numbers, strings and the requested
+    arrays as lists; other arrays are None.
     """
 
     path: Path
@@ -92,8 +91,8 @@ class GgufFile:
 
     @classmethod
     def read(cls, path: Path, arrays: Collection[str] = (), salt: bytes | None = None) -> "GgufFile":
-        """Reads all but the tensors' bytes, and of the metadata's arrays those with these names. With a ``salt``,
-        ``digest`` is that of all that was read, behind the salt. Raises ``ModelError``.
+        """Reads everything except the tensors' bytes and the arrays not in ``arrays``. With a ``salt``, ``digest`` is
+        the hash of the salt and all bytes read. Raises ``ModelError``.
         """
         try:
             with path.open("rb") as file:
@@ -103,7 +102,7 @@ class GgufFile:
             raise ModelError(f"{path} cannot be read: {error.strerror}.") from None
 
     def read_rows(self, tensor: GgufTensor, first: int, end: int) -> bytearray:
-        """The bytes of a tensor's rows from ``first`` on, before ``end``. Raises ``ModelError``."""
+        """Returns the bytes of a tensor's rows from ``first`` up to but without ``end``. Raises ``ModelError``."""
         raw = bytearray((end - first) * tensor.row_bytes)
         try:
             with self.path.open("rb") as file:
@@ -128,8 +127,8 @@ class GgufFile:
 
 
 def find_gguf(model: Path) -> Path | None:
-    """The GGUF file that ``model`` is, or that is the only one in a folder without ``config.json``; else None. Raises
-    ``ModelError`` where a folder has several.
+    """Returns ``model`` if it is a GGUF file, or the only GGUF file in a folder without ``config.json``; else None.
+    Raises ``ModelError`` if a folder has several.
     """
     if model.suffix == GGUF_SUFFIX and not model.is_dir():
         return model
@@ -142,7 +141,9 @@ def find_gguf(model: Path) -> Path | None:
 
 
 def gguf_config(file: GgufFile) -> dict[str, Any]:
-    """What ``config.json`` would say of the model. Raises ``ModelError`` for a model that cannot be served."""
+    """Returns the equivalent of the model's ``config.json``. Raises ``ModelError`` for a model that cannot be
+    served.
+    """
     prefix = file.architecture
     if file.metadata.get("split.count", 1) not in (0, 1):
         raise ModelError(f"{file.path} is a part of a split file; llama-gguf-split --merge makes one of them.")
@@ -199,7 +200,7 @@ def _rope_parameters(file: GgufFile, prefix: str) -> dict[str, Any]:
 
 
 def _rope_factors(file: GgufFile) -> list[float] | None:
-    """What each frequency of rope is divided by, where the file says so: Llama 3.1's scaling, computed."""
+    """Returns the divisors of the rope frequencies if the file has them: Llama 3.1's scaling, precomputed."""
     tensor = file.tensors.get(ROPE_FACTORS)
     if tensor is None:
         return None
@@ -209,13 +210,13 @@ def _rope_factors(file: GgufFile) -> list[float] | None:
 
 
 def _end_tokens(file: GgufFile) -> list[int]:
-    """The ids that end a text or a turn."""
+    """Returns the ids that end a text or a turn."""
     keys = (f"tokenizer.ggml.{name}_token_id" for name in ("eos", "eot", "eom"))
     return [file.metadata[key] for key in keys if key in file.metadata]
 
 
 class _Reader:
-    """Reads a file from its begin. ``size`` is that of the file."""
+    """Reads a file of ``size`` bytes from its start."""
 
     def __init__(self, path: Path, file: BinaryIO, size: int, arrays: Collection[str], digest: blake2b | None) -> None:
         self._path, self._file, self._left, self._size, self._arrays = path, file, size, size, arrays
@@ -283,7 +284,9 @@ class _Reader:
         return name, shape, self._number("<Q")
 
     def _place(self, name: str, data: int, kind: str, shape: tuple[int, ...], offset: int) -> GgufTensor:
-        """The tensor at ``offset`` from ``data``, of which all bytes are in the file."""
+        """Returns the tensor at ``offset`` from ``data``. Raises ``ModelError`` unless all its bytes are in the
+        file.
+        """
         if kind not in BLOCKS:
             raise ModelError(f"{self._path} stores {name} as type {kind}, and read are {', '.join(BLOCKS)}.")
         block, tensor = BLOCKS[kind], GgufTensor(kind, shape, data + offset)

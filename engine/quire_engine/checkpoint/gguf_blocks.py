@@ -11,7 +11,7 @@ def _plain(dtype: torch.dtype) -> Callable[[torch.Tensor], torch.Tensor]:
 
 
 def _half(blocks: torch.Tensor, begin: int) -> torch.Tensor:
-    """The fp16 number at byte ``begin`` of each block, as fp32 [blocks, 1]."""
+    """Returns the fp16 number at byte ``begin`` of each block, as fp32 [blocks, 1]."""
     return blocks[:, begin : begin + 2].contiguous().view(torch.float16).float()
 
 
@@ -21,7 +21,7 @@ def _nibbles(numbers: torch.Tensor) -> torch.Tensor:
 
 
 def _fifth_bits(blocks: torch.Tensor, begin: int) -> torch.Tensor:
-    """The 32 bits at byte ``begin`` as uint8 [blocks, 32], each 0 or 16."""
+    """Returns the 32 bits at byte ``begin`` as uint8 [blocks, 32], each 0 or 16."""
     bits = blocks[:, begin : begin + 4, None] >> torch.arange(8, dtype=torch.uint8) & 1
     return bits.flatten(1) << 4
 
@@ -47,8 +47,8 @@ def _q8_0(blocks: torch.Tensor) -> torch.Tensor:
 
 
 def _k_scales(blocks: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Scales and minima of the eight groups of 32 of Q4_K and Q5_K, fp32 [blocks, 8, 1] each: six bits times one fp16
-    number of the block.
+    """Returns scales and minima of the eight groups of 32 numbers of Q4_K and Q5_K, fp32 [blocks, 8, 1] each. Each is
+    six bits times an fp16 number of the block.
     """
     first, second, rest = blocks[:, 4:8], blocks[:, 8:12], blocks[:, 12:16]
     scales = torch.cat((first & 63, rest & 15 | first >> 6 << 4), dim=1)
@@ -95,8 +95,8 @@ DEQUANTIZE: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
 
 @dataclass(frozen=True, slots=True)
 class WholeNumbers:
-    """Whole numbers of which the weight is ``(values - zeros) * scales``: uint8 below 16 with zeros, or int8 without.
-    ``values`` [blocks, groups, numbers], ``scales`` and ``zeros`` fp32 [blocks, groups].
+    """Weights as whole numbers, equal to ``(values - zeros) * scales``. ``values`` [blocks, groups, numbers] are uint8
+    below 16 with zeros, or int8 without. ``scales`` and ``zeros`` are fp32 [blocks, groups].
     """
 
     values: torch.Tensor
@@ -115,7 +115,7 @@ def _whole_q4_0(blocks: torch.Tensor) -> WholeNumbers:
 
 def _whole_q4_k(blocks: torch.Tensor) -> WholeNumbers:
     scales, minima = (each.squeeze(2) for each in _k_scales(blocks))
-    # A group without a scale is the same number everywhere: less its minimum.
+    # In a group with scale 0, all numbers are the negated minimum.
     constant = scales == 0
     values = _k_nibbles(blocks[:, 16:]).masked_fill(constant[:, :, None], 0)
     scales = torch.where(constant, minima, scales)
@@ -147,6 +147,6 @@ WHOLE_NUMBERS: dict[str, tuple[int, Callable[[torch.Tensor], WholeNumbers]]] = {
     "Q6_K": (8, _whole_q6_k),
     "Q8_0": (8, _whole_q8_0),
 }
-"""For types that are whole numbers with scales, and in four bits zeros, of groups: the bits that hold them, and uint8
-[blocks, nbytes] -> ``WholeNumbers``.
+"""For types that store whole numbers with scales per group (and zeros, for 4 bits): the bits that hold a number, and a
+function uint8 [blocks, nbytes] -> ``WholeNumbers``.
 """

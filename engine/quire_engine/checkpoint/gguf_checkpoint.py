@@ -1,4 +1,4 @@
-"""``GgufCheckpoint``: the tensors of a GGUF file under the names that they have in Hugging Face's layout."""
+"""``GgufCheckpoint``: the tensors of a GGUF file under their names in Hugging Face's layout."""
 
 import re
 from collections.abc import Mapping
@@ -18,9 +18,9 @@ _NUMBERS_AT_ONCE = 1 << 24
 
 @dataclass(frozen=True, slots=True)
 class GgufTensors:
-    """What GGUF files call an architecture's tensors: ``names`` has Hugging Face's names of layers, those of a decoder
-    layer without its number. If it ``permutes_heads``, the rows of queries and keys are stored in the order in which
-    llama.cpp rotates them, pairs of neighbours instead of halves.
+    """The names of an architecture's tensors in GGUF files. ``names`` maps them to Hugging Face's names of layers,
+    without the number of a decoder layer. With ``permutes_heads``, the rows of queries and keys are stored in
+    llama.cpp's rotation order: pairs of neighbours instead of halves.
     """
 
     names: Mapping[str, str]
@@ -36,7 +36,7 @@ class GgufTensors:
 
 
 class GgufCheckpoint(Checkpoint):
-    """The tensors of one file. Quantised ones are dequantised as they are read, in float32."""
+    """The tensors of one file. Quantised tensors are dequantised to float32 when they are read."""
 
     def __init__(self, path: Path, tensors: GgufTensors) -> None:
         self._file = GgufFile.read(path)
@@ -46,16 +46,16 @@ class GgufCheckpoint(Checkpoint):
         self.mark_used([ROPE_FACTORS])
 
     def dtype(self, name: str) -> torch.dtype:
-        """See ``Checkpoint.dtype``; bfloat16 where it is quantised."""
+        """See ``Checkpoint.dtype``; bfloat16 for a quantised tensor."""
         return SAFETENSORS_DTYPES.get(self._entry(name).dtype, torch.bfloat16)
 
     def whole_bits(self, name: str) -> int | None:
-        """The bits of what ``load_whole`` reads of the tensor; None where it does not."""
+        """Returns the bits of the whole numbers that ``load_whole`` reads for the tensor; None if it cannot read it."""
         kind = self._stored[name].kind if name in self._stored else None
         return WHOLE_NUMBERS[kind][0] if kind in WHOLE_NUMBERS else None
 
     def load_whole(self, name: str, shape: tuple[int, int]) -> WholeNumbers:
-        """A tensor of ``shape`` [out, in] as it is stored: values [out, in], fp32 scales and zeros [out, groups]."""
+        """Returns a tensor of ``shape`` [out, in] as stored: values [out, in], fp32 scales and zeros [out, groups]."""
         self._check_shape(name, shape)
         tensor, order = self._stored[name], self._orders.get(name.rpartition(".")[0])
         whole = WHOLE_NUMBERS[tensor.kind][1](self._blocks(tensor, 0, shape[0]))
@@ -85,16 +85,16 @@ class GgufCheckpoint(Checkpoint):
             part.copy_(self._rows(tensor, first, last + 1)[rows - first][:, slices[1]])
 
     def _rows(self, tensor: GgufTensor, first: int, end: int) -> torch.Tensor:
-        """fp32 [rows, columns]: the rows from ``first`` on, before ``end``."""
+        """Returns the rows from ``first`` up to but without ``end``, fp32 [rows, columns]."""
         return DEQUANTIZE[tensor.kind](self._blocks(tensor, first, end)).view(end - first, -1)
 
     def _blocks(self, tensor: GgufTensor, first: int, end: int) -> torch.Tensor:
-        """uint8 [blocks, bytes] of the same rows."""
+        """Returns the same rows as blocks, uint8 [blocks, bytes]."""
         raw = torch.frombuffer(self._file.read_rows(tensor, first, end), dtype=torch.uint8)
         return raw.view(-1, BLOCKS[tensor.kind].nbytes)
 
     def _row_orders(self) -> dict[str, torch.Tensor]:
-        """Returns where the rows of queries and keys are stored."""
+        """Returns the stored positions of the rows of queries and keys."""
         prefix, heads = f"{self._file.architecture}.attention.head_count", {}
         heads["q_proj"] = self._file.metadata.get(prefix)
         heads["k_proj"] = self._file.metadata.get(f"{prefix}_kv", heads["q_proj"])

@@ -1,10 +1,10 @@
-"""The tokenizer of a GGUF file that lies alone, without its model's ``tokenizer.json``: written from its metadata into
-a folder of the cache, which engine and router read as they read any other.
+"""The tokenizer of a GGUF file without a ``tokenizer.json`` next to it. It is written from the file's metadata into a
+cache folder, which engine and router read like any other.
 
     python -m quire_engine.checkpoint.gguf_tokenizer FILE      prints the folder
 
-The metadata has the tokens and how they merge, and names the rest: ``tokenizer.ggml.pre`` says how the original model's
-tokenizer splits text before it merges. What is not in ``SPLITS`` is refused, as another split gives other tokens.
+The metadata has the tokens and their merges. ``tokenizer.ggml.pre`` names how the original model's tokenizer splits
+text before merging. Names that are not in ``SPLITS`` are refused, because another split gives other tokens.
 """
 
 import atexit
@@ -30,23 +30,23 @@ from quire_engine.errors import ModelError
 
 log = logging.getLogger(__name__)
 TOKENIZER_FILE = "tokenizer.json"
-_FORMAT = b"2"  # changes with what is written
+_FORMAT = b"2"  # changes when the written files change
 _PREFIX = "tokenizer.ggml."
 _TEMPLATE = re.compile(r"tokenizer\.chat_template(?:\.(?P<name>\w{1,64}))?")
 _ARRAYS = [f"{_PREFIX}{name}" for name in ("tokens", "token_type", "scores", "merges")]
 _NORMAL, _UNKNOWN, _CONTROL, _USER_DEFINED, _UNUSED = 1, 2, 3, 4, 5  # types of tokens
 _SPACE = "\u2581"  # as SentencePiece writes it
 MAX_PIECE_LENGTH = 512
-"""Characters of a token that is cut at every place to see what it is merged from, which takes the square of its length.
-SentencePiece's own limit is 16 where a model does not set another.
+"""Maximum length, in characters, of a token that is cut at every place to find its merges, which takes quadratic time.
+SentencePiece's own default limit is 16.
 """
 
 
 @dataclass(frozen=True, slots=True)
 class Split:
-    """How a byte-level tokenizer splits text: by a regular expression, or by GPT-2's if that is None. ``digits``: each
-    digit is split off first. ``whole_tokens``: a part that is a token stays one, whether it can be merged or not.
-    ``composed``: text is brought into Unicode's normal form C first. ``add_bos`` is for files that do not say it.
+    """How a byte-level tokenizer splits text: by ``regex``, or by GPT-2's if that is None. ``digits``: each digit is
+    split off first. ``whole_tokens``: a part that is a token stays whole, even if no merges lead to it. ``composed``:
+    text is brought into Unicode's normal form C first. ``add_bos`` is the default for files that do not specify it.
     """
 
     regex: str | None = None
@@ -81,8 +81,8 @@ SPLITS = {
 
 
 def tokenizer_folder(model: Path) -> Path:
-    """The folder with the tokenizer of ``model``: its own, or the one that a GGUF file is in; where that has no
-    ``tokenizer.json``, one in the cache that is written from the file, once. Raises ``ModelError`` if that cannot be.
+    """Returns the folder with the tokenizer of ``model``: its own folder, or the folder of a GGUF file. If that has no
+    ``tokenizer.json``, a cache folder that is written once from the GGUF file. Raises ``ModelError`` if that fails.
     """
     folder = _own_folder(model)
     if (folder / TOKENIZER_FILE).is_file():
@@ -93,8 +93,8 @@ def tokenizer_folder(model: Path) -> Path:
 
 @cache
 def tokenizer_folder_if_any(model: Path) -> Path:
-    """As ``tokenizer_folder``, but the model's own folder where none can be made: tokens are served without one. Looked
-    for once in a process, as a file's metadata may take half a second to read.
+    """Returns ``tokenizer_folder``, or the model's own folder if no tokenizer can be made: serving tokens needs none.
+    Cached per process, because reading a file's metadata may take 0.5 s.
     """
     try:
         return tokenizer_folder(model)
@@ -104,8 +104,8 @@ def tokenizer_folder_if_any(model: Path) -> Path:
 
 
 def make_tokenizer(path: Path) -> Path:
-    """The folder in the cache with ``tokenizer.json``, ``tokenizer_config.json``, ``config.json`` and the chat template
-    of a GGUF file. It is named by the file's metadata, so that copies share it. Raises ``ModelError``.
+    """Returns the cache folder with ``tokenizer.json``, ``tokenizer_config.json``, ``config.json`` and the chat
+    template of a GGUF file. Its name is a hash of the file's metadata, so that copies share it. Raises ``ModelError``.
     """
     parent, file = _cache_folder(), GgufFile.read(path, _ARRAYS, _FORMAT)
     folder = parent / f"tokenizer-{file.digest}"
@@ -119,7 +119,7 @@ def make_tokenizer(path: Path) -> Path:
             (made / name).write_text(text, encoding="utf-8")
         made.rename(folder)
     except OSError as error:
-        if not folder.is_dir():  # else another process was quicker
+        if not folder.is_dir():  # otherwise another process was quicker
             raise ModelError(f"The tokenizer of {path} cannot be written to {parent}: {error.strerror}.") from None
     finally:
         shutil.rmtree(made, ignore_errors=True)
@@ -138,7 +138,9 @@ def _own_folder(model: Path) -> Path:
 
 
 def _cache_folder() -> Path:
-    """The user's, or one that ends with this process where that cannot be written or is not trusted."""
+    """Returns the user's cache folder. If it cannot be written or is not trusted, returns one that is removed when this
+    process ends.
+    """
     try:
         folder = trusted_folder(user_cache_folder())
     except (OSError, RuntimeError):
@@ -154,7 +156,7 @@ def _private_folder() -> Path:
 
 
 def _texts(file: GgufFile) -> dict[str, str]:
-    """The contents of each file of the folder."""
+    """Returns the contents of each file of the folder."""
     vocabulary = _Vocabulary(file)
     texts = {
         TOKENIZER_FILE: json.dumps(vocabulary.tokenizer(), ensure_ascii=False),
@@ -169,7 +171,7 @@ def _texts(file: GgufFile) -> dict[str, str]:
 
 
 def _templates(file: GgufFile) -> Iterator[tuple[str, str]]:
-    """The chat templates by the names of their files: the default one, and those with a name of their own."""
+    """Yields the chat templates with their file names: the default one, and the named ones."""
     for key, template in file.metadata.items():
         found = _TEMPLATE.fullmatch(key)
         if found and isinstance(template, str):
@@ -177,7 +179,7 @@ def _templates(file: GgufFile) -> Iterator[tuple[str, str]]:
 
 
 class _Vocabulary:
-    """What the metadata says of the tokenizer. Raises ``ModelError`` where it says too little."""
+    """The tokenizer in the metadata. Raises ``ModelError`` if the metadata are incomplete."""
 
     def __init__(self, file: GgufFile) -> None:
         self._file = file
@@ -194,7 +196,7 @@ class _Vocabulary:
         self._ids = {token: number for number, token in enumerate(self._tokens[: len(types)])}
 
     def tokenizer(self) -> dict[str, Any]:
-        """The contents of ``tokenizer.json``."""
+        """Returns the contents of ``tokenizer.json``."""
         parts = self._byte_level() if self._kind == "gpt2" else self._sentencepiece()
         return {
             "version": "1.0",
@@ -206,7 +208,7 @@ class _Vocabulary:
         }
 
     def special_tokens(self) -> dict[str, str]:
-        """By their names in ``tokenizer_config.json``."""
+        """Returns the special tokens, by their names in ``tokenizer_config.json``."""
         names = {"bos_token": "bos", "eos_token": "eos", "unk_token": "unknown", "pad_token": "padding"}
         found = {name: self._special(key) for name, key in names.items()}
         return {name: token for name, token in found.items() if token is not None}
@@ -228,8 +230,8 @@ class _Vocabulary:
         }
 
     def _sentencepiece(self) -> dict[str, Any]:
-        """As Llama 2 has it, and as llama.cpp does: the space before a text, and after a special token, is added even
-        where there are spaces already.
+        """Returns the parts of a tokenizer like Llama 2's, as in llama.cpp: a space is added before a text, and after a
+        special token, even if there are spaces already.
         """
         spaced = self._flag("add_space_prefix", default=True)
         normalizers: list[dict[str, Any]] = [{"type": "Replace", "pattern": {"String": " "}, "content": _SPACE}]
@@ -251,7 +253,9 @@ class _Vocabulary:
         }
 
     def _merges_by_score(self) -> list[tuple[str, str]]:
-        """SentencePiece merges two neighbours where that makes the token with the highest score."""
+        """Returns the merges of SentencePiece, which merges the two neighbours that make the token with the highest
+        score.
+        """
         scores = self._array("scores", float)
         if len(scores) != len(self._tokens):
             raise _refusal(self._file, "it has not one score for each token")
@@ -270,7 +274,7 @@ class _Vocabulary:
         return [(left, right) for *_, left, right in merges]
 
     def _added_tokens(self) -> list[dict[str, Any]]:
-        """Those that are found in a text before it is split."""
+        """Returns the tokens that are found in a text before it is split."""
         plain = {"single_word": False, "lstrip": False, "rstrip": False, "normalized": False}
         return [
             {"id": number, "content": token, **plain, "special": self._types[number] != _USER_DEFINED}
@@ -279,7 +283,7 @@ class _Vocabulary:
         ]
 
     def _post_processor(self) -> dict[str, Any] | None:
-        """Adds the tokens that begin and end a text."""
+        """Returns the processor that adds the tokens at the start and the end of a text."""
         default = self._kind == "llama" or self._split().add_bos
         begin = self._special("bos") if self._flag("add_bos_token", default=default) else None
         end = self._special("eos") if self._flag("add_eos_token", default=False) else None

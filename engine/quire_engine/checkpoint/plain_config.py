@@ -1,8 +1,8 @@
-"""A ``config.json`` that says everything itself is read here, without transformers, whose configuration classes take
-two of the four seconds in which an engine starts.
+"""Reads a complete ``config.json`` without transformers, whose configuration classes take two of the four seconds in
+which an engine starts.
 
-``plain_config`` returns None wherever a default, another spelling or a check of transformers could matter; those files,
-and the ones with mistakes in them, are read by transformers itself.
+``plain_config`` returns None if a default, another spelling or a check of transformers could matter. Such files, and
+files with mistakes, are read by transformers.
 """
 
 import math
@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-# Switches that older files leave out, of which transformers' default is off.
+# Switches that older files leave out. transformers' default for them is off.
 _OFF_BY_DEFAULT = ("attention_bias", "mlp_bias", "tie_word_embeddings", "use_sliding_window")
 _WHOLE = (
     "hidden_size",
@@ -27,7 +27,7 @@ _LLAMA3_FIELDS = ("factor", "low_freq_factor", "high_freq_factor", "original_max
 
 @dataclass(frozen=True, slots=True)
 class PlainConfig:
-    """The attributes of transformers' configuration of a dense model of the Llama family that are used here."""
+    """The attributes of transformers' configuration of a dense Llama-family model that the engine uses."""
 
     model_type: str
     hidden_size: int
@@ -47,7 +47,7 @@ class PlainConfig:
 
 
 def plain_config(model_type: str, raw: Mapping[str, Any]) -> PlainConfig | None:
-    """The configuration, or None where transformers has to read it."""
+    """Returns the configuration, or None if transformers has to read it."""
     rope = _rope_parameters(raw)
     switches = {name: raw.get(name, False) for name in _OFF_BY_DEFAULT}
     sizes = {name: raw.get(name) for name in _WHOLE}
@@ -83,14 +83,14 @@ def _all_whole(values: Any) -> bool:
 
 
 def _has_windows(model_type: str, raw: Mapping[str, Any], use_sliding_window: bool) -> bool:
-    """Whether some layer may have a sliding window: Mistral's default is one, Qwen's is a switch."""
+    """Whether some layer may have a sliding window. Mistral has one by default; Qwen has a switch for it."""
     if model_type == "mistral":
         return raw.get("sliding_window", "default") is not None
     return model_type != "llama" and use_sliding_window
 
 
 def _rope_parameters(raw: Mapping[str, Any]) -> dict[str, Any] | None:
-    """The rope parameters in transformers' present spelling, if they are of a type that needs no library."""
+    """Returns the rope parameters in transformers' current spelling, if their type needs no library."""
     theta, scaling = raw.get("rope_theta"), raw.get("rope_scaling")
     if "rope_parameters" in raw:
         given = raw["rope_parameters"]

@@ -1,8 +1,9 @@
-"""Which prompts a model pools, and how, as its folder says: ``config.json``, and the modules of sentence-transformers
-(``modules.json``, ``1_Pooling/config.json``, ``2_Normalize``). Without torch, as a model's fetcher asks too.
+"""Whether and how a model pools prompts, according to its folder: ``config.json``, and the modules of
+sentence-transformers (``modules.json``, ``1_Pooling/config.json``, ``2_Normalize``). Without torch, because the model
+fetcher uses it too.
 
-The settings have vLLM's words: ``--runner`` says whether prompts are continued or pooled, ``--convert`` to what task a
-model is converted that was made for another one.
+The settings have vLLM's names: ``--runner`` says whether the model generates or pools, and ``--convert`` the task to
+which a model that was made for another one is converted.
 """
 
 from dataclasses import dataclass
@@ -16,7 +17,7 @@ from quire_engine.checkpoint.config import config_path, is_positive_int, read_js
 from quire_engine.core.pooling import PoolerConfig, PoolingType
 from quire_engine.errors import ModelError
 
-if TYPE_CHECKING:  # it takes a quarter of a second, and a model's fetcher needs but a name of here
+if TYPE_CHECKING:  # takes 0.25 s, and a model's fetcher needs only one name of this module
     from quire_engine.config import ExecutorConfig
 
 MODULES_FILE, LENGTH_FILE = "modules.json", "sentence_bert_config.json"
@@ -30,14 +31,14 @@ _LEGACY_MODES = {
     "pooling_mode_mean_sqrt_len_tokens": "mean_sqrt_len_tokens",
     "pooling_mode_weightedmean_tokens": "weightedmean",
 }
-"""How sentence-transformers wrote a pooling mode before its version 5."""
+"""How sentence-transformers wrote a pooling mode before version 5."""
 
 
 @dataclass(frozen=True, slots=True)
 class SentenceModules:
-    """What ``modules.json`` adds to a model: which hidden states are pooled, whether embeddings are normalised, and the
-    tokens whose logits are compared, where it scores as a generating model does (``LogitScore``): for a document that
-    is relevant, and for one that is not, if that is compared too.
+    """The settings of ``modules.json``: which hidden states are pooled, whether embeddings are normalised, and
+    ``score_tokens``. A model that scores like a generating model (``LogitScore``) compares the logits of these tokens:
+    the one for a relevant document and, optionally, the one for an irrelevant document.
     """
 
     pooling_type: PoolingType | None = None
@@ -46,8 +47,8 @@ class SentenceModules:
 
 
 def read_pooler_config(folder: Path, raw: dict[str, Any], settings: "ExecutorConfig") -> PoolerConfig | None:
-    """How the model of ``folder``, whose ``config.json`` says ``raw``, pools prompts; None if it continues them. Raises
-    ``ModelError`` for settings that the model is not made for, and for modules that cannot be run.
+    """Returns how the model of ``folder`` pools prompts; None if it generates. ``raw`` is its ``config.json``. Raises
+    ``ModelError`` for settings that do not fit the model, and for modules that are not supported.
     """
     path = config_path(folder)
     architecture = architecture_of(path, raw)
@@ -74,8 +75,8 @@ def read_pooler_config(folder: Path, raw: dict[str, Any], settings: "ExecutorCon
 
 
 def read_sentence_modules(folder: Path) -> SentenceModules | None:
-    """What the folder's ``modules.json`` says; None if it has none. Raises ``ModelError`` for modules that are not run
-    here.
+    """Returns the settings in the folder's ``modules.json``; None if it has none. Raises ``ModelError`` for unsupported
+    modules.
     """
     path = folder / MODULES_FILE
     if not path.is_file():
@@ -96,8 +97,8 @@ def read_sentence_modules(folder: Path) -> SentenceModules | None:
 
 
 def max_seq_length(folder: Path, length: int) -> int:
-    """The longest prompt that a model of ``length`` pools: sentence-transformers' folders may have a shorter one.
-    Raises ``ModelError``.
+    """Returns the longest prompt, in tokens, that a model of ``length`` pools. sentence-transformers' folders may set a
+    shorter one. Raises ``ModelError``.
     """
     path = folder / LENGTH_FILE
     given = read_json(path).get("max_seq_length") if path.is_file() else None
@@ -107,8 +108,8 @@ def max_seq_length(folder: Path, length: int) -> int:
 
 
 def is_causal(raw: dict[str, Any]) -> bool:
-    """Whether a token sees only those before it, as far as ``config.json`` shows: the model is a decoder. Encoders name
-    what was masked in their training, or how they count token types.
+    """Whether ``config.json`` describes a decoder, in which a token attends only to earlier ones. Encoders are
+    recognised by their token types or their model type.
     """
     if raw.get("is_causal") is False or raw.get("use_bidirectional_attention"):
         return False
@@ -119,7 +120,7 @@ _ENCODERS = ("modernbert", "distilbert", "bert", "roberta", "xlm-roberta", "elec
 
 
 def num_labels(path: Path, raw: dict[str, Any], modules: SentenceModules | None = None) -> int:
-    """The classes of a model that classifies; transformers' default is two. Raises ``ModelError``."""
+    """Returns the number of classes of a classifier; transformers' default is two. Raises ``ModelError``."""
     if modules is not None and modules.score_tokens:
         return 1
     labels = raw.get("id2label")
@@ -130,7 +131,7 @@ def num_labels(path: Path, raw: dict[str, Any], modules: SentenceModules | None 
 
 
 def _task(path: Path, architecture: str, modules: SentenceModules | None, settings: "ExecutorConfig") -> Task:
-    """What the engine does with prompts, by its settings and by what the model was made for."""
+    """Returns the engine's task, from its settings and from the task that the model was made for."""
     generates, runner, convert = architecture.endswith(GENERATING_FORMS), settings.runner, settings.convert
     if runner == "auto":
         made_for_pooling = not generates or modules is not None
@@ -175,8 +176,8 @@ def _score_tokens(path: Path) -> tuple[int, ...]:
 
 
 def _activates_scores(raw: dict[str, Any]) -> bool:
-    """Whether scores become probabilities, unless a request says otherwise: not where sentence-transformers' cross
-    encoder says that they stay as they are.
+    """Whether scores become probabilities unless a request overrides it. False if sentence-transformers' cross encoder
+    says that scores stay as they are.
     """
     own = raw.get("sentence_transformers")
     named = own.get("activation_fn") if isinstance(own, dict) else None

@@ -1,6 +1,6 @@
-"""Reads a model's files into the page cache while torch is imported, many parts at once: a disk or a network file
-system gives one reader, which faults in one page after the other, a fraction of what it has. vLLM's
-``--safetensors-load-strategy prefetch`` does so too.
+"""Reads a model's files into the page cache while torch is imported, many parts at once. A single reader that faults in
+one page at a time gets only a fraction of the speed of a disk or a network file system. vLLM's
+``--safetensors-load-strategy prefetch`` does the same.
 """
 
 import logging
@@ -20,10 +20,9 @@ WEIGHTS = ("*.safetensors", "*.gguf")
 
 
 def prefetch_weights(model: Path, root: Path = ROOT) -> list[Thread]:
-    """Begins to read the weights of a folder, or of a GGUF file, and returns the threads that do: they end by
-    themselves, and with the process. None are made where more than half of the memory that is left would be needed, as
-    the page cache would lose the first parts before they are used. Files that cannot be read are left to the loader,
-    which says why.
+    """Starts reading the weights of a folder or of a GGUF file. Returns the threads, which end by themselves or with
+    the process. Starts none if the weights need more than half of the available memory, because the page cache would
+    then lose the first parts before they are used. Files that cannot be read are left to the loader, which reports why.
     """
     files = [model] if model.is_file() else sorted(chain.from_iterable(map(model.glob, WEIGHTS)))
     try:
@@ -57,7 +56,7 @@ def _read_all(queue: "SimpleQueue[tuple[Path, int, int]]") -> None:
         except (Empty, OSError):
             return
         try:
-            # Nothing is copied, and what is cached already costs nothing; the call waits while the disk is busy.
+            # Copies nothing, and costs nothing for cached parts. The call waits while the disk is busy.
             os.posix_fadvise(descriptor, start, count, os.POSIX_FADV_WILLNEED)
         except OSError:
             return

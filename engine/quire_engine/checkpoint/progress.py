@@ -11,9 +11,10 @@ _BYTES = "huggingface_hub.snapshot_download"  # the name of the bar that counts 
 
 @contextmanager
 def one_bar(title: str, most: int | None = None) -> Iterator[type[tqdm]]:
-    """Yields a class of progress bars for ``snapshot_download``, which makes three and leaves two of them open until
-    the process ends, so that later lines of a log continue theirs. Of these the one of bytes is shown, and closed here.
-    It raises ``OSError`` once there are more than ``most`` bytes, before they are written.
+    """Yields a class of progress bars for ``snapshot_download``. That function makes three bars and leaves two of them
+    open until the process ends, so that later log lines continue theirs. This class shows only the bar of bytes, and
+    closes all of them at the end. It raises ``OSError`` when there are more than ``most`` bytes, before they are
+    written.
     """
     bars: list[tqdm] = []
 

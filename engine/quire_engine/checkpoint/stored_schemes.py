@@ -1,5 +1,5 @@
-"""The ``quantization_config`` of checkpoints that are quantised already: which are read, as their configurations alone
-say. ``quire_engine.quantization`` reads the weights; nothing here imports torch.
+"""The ``quantization_config`` of quantised checkpoints: which ones are supported, judged by the configuration alone.
+``quire_engine.quantization`` reads the weights. Nothing here imports torch.
 """
 
 from collections.abc import Callable, Iterator, Mapping
@@ -18,11 +18,11 @@ COMPRESSED_FORMATS = (
 )
 SUPPORTED_BITS = (4, 8)
 DEFAULT_BLOCK = (128, 128)
-NUMBERS_A_BYTE = 2  # of weights in MXFP4, which are held as plain numbers
+NUMBERS_A_BYTE = 2  # of MXFP4 weights, which are dequantised when they are loaded
 
 
 def check_stored_scheme(config: Mapping[str, Any]) -> None:
-    """Raises ``ModelError`` for weights that are not read."""
+    """Raises ``ModelError`` for weights that cannot be read."""
     name = config.get("quant_method")
     check = STORED_CHECKS.get(name) if isinstance(name, str) else None
     if check is None:
@@ -31,12 +31,12 @@ def check_stored_scheme(config: Mapping[str, Any]) -> None:
 
 
 def is_dequantized(architecture: str, config: Mapping[str, Any]) -> bool:
-    """Whether the weights of a model that runs through transformers are made plain numbers when they are loaded."""
+    """Whether the weights are dequantised when they are loaded."""
     return config.get("quant_method") == "mxfp4" and architecture == "GptOssForCausalLM"
 
 
 def check_awq(config: Mapping[str, Any]) -> None:
-    """Raises ``ModelError`` for what ``AwqMethod`` does not read."""
+    """Raises ``ModelError`` for weights that ``AwqMethod`` cannot read."""
     version = str(config.get("version") or config.get("format") or "gemm").lower()
     if version != "gemm":
         raise ModelError(f"The AWQ weights are of version {version!r}, and gemm is read.")
@@ -45,7 +45,7 @@ def check_awq(config: Mapping[str, Any]) -> None:
 
 
 def check_gptq(config: Mapping[str, Any]) -> None:
-    """Raises ``ModelError`` for what ``GptqMethod`` does not read."""
+    """Raises ``ModelError`` for weights that ``GptqMethod`` cannot read."""
     if gptq_format(config) not in GPTQ_FORMATS:
         raise ModelError(f"The GPTQ weights have the format {gptq_format(config)!r}, and gptq and gptq_v2 are read.")
     if config.get("bits") not in SUPPORTED_BITS:
@@ -53,12 +53,12 @@ def check_gptq(config: Mapping[str, Any]) -> None:
 
 
 def gptq_format(config: Mapping[str, Any]) -> str:
-    """Which of GPTQ's forms the weights have."""
+    """Returns which of GPTQ's formats the weights have."""
     return str(config.get("checkpoint_format") or config.get("format") or "gptq")
 
 
 def check_compressed_tensors(config: Mapping[str, Any]) -> None:
-    """Raises ``ModelError`` for what ``CompressedTensorsMethod`` does not read."""
+    """Raises ``ModelError`` for weights that ``CompressedTensorsMethod`` cannot read."""
     for name in (config.get("format", "dense"), *(group.get("format") for group in _groups(config))):
         if name is not None and name not in COMPRESSED_FORMATS:
             listed = ", ".join(COMPRESSED_FORMATS)
@@ -77,18 +77,18 @@ def check_compressed_tensors(config: Mapping[str, Any]) -> None:
 
 
 def compressed_bits(config: Mapping[str, Any]) -> set[int]:
-    """The bits of the weights in whole numbers; none for float8."""
+    """Returns the bits of integer weights; empty for float8."""
     return {weights["num_bits"] for weights in compressed_weights(config) if weights.get("type", "int") == "int"}
 
 
 def stored_bits(config: Mapping[str, Any]) -> set[int]:
-    """Returns the bits of weights that are stored as whole numbers; none if they are stored otherwise."""
+    """Returns the bits of weights that are stored as whole numbers; empty if they are stored otherwise."""
     bits = _BITS.get(config["quant_method"])
     return set() if bits is None else bits(config)
 
 
 def compressed_weights(config: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
-    """What the groups of a compressed-tensors configuration say of their weights."""
+    """Yields the weight settings of each group of a compressed-tensors configuration."""
     yield from (group["weights"] for group in _groups(config) if isinstance(group.get("weights"), dict))
 
 
@@ -100,14 +100,14 @@ def _groups(config: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
 
 
 def check_fp8(config: Mapping[str, Any]) -> None:
-    """Raises ``ModelError`` for what ``Fp8Method`` does not read."""
+    """Raises ``ModelError`` for weights that ``Fp8Method`` cannot read."""
     if config.get("fmt", "e4m3") not in ("e4m3", "float8_e4m3fn"):
         raise ModelError(f"The fp8 weights have the format {config['fmt']!r}, and e4m3 is read.")
     block_size(config.get("weight_block_size") or list(DEFAULT_BLOCK))
 
 
 def block_size(stored: object) -> tuple[int, int]:
-    """The rows and columns of a block, as a configuration has them. Raises ``ModelError``."""
+    """Returns the rows and columns of a block from a configuration. Raises ``ModelError``."""
     if isinstance(stored, list) and len(stored) == 2 and all(isinstance(size, int) and size > 0 for size in stored):
         return stored[0], stored[1]
     raise ModelError(f"The blocks of scales have the size {stored!r}, which is not two whole numbers above 0.")
@@ -120,7 +120,9 @@ STORED_CHECKS: Mapping[str, Callable[[Mapping[str, Any]], None]] = {
     "gguf": lambda _: None,
     "fp8": check_fp8,
 }
-"""The values of ``quant_method`` that are read, with what raises ``ModelError`` for configurations that are not."""
+"""The supported values of ``quant_method``, each with a check that raises ``ModelError`` for unsupported
+configurations.
+"""
 _BITS: Mapping[str, Callable[[Mapping[str, Any]], set[int]]] = {
     "awq": lambda _: {4},
     "gptq": lambda config: {config["bits"]},

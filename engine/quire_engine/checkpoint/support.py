@@ -1,7 +1,8 @@
-"""Which models are served, as far as ``config.json`` alone shows it: before any weights are there, and without torch.
+"""Which models are served, judged by ``config.json`` alone: before any weights are there, and without torch.
 
-The engine asks first, and so does what fetches a model: it refuses with the same sentence before it downloads. What
-only transformers knows of a model without own code (``checked_by_transformers``), ``read_model_config`` finds.
+The engine checks this first. The model fetcher checks it too, and refuses with the same sentence before it downloads.
+For models without own code, only transformers can tell the rest (``checked_by_transformers``), which
+``read_model_config`` asks.
 """
 
 from collections.abc import Mapping
@@ -27,7 +28,7 @@ _FAMILIES = "such as Qwen 3, Llama 3 or Mistral"
 
 
 class UnsupportedModelError(ModelError):
-    """A model that is not served. ``instead`` is what can be done, as the end of a sentence."""
+    """A model that is not served. ``instead`` is what to do, as the end of a sentence."""
 
     def __init__(self, sentence: str, instead: str) -> None:
         super().__init__(sentence)
@@ -35,8 +36,8 @@ class UnsupportedModelError(ModelError):
 
 
 def check_support(path: Path, raw: dict[str, Any], quantization: str | None = None) -> None:
-    """Raises ``ModelError`` for a model that is not served, as its ``config.json`` at ``path``, which says ``raw``,
-    shows; also where ``--quantization`` cannot hold it.
+    """Raises ``ModelError`` if a model is not served, judged by its ``config.json`` at ``path`` with the contents
+    ``raw``. Also if ``--quantization`` does not support the model.
     """
     architecture = architecture_of(path, raw)
     stored = quantization_of(path.parent, raw)
@@ -51,7 +52,7 @@ def check_support(path: Path, raw: dict[str, Any], quantization: str | None = No
     _check_kind(path, architecture, raw)
     name = quantization or (stored and stored.get("quant_method"))
     if name is not None:
-        # Imports all settings, which a fetcher of models seldom needs.
+        # Imports all settings, which the model fetcher rarely needs.
         from quire_engine.config.capabilities import THROUGH_TRANSFORMERS, Feature
 
         raise UnsupportedModelError(
@@ -61,7 +62,7 @@ def check_support(path: Path, raw: dict[str, Any], quantization: str | None = No
 
 
 def check_stored_bits(stored: Mapping[str, Any] | None, quantization: str | None) -> None:
-    """Raises ``ModelError`` if a checkpoint is quantised already, in other bits than ``--quantization`` names."""
+    """Raises ``ModelError`` if a checkpoint is quantised in other bits than ``--quantization`` names."""
     bits = set() if stored is None else stored_bits(stored)
     if quantization is None or not bits or {f"int{count}" for count in bits} == {quantization}:
         return
@@ -80,7 +81,9 @@ def checked_by_transformers(path: Path, raw: dict[str, Any]) -> bool:
 
 
 def plain_max_length(path: Path, raw: dict[str, Any]) -> int | None:
-    """The longest sequence in tokens, which ``raw`` of ``config.json`` says; None where only transformers can tell."""
+    """Returns the longest sequence in tokens according to ``raw`` of ``config.json``; None if only transformers can
+    tell.
+    """
     architecture = architecture_of(path, raw)
     own = own_architecture(architecture)
     if own is None or not is_supported(architecture, raw):
@@ -90,7 +93,7 @@ def plain_max_length(path: Path, raw: dict[str, Any]) -> int | None:
 
 
 def check_max_model_len(asked: int | None, max_length: int) -> None:
-    """Raises ``ModelError`` unless sequences of ``--max-model-len`` tokens are between 1 and ``max_length``."""
+    """Raises ``ModelError`` unless ``--max-model-len``, if given, is between 1 and ``max_length`` tokens."""
     if asked is not None and not 1 <= asked <= max_length:
         raise ModelError(
             f"--max-model-len is {asked}, and this model's sequences have 1 to {max_length} tokens: change it, or "

@@ -1,13 +1,13 @@
-"""The text part of a model of more than text (``…ForConditionalGeneration``): its configuration and its weights are
-those of a causal language model, which is served alone. What sees and hears is left unread.
+"""The text part of a multimodal model (``…ForConditionalGeneration``). Its configuration and weights describe a causal
+language model, which is served alone. The parts for images and audio are not read.
 """
 
 import re
 from collections.abc import Iterable
 from typing import Any
 
-# The classes of text parts, by the ``model_type`` of ``text_config``. The Qwen-VL models turn queries and keys by three
-# positions, of time, height and width, which are one and the same for text: there they are Qwen2 and Qwen3.
+# The classes of text parts, by the ``model_type`` of ``text_config``. The Qwen-VL models rotate queries and keys by
+# three positions (time, height and width), which are equal for text: there they are Qwen2 and Qwen3.
 TEXT_PARTS = {
     "gemma2": ("gemma2", "Gemma2ForCausalLM"),
     "gemma3_text": ("gemma3_text", "Gemma3ForCausalLM"),
@@ -27,14 +27,15 @@ TEXT_PARTS = {
     "qwen3_vl_moe_text": ("qwen3_moe", "Qwen3MoeForCausalLM"),
     "qwen3_vl_text": ("qwen3", "Qwen3ForCausalLM"),
 }
-# What is constant in the code of a text part, and a setting in that of its class.
+# Values that are constant in the code of a text part, and settings in the code of its class.
 _CONSTANTS = {"qwen3_vl_moe_text": {"norm_topk_prob": True}}
-# Those whose older files have what is of text beside ``vision_config``, and not in ``text_config``.
+# Model types whose older files have the text settings next to ``vision_config`` instead of in ``text_config``.
 _FLAT = {"qwen2_vl": "qwen2_vl_text", "qwen2_5_vl": "qwen2_5_vl_text"}
-# Those whose embeddings are tied if either the whole model or its text part says so; of others the whole model counts.
+# Model types whose embeddings are tied if the whole model or its text part says so. For others only the whole model
+# counts.
 _EITHER_TIES = ("llava", "llava_next", "llava_next_video", "llava_onevision", "qwen2_vl", "qwen2_5_vl")
 _OF_ALL_PARTS = ("eos_token_id", "quantization_config", "compression_config")
-# What begins the names of parts that see or hear.
+# Prefixes of the names of image and audio parts.
 _BESIDE_TEXT = (
     "visual.",
     "vision_",
@@ -46,17 +47,17 @@ _BESIDE_TEXT = (
     "image_newline",
 )
 _MROPE = {"mrope_section", "mrope_interleaved"}
-# What stands before a name of the text part: the whole model's body may come before and after it, also twice.
+# The prefix of a name in the text part. The body of the whole model may come before and after it, also twice.
 _OF_TEXT_PART = re.compile(r"(?:model\.)*(?:language_model|text_model)\.(?:model\.)*(?P<rest>.+)")
-# What a decoder has in a model of text alone, of which the body may have been saved alone.
+# The names in a decoder of text alone, whose body may have been saved alone.
 _OF_DECODER = re.compile(r"(?:model\.)*(?P<rest>(?:layers|embed_tokens|norm|lm_head|score)(?:\..+)?)")
 _HEADS = ("lm_head", "score")
 _EMBEDDING = "model.embed_tokens.weight"
 
 
 def text_config(raw: dict[str, Any]) -> dict[str, Any]:
-    """The configuration of the text part of the model of ``raw``, in the form of ``config.json``; ``raw`` itself where
-    it is of text alone, and where its text part is none of ``TEXT_PARTS``.
+    """Returns the configuration of the text part of the model of ``raw``, in the form of ``config.json``. Returns
+    ``raw`` itself for a model of text alone, or if its text part is not in ``TEXT_PARTS``.
     """
     names = raw.get("architectures")
     if not (isinstance(names, list) and names and str(names[0]).endswith("ForConditionalGeneration")):
@@ -82,7 +83,7 @@ def text_config(raw: dict[str, Any]) -> dict[str, Any]:
 
 
 def _without_sections(rope: dict[str, Any]) -> dict[str, Any]:
-    """Rope parameters without those of three positions."""
+    """Returns rope parameters without the settings for three positions."""
     if not _MROPE & rope.keys():
         return rope
     plain = {key: value for key, value in rope.items() if key not in _MROPE}
@@ -91,8 +92,8 @@ def _without_sections(rope: dict[str, Any]) -> dict[str, Any]:
 
 
 def text_name(name: str) -> str:
-    """Returns the name that a tensor or a module of a text part has in a model of text alone; ``name`` itself if it is
-    of something else. Names of checkpoints, of adapters and of quantised layers are all read by it.
+    """Returns the name that a tensor or a module of a text part has in a model of text alone; ``name`` itself if it
+    belongs to another part. Names in checkpoints, adapters and lists of quantised layers all pass through it.
     """
     found = _OF_TEXT_PART.fullmatch(name) or _OF_DECODER.fullmatch(name)
     if found is None:
@@ -102,14 +103,14 @@ def text_name(name: str) -> str:
 
 
 def is_beside_text(name: str) -> bool:
-    """Whether a tensor or module is of what sees or hears, and of no text part."""
+    """Whether a tensor or module belongs to an image or audio part."""
     return name.removeprefix("model.").startswith(_BESIDE_TEXT)
 
 
 def text_names(stored: Iterable[str]) -> dict[str, str]:
-    """Returns the names of tensors in a model of text alone, by those that are ``stored``: of a model of more than text
-    only those of its text part. Where two have the same name, the one that needs no change counts. Names of models
-    whose layers are called otherwise stay as they are.
+    """Returns the names of tensors in a model of text alone, by their ``stored`` names. For a multimodal model, only
+    tensors of its text part. If two get the same name, the one that needs no change wins. Names of models with other
+    layer names stay unchanged.
     """
     names = list(stored)
     if any(_OF_TEXT_PART.fullmatch(name) for name in names):

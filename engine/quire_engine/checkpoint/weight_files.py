@@ -1,5 +1,5 @@
-"""Which files of a model folder hold its weights: one safetensors file, those of an index, or numbered shards without
-one. Without torch, as a model's fetcher asks too.
+"""Which files of a model folder hold its weights: one safetensors file, the files of an index, or numbered shards
+without an index. Without torch, because the model fetcher uses it too.
 """
 
 import re
@@ -17,7 +17,7 @@ SINGLE_FILE = "model.safetensors"
 INDEX_FILE = "model.safetensors.index.json"
 _SHARD = re.compile(r"(?P<stem>.+)-(?P<number>\d{5})-of-(?P<count>\d{5})\.safetensors")
 _PICKLES = (".bin", ".pt", ".pth", ".ckpt")
-_SETTINGS = "training_args.bin"  # what a Trainer leaves beside weights
+_SETTINGS = "training_args.bin"  # a Trainer leaves it next to weights
 _OTHERS = (".h5", ".msgpack", ".onnx")
 _CONVERT_WEIGHTS = (
     "import sys; from transformers import AutoModelForCausalLM as M, AutoTokenizer as T; s, t = sys.argv[1:]; "
@@ -33,8 +33,8 @@ _CONVERT_ONE = (
 
 @dataclass(frozen=True, slots=True)
 class WeightFiles:
-    """``source`` names the weights in errors, ``names`` are the files in the order in which they are read, and
-    ``places`` say which of them has a tensor, as the index has it.
+    """The weight files of a folder. ``source`` names them in errors, ``names`` are the files in the order in which they
+    are read, and ``places`` maps tensors to files, if there is an index.
     """
 
     source: Path
@@ -43,8 +43,8 @@ class WeightFiles:
 
     @classmethod
     def find(cls, folder: Path) -> "WeightFiles":
-        """Looks for the weights of a folder, as transformers does. Raises ``ModelError`` if there are none, with the
-        command that converts what is there instead.
+        """Finds the weights of a folder, as transformers does. Raises ``ModelError`` if there are none, with the
+        command that converts other files if there are any.
         """
         single, index = folder / SINGLE_FILE, folder / INDEX_FILE
         if single.is_file():
@@ -72,8 +72,8 @@ def _read_weight_map(path: Path) -> dict[str, str]:
 
 
 def numbered_shards(folder: Path) -> tuple[str, ...]:
-    """Returns the names of the shards that a folder without an index has to have, by those that are there; none if
-    there are none, or those of two models.
+    """Returns the names of all shards that a folder without an index must have, judged by the shards that are there.
+    Empty if there are none, or shards of two models.
     """
     found = [_SHARD.fullmatch(path.name) for path in _files(folder)]
     models = {(shard["stem"], shard["count"]) for shard in found if shard}
@@ -84,7 +84,7 @@ def numbered_shards(folder: Path) -> tuple[str, ...]:
 
 
 def what_is_there(folder: Path) -> str:
-    """Returns the sentence for a folder without weights that are read."""
+    """Returns the error message for a folder without readable weights."""
     sentence = f"The model folder {folder} has neither {SINGLE_FILE} nor {INDEX_FILE}"
     pickles = sorted(path.name for path in _files(folder) if path.suffix in _PICKLES and path.name != _SETTINGS)
     if pickles:
@@ -101,15 +101,15 @@ def _files(folder: Path) -> Iterator[Path]:
 
 
 def conversion_command(source: str, target: str) -> str:
-    """Returns the command that writes a model that transformers reads, a folder or a name on the Hub, into a folder in
-    safetensors, with its ``tokenizer.json``.
+    """Returns the command that converts a model that transformers reads (a folder or a name on the Hub) into a folder
+    with safetensors and a ``tokenizer.json``.
     """
     return f"python -c {shlex.quote(_CONVERT_BOTH)} {shlex.quote(source)} {shlex.quote(target)}"
 
 
 def _conversion(folder: Path, pickles: list[str]) -> str:
-    """A command that writes the weights of ``folder`` in safetensors: of ``pytorch_model.bin`` and its shards by
-    transformers, and else of the first file alone.
+    """Returns a command that converts the weights of ``folder`` to safetensors: by transformers for
+    ``pytorch_model.bin`` and its shards, else for the first file alone.
     """
     if any(name.startswith("pytorch_model") for name in pickles):
         place = shlex.quote(str(folder))

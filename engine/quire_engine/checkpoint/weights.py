@@ -1,6 +1,6 @@
-"""The tensors of a model folder: found, checked and copied out of its safetensors files.
+"""The tensors of a model folder: finds, checks and copies them from its safetensors files.
 
-Tensors are mapped from disk one at a time, and each file is closed again after each, so that a load needs the memory
+Tensors are mapped from disk one at a time, and each file is closed after each tensor. A load therefore needs the memory
 of the weights and of one tensor. Nothing is read with pickle.
 """
 
@@ -28,7 +28,7 @@ log = logging.getLogger(__name__)
 SAFETENSORS_DTYPES = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
 _ROWS_AT_ONCE = 4096
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
-# Old exports carry this buffer, which is computed from config.json.
+# Old exports have this buffer, which is computed from config.json.
 IGNORED_SUFFIX = "rotary_emb.inv_freq"
 
 
@@ -43,8 +43,8 @@ class TensorInfo:
 
 
 class Checkpoint:
-    """The tensors of one folder, by name; of a model of more than text those of its text part, by the names that they
-    have in a model of text alone. All methods raise ``ModelError``, which names the file.
+    """The tensors of one folder, by name. For a multimodal model, only tensors of its text part, by their names in a
+    model of text alone. All methods raise ``ModelError``, which names the file.
     """
 
     def __init__(self, folder: Path) -> None:
@@ -70,11 +70,11 @@ class Checkpoint:
         return list(self._tensors)
 
     def dtype(self, name: str) -> torch.dtype:
-        """The dtype that a tensor is stored in."""
+        """Returns the stored dtype of a tensor."""
         return SAFETENSORS_DTYPES[_supported(name, self._entry(name)).dtype]
 
     def dominant_dtype(self) -> torch.dtype:
-        """The dtype that the largest tensor is stored in, but for those that are packed or quantised."""
+        """Returns the stored dtype of the largest tensor that is not packed or quantised."""
         plain = [name for name, entry in sorted(self._tensors.items()) if entry.dtype in SAFETENSORS_DTYPES]
         largest = max(plain or sorted(self._tensors), key=lambda name: math.prod(self._tensors[name].shape))
         return self.dtype(largest)
@@ -89,8 +89,8 @@ class Checkpoint:
         communicator: Communicator = SINGLE_RANK,
         dim: int = 0,
     ) -> torch.Tensor:
-        """Tensors of the given shapes, concatenated in their first dimension, as one tensor of ``dtype`` on
-        ``device``. Of each only this rank's shard of dimension ``dim`` is read.
+        """Returns tensors of the given shapes, concatenated in their first dimension, as one tensor of ``dtype`` on
+        ``device``. Reads only this rank's shard of dimension ``dim`` of each.
         """
         for name, shape in zip(names, shapes, strict=True):
             self._check_shape(name, shape)
@@ -105,18 +105,18 @@ class Checkpoint:
     def load_row(
         self, name: str, shape: tuple[int, ...], index: int, dtype: torch.dtype, device: torch.device
     ) -> torch.Tensor:
-        """``name[index]`` of a tensor of the given shape, without reading the rest of it."""
+        """Returns ``name[index]`` of a tensor of the given shape, without reading the rest."""
         self._check_shape(name, shape)
         part = torch.empty((1, *shape[1:]), dtype=dtype, device=device)
         self._load_slice(name, (slice(index, index + 1), *map(slice, shape[1:])), part)
         return part[0]
 
     def shape(self, name: str) -> tuple[int, ...]:
-        """The shape of a stored tensor."""
+        """Returns the shape of a stored tensor."""
         return self._entry(name).shape
 
     def load_stored(self, name: str, shape: tuple[int, ...], dtypes: Sequence[str]) -> torch.Tensor:
-        """A whole tensor of the given shape as it is stored, on the CPU, in one of safetensors' ``dtypes``."""
+        """Returns a whole tensor of the given shape as it is stored, on the CPU, in one of safetensors' ``dtypes``."""
         entry = self._entry(name)
         if entry.dtype not in dtypes:
             raise ModelError(f"{entry.path} stores {name} as {entry.dtype}, and it must be {' or '.join(dtypes)}.")
@@ -124,7 +124,7 @@ class Checkpoint:
         return self.load_part(name)
 
     def load_part(self, name: str, index: int | None = None) -> torch.Tensor:
-        """A tensor as it is stored, on the CPU: all of it, or its part at ``index`` of the first dimension."""
+        """Returns a tensor as it is stored, on the CPU: all of it, or ``index`` of its first dimension."""
         entry = self._entry(name)
         with _open_safetensors(entry.path) as file:
             tensor: torch.Tensor = file.get_tensor(entry.name) if index is None else file.get_slice(entry.name)[index]
@@ -132,7 +132,9 @@ class Checkpoint:
         return tensor
 
     def are_equal(self, first: str, second: str, dtype: torch.dtype) -> bool:
-        """Whether two tensors are stored as plain numbers that are the same in ``dtype``, read some rows at a time."""
+        """Whether two tensors are stored unquantised and are equal in ``dtype``. Reads ``_ROWS_AT_ONCE`` rows at a
+        time.
+        """
         stored = [self._tensors.get(name) for name in (first, second)]
         if any(each is None or each.dtype not in SAFETENSORS_DTYPES for each in stored):
             return False
@@ -153,7 +155,7 @@ class Checkpoint:
         self._unused.difference_update(names)
 
     def log_unused(self) -> None:
-        """Logs a warning that lists the tensors which were never read."""
+        """Logs a warning that lists the tensors that were never read."""
         unused = sorted(name for name in self._unused if not name.endswith(IGNORED_SUFFIX))
         if unused:
             shown = ", ".join(unused[:5])
@@ -185,7 +187,7 @@ class Checkpoint:
         self._mark_read(name)
 
     def _copy_slice(self, name: str, slices: tuple[slice, ...], target: torch.Tensor) -> None:
-        """Copies a part of a stored tensor to ``target``, whatever it is stored as."""
+        """Copies a slice of a stored tensor to ``target``, converting its dtype."""
         entry = _supported(name, self._entry(name))
         with _open_safetensors(entry.path) as file:
             whole = tuple(target.shape) == entry.shape
@@ -199,10 +201,10 @@ def _supported(name: str, entry: TensorInfo) -> TensorInfo:
 
 
 def resolve_dtype(name: str, stored: torch.dtype, device: torch.device) -> torch.dtype:
-    """Returns the dtype to compute in: the one that is named, or with ``auto`` the checkpoint's own.
+    """Returns the dtype to compute in: the named one or, with ``auto``, the checkpoint's own.
 
-    With ``auto`` a checkpoint in float16 is computed in bfloat16 on the CPU, where products of float16 have no fast
-    path. Raises ``ModelError`` for an unknown name, and for bfloat16 on a GPU that cannot multiply it.
+    With ``auto`` on the CPU, a float16 checkpoint is computed in bfloat16, because float16 products have no fast path
+    there. Raises ``ModelError`` for an unknown name, and for bfloat16 on a GPU that does not support it.
     """
     dtype = _resolve_name(name, stored, device)
     if dtype == torch.bfloat16 and device.type == "cuda" and torch.cuda.get_device_capability(device) < (8, 0):
@@ -222,15 +224,15 @@ def _resolve_name(name: str, stored: torch.dtype, device: torch.device) -> torch
 
 
 def _shard_slices(shape: tuple[int, ...], dim: int, communicator: Communicator) -> tuple[slice, ...]:
-    """This rank's shard of dimension ``dim``, and all of the other dimensions."""
+    """Returns this rank's shard of dimension ``dim``, and the whole of the other dimensions."""
     parts = [slice(0, size) for size in shape]
     parts[dim] = shard(shape[dim], communicator)
     return tuple(parts)
 
 
 def _read_tensor_infos(folder: Path, files: WeightFiles) -> dict[str, TensorInfo]:
-    """All tensors of the files, whether an index lists them or not. A tensor that several have is the one of the file
-    that the index names. Files of an index may be missing: only what is needed has to be there.
+    """Returns all tensors of the files, listed in an index or not. If several files have a tensor, the file that the
+    index names wins. Files of an index may be missing: only tensors that are needed must exist.
     """
     found: dict[str, TensorInfo] = {}
     for file in files.names:
@@ -254,7 +256,7 @@ def _file_tensors(path: Path) -> Iterator[tuple[str, TensorInfo]]:
 
 @contextmanager
 def _open_safetensors(path: Path) -> Iterator[Any]:
-    """A safetensors file, memory mapped. Raises ``ModelError`` when it is missing, truncated or not safetensors."""
+    """Opens a safetensors file, memory mapped. Raises ``ModelError`` if it is missing, truncated or not safetensors."""
     try:
         with safe_open(path, framework="pt", device="cpu") as file:
             yield file
@@ -268,10 +270,10 @@ def _open_safetensors(path: Path) -> Iterator[Any]:
 
 @dataclass(frozen=True, slots=True)
 class LoadOptions:
-    """How a model is loaded. ``config`` has the dtype, the quantization and whether to be deterministic; ``device`` is
-    its device, resolved. Of a model that several ranks share, only this rank's shard is read: its part of the layers of
-    its ``stage``. Experts are shared by the ranks of ``expert_communicator``, by default the same. ``num_lora_slots``
-    adapters can be in use at once; with 0 there are none.
+    """How a model is loaded. ``config`` has the dtype, the quantization and whether to be deterministic. ``device`` is
+    the resolved device. If several ranks share a model, each reads only its shard of the layers of its ``stage``. The
+    ranks of ``expert_communicator`` share the experts; by default that is ``communicator``. ``num_lora_slots`` is how
+    many adapters can be in use at once; 0 disables them.
     """
 
     config: ExecutorConfig = field(default_factory=ExecutorConfig)

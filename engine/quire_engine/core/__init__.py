@@ -1,1 +1,1 @@
-"""The engine's loop, its scheduler and its KV bookkeeping, as plain Python: imports neither torch, grpc nor numpy."""
+"""The engine's loop, its scheduler and its KV bookkeeping, as plain Python: imports no torch, grpc or numpy."""

@@ -5,7 +5,7 @@ from enum import StrEnum
 
 
 class PreemptionMode(StrEnum):
-    """How a victim is preempted, as metrics and spans name it: swapped to the host pool, or computed again later."""
+    """How a victim is preempted, as metrics and spans name it: swapped to the host pool, or recomputed later."""
 
     SWAP = "swap"
     RECOMPUTE = "recompute"
@@ -23,8 +23,8 @@ class PreemptionReason(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class SwapCost:
-    """What a table costs: the bytes that swapping it out and in again moves, or the tokens that no cache holds and that
-    would be computed again instead. What moves either way, because the host's cache has it, is no part of either.
+    """The cost of preempting a table: the bytes that swapping it out and in would move, or the uncached tokens that
+    would be recomputed. Blocks that move either way, because the host's cache has them, count in neither.
     """
 
     bytes_to_move: int
@@ -33,7 +33,7 @@ class SwapCost:
 
 @dataclass(frozen=True, slots=True)
 class TimeAway:
-    """How long a preempted sequence was away, in seconds. ``mode`` is recompute if any of it was computed again."""
+    """How long a preempted sequence was away, in seconds. ``mode`` is recompute if any part of it was recomputed."""
 
     mode: PreemptionMode
     seconds: float
@@ -41,8 +41,8 @@ class TimeAway:
 
 @dataclass(slots=True)
 class Absence:
-    """A preempted sequence that is not back where it was: since when, in nanoseconds since 1970, by which mode, and how
-    many tokens were computed, or would have been by the steps in flight.
+    """A preempted sequence that has not caught up yet. ``since`` is in nanoseconds since 1970. ``num_computed_tokens``
+    is how many tokens it had computed, including tokens of the steps in flight.
     """
 
     since: int

@@ -1,6 +1,7 @@
-"""Admission: what joins the sequences that run, new ones and those that were preempted, and what they need for that: a
-place among ``max_num_seqs``, memory for all their tokens, and whatever else an ``AdmissionGate`` (``request_queue``)
-has them wait for: a slot for their adapter (``lora``), blocks that come from a tier (``kv_transfer``).
+"""Admission of new and preempted sequences to the running ones, and what they need for it.
+
+A sequence needs a slot among ``max_num_seqs`` and memory for all its tokens. It also waits for each ``AdmissionGate``
+(``request_queue``): for a slot for its adapter (``LoRAGate``), and for blocks that a tier loads (``TransferGate``).
 """
 
 from collections.abc import Callable
@@ -20,12 +21,13 @@ if TYPE_CHECKING:
     from quire_engine.core.config import SchedulerConfig
 
 BEST_EFFORT_RESERVE = 1 / 8
-"""Part of the blocks that an admission of what is best effort leaves free, so that others seldom have to preempt it."""
+"""Fraction of the blocks that a best-effort admission leaves free, so that regular requests rarely have to preempt it.
+"""
 
 
 class Admission:
-    """Owns the ``waiting`` queue and its gates, of which ``loras`` is one. A sequence joins those that are ``running``
-    where there is room; for one that is not best effort, that is made by preempting those that are.
+    """Owns the ``waiting`` queue and its gates, one of which is ``loras``. Admits a sequence to ``running`` if there is
+    room; for a regular sequence, makes room by preempting best-effort ones.
     """
 
     def __init__(
@@ -62,29 +64,29 @@ class Admission:
         self._num_admitted = 0
 
     def start(self, sequence: Sequence) -> None:
-        """Adds a sequence to those that run."""
+        """Adds a sequence to the running ones."""
         sequence.status = SequenceStatus.RUNNING
         self._running.push(sequence)
 
-    # What waits
+    # Waiting sequences
 
     def release_held(self) -> None:
-        """Begins a step that may admit what waits: those that gates held, and need no longer, have their places again,
-        and some ranks are computed again.
+        """Starts a step that may admit waiting sequences: releases the sequences that gates no longer hold, and
+        recomputes the ranks of a few.
         """
         self.waiting.rank_some()
         for gate in self._gates:
             self.waiting.release(gate.release())
 
     def passes_gates(self, sequence: Sequence) -> bool:
-        """Whether the next sequence waits for nothing but its place and its memory. It is held if not."""
+        """Whether no gate makes the next sequence wait. Holds the sequence otherwise."""
         if all(gate.admits(sequence) for gate in self._gates):
             return True
         self.waiting.hold(sequence)
         return False
 
     def admit(self, sequence: Sequence, scheduler_output: SchedulerOutput) -> bool:
-        """Admits a waiting sequence that all gates let pass. Returns False if there is no room for it."""
+        """Admits a waiting sequence that all gates let pass. Returns False if it lacks room."""
         fits = self.fits_max_num_seqs(sequence, scheduler_output)
         hits = self._cached_blocks_if_fits(sequence, scheduler_output) if fits else None
         if hits is None:
@@ -97,16 +99,16 @@ class Admission:
         return True
 
     def abort(self, sequence: Sequence) -> None:
-        """Removes a waiting sequence that ends."""
+        """Removes a waiting sequence that has ended."""
         self.waiting.remove(sequence)
         for gate in self._gates:
             gate.on_abort(sequence)
 
-    # What was preempted
+    # Preempted sequences
 
     def resume(self, sequence: Sequence, budget: int, scheduler_output: SchedulerOutput) -> bool:
-        """Brings a preempted sequence back to compute at most ``budget`` tokens. Returns False if there is no room for
-        it.
+        """Resumes a preempted sequence, which computes at most ``budget`` tokens next. Returns False if it lacks
+        room.
         """
         if sequence.status is SequenceStatus.SWAPPED:
             return self._swap_in(sequence, budget, scheduler_output)
@@ -134,14 +136,14 @@ class Admission:
     # Room
 
     def fits_max_num_seqs(self, sequence: Sequence, scheduler_output: SchedulerOutput) -> bool:
-        """Whether there is a place among ``max_num_seqs``, once what is best effort has given way."""
+        """Whether there is a slot among ``max_num_seqs``, after preempting best-effort sequences if needed."""
         while self._running.num_seqs + sequence.num_seqs > self._config.max_num_seqs:
             if not self._preempt_for(sequence, scheduler_output):
                 return False
         return True
 
     def _preempt_for(self, sequence: Sequence, scheduler_output: SchedulerOutput) -> bool:
-        """Preempts the last that is best effort and not in the step yet, for a sequence that is not best effort.
+        """Preempts the last best-effort sequence that is not in the step yet, to make room for a regular ``sequence``.
         Returns False if there is none.
         """
         if sequence.best_effort or not self._running or not self._running.last().best_effort:
@@ -157,16 +159,16 @@ class Admission:
     def _cached_blocks_if_fits(
         self, sequence: Sequence, scheduler_output: SchedulerOutput
     ) -> list[CachedBlocks] | None:
-        """The cached blocks of a sequence that can be admitted now; None if it has to wait.
+        """Returns the cached blocks of a sequence that can be admitted now; None if it has to wait.
 
-        There must be room for all known tokens, though a step may compute only some of them: a prompt that is admitted
-        by its first chunk alone would be preempted before it made a token.
+        There must be room for all known tokens, although a step may compute only some of them. A prompt admitted with
+        room for only its first chunk would be preempted before it made a token.
         """
         if self._waits_for_other_choice(sequence):
             return None
         memory = self._kv_cache_manager
         while True:
-            # Looked for anew after a preemption: what is swapped out takes the place of blocks that the host had.
+            # Look again after a preemption: blocks swapped out replace cached blocks of the host pool.
             hits = self._find_cached_blocks(sequence)
             if memory.num_free_blocks_after(sequence.table, hits, sequence.num_tokens) >= self._reserve(sequence):
                 return hits
@@ -174,18 +176,18 @@ class Admission:
                 return None
 
     def _find_cached_blocks(self, sequence: Sequence) -> list[CachedBlocks]:
-        """The cached blocks that a sequence may begin with."""
+        """Returns the cached blocks that a sequence may start from."""
         if sequence.group.needs_prompt_logprobs or self._is_pooled_whole(sequence):
             return []
         return self._kv_cache_manager.get_cached_blocks(sequence.table, sequence.token_ids)
 
     def _is_pooled_whole(self, sequence: Sequence) -> bool:
-        """Whether hidden states are pooled that cached blocks do not hold."""
+        """Whether the sequence is pooled from hidden states that cached blocks do not hold."""
         pooler = self._config.pooler_config
         return sequence.request.pooling is not None and pooler is not None and pooler.skip_reading_prefix_cache
 
     def _waits_for_other_choice(self, sequence: Sequence) -> bool:
-        """Whether another output of the same request is computing what this one could then share."""
+        """Whether another output of the same request is computing blocks that this one could then share."""
         others = sequence.group.sequences
         return (
             self._kv_cache_manager.prefix_caching
@@ -196,13 +198,15 @@ class Admission:
         )
 
     def _reserve(self, sequence: Sequence) -> int:
-        """Blocks that an admission must leave free for what runs already, other outputs of the same request aside."""
+        """Returns the blocks that an admission must leave free for running sequences, other than outputs of the same
+        request.
+        """
         if not any(running.group is not sequence.group for running in self._running):
             return 0
         return self._best_effort_reserve if sequence.best_effort else self._watermark
 
     def _attach(self, sequence: Sequence, hits: list[CachedBlocks]) -> None:
-        """Starts a sequence from what the cache has of it. From its first admission on it has its precedence."""
+        """Starts a sequence from its cached blocks. Its first admission fixes its precedence."""
         group = sequence.group
         if group.admission_index is None:
             group.admission_index = self._num_admitted
@@ -218,7 +222,7 @@ class Admission:
         self.start(sequence)
 
     def _record_admission(self, sequence: Sequence, hits: list[CachedBlocks], step: int) -> None:
-        """Counts what a sequence that is admitted for the first time found in the prefix cache."""
+        """Records when a sequence was admitted and, the first time, how many tokens the prefix cache had."""
         sequence.timings.admitted = self._clock()
         sequence.timings.first_step = step
         group = sequence.group

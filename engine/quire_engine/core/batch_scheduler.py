@@ -1,16 +1,18 @@
-"""What the next step computes: hands out one token budget, and decides what is preempted when memory runs out.
+"""Decides what the next step computes: spends one token budget, and preempts sequences if memory runs out.
 
-There is no prefill phase and no decode phase: a sequence has tokens known and tokens computed, and a step computes some
-of the difference. While a step is in flight, what it computes counts as computed, and a token that it draws as known,
-though nobody knows it yet. Order: running, then preempted, by precedence, then waiting in the policy's order. Nothing
-is admitted in a step that preempted, or while anything that was admitted is off the device: that is what keeps
-preemption from thrashing. The unified budget is vLLM V1's idea, after Sarathi's chunked prefill.
+Prefill and decode are not separate phases. A sequence has known tokens and computed tokens, and a step computes part of
+the difference. Tokens that a step in flight computes count as computed. A token that it samples counts as known (the
+*pending token*), although its value is not known yet. The order is: running sequences, then preempted ones, both by
+precedence, then waiting ones in the policy's order. To avoid thrashing, a step that preempts admits nothing, and
+nothing is admitted while an admitted sequence is off the device. The unified budget comes from vLLM V1, which has it
+from Sarathi's chunked prefill.
 
-Best-effort sequences come after all of that, out of what is left, and only in steps that compute no prompt of others:
-these take their places and their memory at once, and wait only for the step that is running, which best effort may not
-make much longer.
+Best-effort sequences come last. They get what is left of a step, and only in steps that compute no prompt of regular
+requests. Regular prompts take the slots and memory of best-effort sequences at once. They wait only for the current
+step, whose length best effort may increase only slightly.
 
-What a sequence needs to be admitted is in ``admission``; how a victim leaves the device and returns, in ``preemption``.
+``admission`` holds what a sequence needs to be admitted; ``preemption`` holds how a victim leaves the device and
+returns.
 """
 
 from array import array
@@ -35,21 +37,21 @@ if TYPE_CHECKING:
 
 MIN_STAGE_TOKENS = 64
 QUIET_SECONDS = 60.0
-"""Since the last request that is not best effort: from then on what is best effort has whole steps."""
+"""Seconds since the last regular request after which best-effort work gets whole steps."""
 _NANOSECONDS = 1_000_000_000
 
 Accepts = Callable[[Sequence], bool]
-"""Whether a sequence may be in the step, as far as the policy is concerned."""
+"""Returns whether the policy lets a sequence into the step."""
 
 
 class StepPolicy(Protocol):
-    """Decides what a step takes from the queues, and in which order. An engine has ``continuous_batching``; simulators
-    have others, to compare them with it.
+    """Decides what a step takes from the queues, and in which order. An engine uses ``continuous_batching``; simulators
+    compare other policies with it.
     """
 
     def __call__(self, batch: "BatchScheduler", scheduler_output: SchedulerOutput, budget: StepBudget) -> None:
-        """Adds chunks to the step as far as ``budget`` allows, by ``batch.schedule_running``, ``schedule_preempted``
-        and ``schedule_waiting``.
+        """Adds chunks to the step within ``budget``, by calling ``batch.schedule_running``, ``schedule_preempted`` and
+        ``schedule_waiting``.
         """
         ...
 
@@ -71,9 +73,10 @@ def continuous_batching(batch: "BatchScheduler", scheduler_output: SchedulerOutp
 
 
 class BatchScheduler:
-    """Owns the queues, of which ``admission`` has that of what waits. Of the last step, ``scheduled`` are the sequences
-    of its chunks, and ``out_of_memory`` those that it found no memory for, whatever it preempted. ``speculator``
-    chooses drafts; None without speculation.
+    """Owns the queues; the waiting queue belongs to ``admission``.
+
+    For the last step, ``scheduled`` holds the sequence of each chunk, and ``out_of_memory`` the sequences that did not
+    fit even after preemption. ``speculator`` chooses drafts; None without speculation.
     """
 
     def __init__(
@@ -124,7 +127,7 @@ class BatchScheduler:
         self.waiting.push(sequence)
 
     def remove(self, sequence: Sequence) -> None:
-        """Removes a sequence that ends from its queue."""
+        """Removes a finished sequence from its queue."""
         if sequence.status is SequenceStatus.WAITING:
             self.admission.abort(sequence)
         else:
@@ -134,7 +137,7 @@ class BatchScheduler:
         sequence.status = SequenceStatus.FINISHED
 
     def schedule(self, step: int, in_flight: Collection[SchedulerOutput] = ()) -> SchedulerOutput:
-        """Returns the next step, behind those that are ``in_flight``. Empty when nothing can be computed."""
+        """Returns the next step, to run after the steps ``in_flight``. It is empty if nothing can be computed."""
         self.scheduled = []
         self.out_of_memory.clear()
         self._oldest_in_flight = min((each.step for each in in_flight), default=step)
@@ -171,13 +174,13 @@ class BatchScheduler:
 
     @property
     def num_best_effort(self) -> int:
-        """How many sequences are best effort, in all queues."""
+        """The number of best-effort sequences in all queues."""
         admitted = self.running.num_best_effort + self.swapped.num_best_effort + self.preempted.num_best_effort
         return admitted + self.waiting.num_best_effort
 
     def prompt_tokens_per_step(self) -> int:
-        """Returns the tokens of prompts that a step may compute beside the sequences that decode now, if one more
-        prompt comes; 0 without a bound in time.
+        """Returns how many prompt tokens one more prompt may compute in a step with the sequences that decode now; 0 if
+        steps have no time limit.
         """
         budget = self._make_budget(more=1)
         return budget.chunk_length(self._step_times.mean_prompt_context, budget.tokens) if budget.max_seconds else 0
@@ -185,7 +188,7 @@ class BatchScheduler:
     # What step policies call
 
     def running_of_step(self) -> abc.Sequence[Sequence]:
-        """Returns the running sequences that the step may compute: in a pipeline others are in the steps in flight."""
+        """Returns the running sequences that the step may compute. In a pipeline the others are in steps in flight."""
         return _micro_batch(self.running, self._config.num_stages) if self._is_pipeline else self.running
 
     def schedule_in_order(
@@ -195,32 +198,34 @@ class BatchScheduler:
         budget: StepBudget,
         accepts: Accepts | None = None,
     ) -> None:
-        """Schedules ``running`` sequences, then preempted ones, and when all of these are back, waiting ones. What it
-        does not accept counts as not there.
+        """Schedules ``running`` sequences, then preempted ones, then, if none are left, waiting ones. Sequences that
+        ``accepts`` rejects are treated as absent.
         """
         self.schedule_running(running, scheduler_output, budget)
         if self.swapped or self.preempted:
             self.schedule_preempted(scheduler_output, budget, accepts)
         if self.waiting.sequences and self.next_preempted(accepts) is None:
-            if accepts is not _is_best_effort:  # that comes after others, for which it was done in this step
+            if accepts is not _is_best_effort:  # best effort comes second; held sequences are released already
                 self.admission.release_held()
             self.schedule_waiting(scheduler_output, budget, accepts)
 
     def next_preempted(self, accepts: Accepts | None = None) -> Sequence | None:
-        """Returns the preempted sequence that comes back next; None if there is none, or if it is not accepted."""
+        """Returns the preempted sequence to resume next; None if there is none or if ``accepts`` rejects it."""
         sequence = self.preemptor.next()
         return sequence if sequence is None or accepts is None or accepts(sequence) else None
 
     def regular_needs_step(self, scheduler_output: SchedulerOutput) -> bool:
-        """Whether best effort has to stay out of a step in which all else is scheduled: the step computes a prompt of
-        others, or has no room for one.
+        """Whether best effort must stay out of a step whose regular work is scheduled: the step computes a regular
+        prompt, or had no room for one.
         """
         waits = self.next_preempted(_is_regular) is not None or self.waiting.has_regular_ready
         chunks = zip(self.scheduled, scheduler_output.starts, strict=True)
         return waits or bool(self.out_of_memory) or any(start < each.group.num_prompt_tokens for each, start in chunks)
 
     def make_best_effort_budget(self, tokens: int) -> StepBudget:
-        """Returns what the step has for best effort, in time too if others are here or have been lately."""
+        """Returns the budget that the step has for best effort. It limits time too if regular requests are present or
+        were present in the last ``QUIET_SECONDS``.
+        """
         is_bounded = self._config.max_step_seconds != 0 and self._config.enable_chunked_prefill
         is_alone = not self.running or self.running[0].best_effort
         if not is_bounded or (is_alone and self._clock() - self._last_regular > QUIET_SECONDS * _NANOSECONDS):
@@ -228,7 +233,7 @@ class BatchScheduler:
         return self._step_times.make_best_effort_budget(tokens)
 
     def _make_budget(self, more: int = 0) -> StepBudget:
-        """Returns the step's budget, which prompts share with the sequences that decode, as if ``more`` prompts waited.
+        """Returns the step's budget, which prompts share with decoding sequences, as if ``more`` prompts were waiting.
         Best effort does not count.
         """
         config = self._config
@@ -257,21 +262,21 @@ class BatchScheduler:
     def schedule_running(
         self, sequences: abc.Sequence[Sequence], scheduler_output: SchedulerOutput, budget: StepBudget
     ) -> None:
-        """Adds the next chunks of running ``sequences``, which are in the order of precedence. Makes room for them by
-        preemption, from the end of all that run.
+        """Adds the next chunks of running ``sequences``, which are in order of precedence. Makes room by preempting
+        running sequences of the lowest precedence.
         """
         search: SequenceGroup | None = None
         best_effort = bool(sequences) and sequences[-1].best_effort
         drafts: Mapping[int, abc.Sequence[int]] = {}
         if self.speculator is not None:
             drafts = self._propose_drafts(self.speculator, sequences, budget)
-        running = SequenceStatus.RUNNING  # a member of an enumeration is slow to look up
+        running = SequenceStatus.RUNNING  # looking up an enum member is slow
         memory = self.kv_cache_manager
-        decoding: list[Sequence] = []  # before the sequence that is looked at, and not in the columns yet
-        all_at_once = not (drafts or best_effort)  # best effort pays for decodes in time too
-        for sequence in [*sequences]:  # those that are preempted leave the queue
+        decoding: list[Sequence] = []  # decode before the current sequence, but are not in the columns yet
+        all_at_once = not (drafts or best_effort)  # the best-effort budget charges time for each decode
+        for sequence in [*sequences]:  # iterates over a copy: preempted sequences leave the queue
             if budget.tokens == len(decoding) or self.out_of_memory or sequence.status is not running:
-                break  # victims are those of the least precedence, so all that follow a victim are victims too
+                break  # victims have the lowest precedence, so everything after a victim is a victim too
             wanted = sequence.num_unscheduled_tokens
             if wanted == 1 and all_at_once and self._lacks_only_its_token(sequence):
                 decoding.append(sequence)
@@ -281,7 +286,8 @@ class BatchScheduler:
                 decoding = []
             group = sequence.group
             if group.beam_search is not None and group is not search:
-                # Room for all of them is made at once: none can be preempted when others have been scheduled.
+                # Room for all beams of a search is made at once: none of them may be preempted after another was
+                # scheduled.
                 search = group
                 if not self._preempt_until_fits(running_beams(group), budget.tokens, scheduler_output):
                     continue
@@ -294,7 +300,9 @@ class BatchScheduler:
         self._schedule_decodes(decoding, scheduler_output, budget)
 
     def _lacks_only_its_token(self, sequence: Sequence) -> bool:
-        """Whether a sequence that computes one token needs nothing else: no block, and no news for the worker."""
+        """Whether a sequence that computes one token needs nothing else: no block, and no update of the worker's
+        row.
+        """
         start, group = sequence.num_scheduled_tokens, sequence.group
         return (
             start >= group.num_prompt_tokens
@@ -306,8 +314,8 @@ class BatchScheduler:
     def _schedule_decodes(
         self, sequences: list[Sequence], scheduler_output: SchedulerOutput, budget: StepBudget
     ) -> None:
-        """Adds the next token of each of ``sequences``, as ``_schedule`` does: for all of them at once, as the worker
-        lacks nothing of them.
+        """Adds the next token of each of ``sequences``, like ``_schedule``, but for all of them at once. The worker's
+        rows of these sequences must be current.
         """
         step, first = scheduler_output.step, len(scheduler_output.rows)
         budget.spend_decodes(len(sequences))
@@ -327,9 +335,11 @@ class BatchScheduler:
     def _propose_drafts(
         self, speculator: Speculator, running: abc.Sequence[Sequence], budget: StepBudget
     ) -> Mapping[int, abc.Sequence[int]]:
-        """Returns drafts for ``running`` by sequence id. There are none in a step that may compute a prompt too, and at
-        most so many that all tokens and blocks of the step are there without them: they preempt nothing. Best effort
-        has none beside others, and counts for nothing where these have some.
+        """Returns drafts for ``running`` by sequence id. A step that may also compute a prompt gets none. Drafts use
+        only tokens and blocks that the step does not need otherwise, so they never preempt.
+
+        Best-effort sequences get no drafts in a step with regular ones, and are ignored when regular sequences get
+        drafts.
         """
         best_effort = bool(running) and running[-1].best_effort
         may_grow = self.waiting.sequences if best_effort else self.waiting.num_regular
@@ -344,8 +354,9 @@ class BatchScheduler:
         return speculator.propose(sequences, room) if room > 0 else {}
 
     def _preempt_until_fits(self, beams: list[Sequence], budget: int, scheduler_output: SchedulerOutput) -> bool:
-        """Preempts until there are blocks for the next tokens of ``beams``, which are scheduled together, or a single
-        sequence. Returns False if these were preempted themselves, or are alone and out of memory.
+        """Preempts until there are blocks for the next tokens of ``beams``, which are scheduled together, or of a
+        single sequence. Returns False if ``beams`` were preempted themselves, or if they run alone and are out of
+        memory.
         """
         pool = self.kv_cache_manager.device_pool
         while (needed := self._num_blocks_needed(beams, budget)) and needed > pool.num_free:
@@ -360,7 +371,7 @@ class BatchScheduler:
         return True
 
     def _num_blocks_needed(self, beams: list[Sequence], budget: int) -> int:
-        """Device blocks that ``beams`` lack for what ``budget`` lets it compute."""
+        """Returns the device blocks that ``beams`` lack for the tokens that ``budget`` lets them compute."""
         missing = 0
         for sequence in beams:
             start, length = sequence.num_scheduled_tokens, min(sequence.num_unscheduled_tokens, budget)
@@ -376,7 +387,9 @@ class BatchScheduler:
         budget: StepBudget,
         drafts: abc.Sequence[int] = (),
     ) -> None:
-        """Adds the sequence's next chunk to the step, with ``drafts`` behind its known tokens. There is room for it."""
+        """Adds the sequence's next chunk to the step, with ``drafts`` after its known tokens. The caller has made room
+        for it.
+        """
         start, num_known = sequence.num_scheduled_tokens, len(sequence.token_ids)
         budget.spend(start, length, sequence.num_unscheduled_tokens)
         end = start + length
@@ -402,8 +415,9 @@ class BatchScheduler:
         self.preemptor.preempt(victim)
 
     def _break_beam_deadlock(self, scheduler_output: SchedulerOutput) -> None:
-        """Nothing can be computed although something is there: beams wait for others of their search that do not fit
-        beside what runs. The newest search is preempted; one that is alone, and the next to return, ends.
+        """Resolves a deadlock in which nothing can be computed although requests are present: beams wait for others of
+        their search that do not fit next to the running sequences. Preempts the newest search. A search that runs alone
+        and would be the next to resume ends as out of memory.
         """
         returning = self.preemptor.next()
         if self.running:
@@ -425,8 +439,8 @@ class BatchScheduler:
         budget: StepBudget,
         accepts: Accepts | None = None,
     ) -> None:
-        """Brings preempted sequences back by precedence, swapped out or not, up to the first that it does not accept:
-        nothing passes another. A step that has preempted brings none back.
+        """Resumes preempted sequences, swapped or not, in order of precedence, and stops at the first that ``accepts``
+        rejects or that lacks room: none passes another. A step that has preempted resumes nothing.
         """
         if scheduler_output.num_preempted:
             return
@@ -434,15 +448,15 @@ class BatchScheduler:
             if not self.admission.fits_max_num_seqs(sequence, scheduler_output):
                 break
             if sequence.last_step >= self._oldest_in_flight:
-                break  # it draws a token in a step in flight, and would draw that again
+                break  # a step in flight samples its token, which would be sampled again
             if not self.admission.resume(sequence, budget.tokens, scheduler_output):
                 break
             if not self.schedule_next_chunk(sequence, scheduler_output, budget):
                 break
 
     def schedule_next_chunk(self, sequence: Sequence, scheduler_output: SchedulerOutput, budget: StepBudget) -> bool:
-        """Adds what the budget allows of a sequence that was just admitted. Returns False if it lacks tokens and the
-        budget allows none.
+        """Adds the tokens of a just admitted sequence that the budget allows. Returns False if the sequence has tokens
+        to compute but the budget allows none.
         """
         wanted = sequence.num_unscheduled_tokens
         length = budget.chunk_length(sequence.num_scheduled_tokens, wanted) if wanted else 0
@@ -458,8 +472,8 @@ class BatchScheduler:
         budget: StepBudget,
         accepts: Accepts | None = None,
     ) -> None:
-        """Admits waiting sequences in the policy's order, up to the first that it does not accept or that lacks room,
-        and adds their first chunks. ``admission.release_held`` comes before it.
+        """Admits waiting sequences in the policy's order and adds their first chunks. Stops at the first that
+        ``accepts`` rejects or that lacks room. Call ``admission.release_held`` first.
         """
         while self.waiting.has_ready and budget.allows_prompts:
             sequence = self.waiting.next()
@@ -483,8 +497,8 @@ def _is_best_effort(sequence: Sequence) -> bool:
 
 
 def _micro_batch(running: Collection[Sequence], num_stages: int) -> list[Sequence]:
-    """The running sequences that the next step may compute. Each stage is to have some that decode, so there are no
-    more of these in a step than their share.
+    """Returns the running sequences that the next step of a pipeline may compute. Limits those that decode to an equal
+    share per stage, so that every stage has some.
     """
     share = -(-len(running) // num_stages)
     ready = [sequence for sequence in running if sequence.num_unscheduled_tokens]
@@ -496,8 +510,8 @@ def _micro_batch(running: Collection[Sequence], num_stages: int) -> list[Sequenc
 def _share_of_tokens(
     running: Iterable[Sequence], waiting_tokens: int, in_flight: Iterable[SchedulerOutput], num_stages: int
 ) -> int:
-    """The most tokens of the next step: its share of all that are known, those ``in_flight`` included, but not so few
-    that it takes as long as one with more.
+    """Returns the token limit of the next step: its share of all known uncomputed tokens, including those
+    ``in_flight``, but at least ``MIN_STAGE_TOKENS``, below which a step gets no shorter.
     """
     known = waiting_tokens + sum(each.num_tokens for each in in_flight)
     known += sum(sequence.num_unscheduled_tokens for sequence in running)

@@ -1,8 +1,8 @@
-"""Beam search as arithmetic on candidates: which beams go on, which are finished, when it ends.
+"""Beam search as arithmetic on candidates: which beams continue, which are finished, and when the search ends.
 
-The rules are those of transformers' beam search, so that the same model gives the same beams: a step looks at the
-best ``width * max(2, 1 + stop tokens)`` continuations of all beams together. Those that end are hypotheses if they are
-among the best ``width``; the best ``width`` that do not end go on.
+The rules are the same as in transformers, so that the same model gives the same beams. A step looks at the best ``width
+* max(2, 1 + stop tokens)`` continuations of all beams together. A continuation that ends becomes a hypothesis if it is
+among the best ``width``. The best ``width`` that do not end continue.
 """
 
 from collections.abc import Iterator, Sequence
@@ -17,7 +17,7 @@ from quire_engine.core.step import BeamCandidates
 
 @dataclass(frozen=True, slots=True)
 class Continuation:
-    """Beam ``parent`` with one more token; ``logprob`` is that of all its output tokens."""
+    """Beam ``parent`` with one more token. ``logprob`` is the sum over all its output tokens."""
 
     parent: int
     token_id: int
@@ -26,7 +26,7 @@ class Continuation:
 
 @dataclass(frozen=True, slots=True)
 class Hypothesis:
-    """A finished output: its tokens without the one that ended it, its score and why it ended."""
+    """A finished output: its tokens without a stop token, its score, and why it ended."""
 
     token_ids: list[int]
     score: float
@@ -36,7 +36,7 @@ class Hypothesis:
 class BeamSearch:
     """The search of one request.
 
-    ``logprobs`` are those of the beams that go on, best first. ``finished`` holds at most ``width`` hypotheses, best
+    ``logprobs`` belong to the beams that continue, best first. ``finished`` holds at most ``width`` hypotheses, best
     first. ``length`` counts the output tokens of every beam.
     """
 
@@ -52,8 +52,8 @@ class BeamSearch:
         self._early_stopping = params.early_stopping
 
     def advance(self, beams: Sequence[tuple[list[int], BeamCandidates]]) -> list[Continuation]:
-        """One step, from each beam's output tokens and candidates, in the order of ``logprobs``. Returns the beams that
-        go on, best first; none when the search has ended.
+        """Runs one step from each beam's output tokens and candidates, in the order of ``logprobs``. Returns the beams
+        that continue, best first; none if the search has ended.
         """
         best = self._best_continuations([candidates for _, candidates in beams])
         self.length += 1
@@ -67,8 +67,8 @@ class BeamSearch:
         return going_on if going_on and self._can_improve() else []
 
     def _best_continuations(self, rows: Sequence[BeamCandidates]) -> list[Continuation]:
-        """Of equal ones, those of the earlier beam, and of the lower token id, go first."""
-        # Each row is best first already, so merging looks at little more than what is kept.
+        """Returns the best continuations of all beams. Ties go to the earlier beam, then to the lower token id."""
+        # Each row is sorted already, so merging reads little more than it keeps.
         merged = merge(*(self._continuations(parent, row) for parent, row in enumerate(rows)))
         best = islice(merged, self.num_candidates)
         return [Continuation(parent, token_id, -negative) for negative, parent, token_id in best]
@@ -95,7 +95,7 @@ class BeamSearch:
         return logprob / float(length**self._penalty)
 
     def _can_improve(self) -> bool:
-        """Whether a beam that goes on may still beat a hypothesis; a guess unless early stopping is "never"."""
+        """Whether a continuing beam may still beat a hypothesis. This is a guess unless early stopping is "never"."""
         if not self._is_full:
             return True
         if self._early_stopping is True:

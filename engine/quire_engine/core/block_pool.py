@@ -1,9 +1,9 @@
-"""A pool of equal blocks: reference counts, free order and the hash index. Every operation is O(1).
+"""A pool of blocks of equal size: reference counts, free order and the hash index. Every operation is O(1) unless it
+says otherwise.
 
-A block is in use (references above 0) or free. A free block with a hash of its contents keeps both until it is
-allocated again, so that a later request with the same prefix can revive it. Free order is the whole eviction policy:
-blocks without a hash go first, the newest of them foremost; those with a hash follow, the longest free foremost. The
-idea is that of vLLM's free block queue.
+A block is in use (references above 0) or free. A free block keeps the hash of its contents until it is allocated again,
+so that a later request with the same prefix can reuse it. The free order is the whole eviction policy: blocks without a
+hash go first, newest first; then blocks with a hash, least recently used first. The idea is vLLM's free block queue.
 """
 
 from collections import OrderedDict
@@ -14,7 +14,7 @@ from itertools import islice
 
 
 class Tier(Enum):
-    """Where a block lies."""
+    """Where a block is."""
 
     DEVICE = "device"
     HOST = "host"
@@ -22,7 +22,7 @@ class Tier(Enum):
 
 @dataclass(frozen=True, slots=True)
 class BlockStored:
-    """Block ``block_hash`` can now be hit in ``tier``."""
+    """Block ``block_hash`` can now be found in ``tier``."""
 
     block_hash: bytes
     tier: Tier
@@ -30,21 +30,21 @@ class BlockStored:
 
 @dataclass(frozen=True, slots=True)
 class BlockRemoved:
-    """Block ``block_hash`` can no longer be hit in ``tier``."""
+    """Block ``block_hash`` can no longer be found in ``tier``."""
 
     block_hash: bytes
     tier: Tier
 
 
 KVCacheEvent = BlockStored | BlockRemoved
-"""A change of what the prefix cache holds, for the routers' index."""
+"""A change of the prefix cache's contents, for the routers' index."""
 
 
 class BlockPool:
-    """Blocks ``reserved .. num_blocks - 1`` of one tier; ids below ``reserved`` are never handed out.
+    """Blocks ``reserved .. num_blocks - 1`` of one tier; ids below ``reserved`` are never allocated.
 
-    ``emit`` is called with what can be hit and what no longer can; ``on_evict`` with each block that has a hash, and
-    that hash, before its contents are overwritten.
+    Calls ``emit`` when a block can be found by its hash, and when it no longer can. Calls ``on_evict`` with each block
+    that has a hash, and the hash, before the contents are overwritten.
     """
 
     def __init__(
@@ -67,16 +67,16 @@ class BlockPool:
 
     @property
     def num_blocks(self) -> int:
-        """Blocks that can be handed out, free or not."""
+        """The number of blocks that can be allocated, free or in use."""
         return max(0, len(self._ref_counts) - self._reserved)
 
     @property
     def num_free(self) -> int:
-        """Blocks that ``allocate`` can hand out now, named ones included."""
+        """The number of blocks that ``allocate`` can return now, including those with a hash."""
         return len(self._free)
 
     def is_free(self, block_id: int) -> bool:
-        """Whether nobody uses the block."""
+        """Whether no table uses the block."""
         return self._ref_counts[block_id] == 0
 
     def is_shared(self, block_id: int) -> bool:
@@ -84,7 +84,9 @@ class BlockPool:
         return self._ref_counts[block_id] > 1
 
     def allocate(self) -> int:
-        """Evicts the first block in free order and returns it with one reference. There must be one."""
+        """Evicts the first block in free order and returns it with one reference. The caller makes sure that a block is
+        free.
+        """
         block_id, _ = self._free.popitem(last=False)
         block_hash = self._block_hashes[block_id]
         if block_hash is not None:
@@ -93,19 +95,19 @@ class BlockPool:
         return block_id
 
     def get_cached_block(self, block_hash: bytes) -> int | None:
-        """The block with these contents, in use or free; take it with ``incref`` before anything else is
-        allocated.
+        """Returns the block with this hash, in use or free; None if there is none. Take it with ``incref`` before
+        allocating anything else.
         """
         return self._hash_to_block.get(block_hash)
 
     def incref(self, block_id: int) -> None:
-        """Adds a reference, and revives the block if it was free."""
+        """Adds a reference. Takes the block out of the free list if it was free."""
         if self._ref_counts[block_id] == 0:
             del self._free[block_id]
         self._ref_counts[block_id] += 1
 
     def decref(self, block_id: int) -> None:
-        """Takes a reference away; the last one frees the block."""
+        """Removes a reference; removing the last one frees the block."""
         assert self._ref_counts[block_id] > 0, f"block {block_id} released more often than acquired"
         self._ref_counts[block_id] -= 1
         if self._ref_counts[block_id] == 0:
@@ -114,7 +116,7 @@ class BlockPool:
                 self._free.move_to_end(block_id, last=False)
 
     def cache_block(self, block_id: int, block_hash: bytes) -> None:
-        """Makes a full block findable. A second block with equal contents gets no hash, so that tables never
+        """Lets a full block be found by its hash. A second block with the same contents gets no hash, so tables never
         change.
         """
         if block_hash in self._hash_to_block or self._block_hashes[block_id] is not None:
@@ -124,7 +126,7 @@ class BlockPool:
         self._emit(BlockStored(block_hash, self._tier))
 
     def forget(self, block_id: int) -> None:
-        """Takes a block's hash away: its contents are not what they were thought to be."""
+        """Removes a block's hash, because its contents are not what the hash says."""
         block_hash = self._block_hashes[block_id]
         if block_hash is not None:
             self._remove_hash(block_id, block_hash)
@@ -132,14 +134,16 @@ class BlockPool:
                 self._free.move_to_end(block_id, last=False)
 
     def evict_all(self) -> None:
-        """Evicts every block that has a hash, in free order. Nobody may use one."""
+        """Evicts every block that has a hash, in free order. No block may be in use. O(blocks)."""
         assert self.num_free == self.num_blocks, "blocks are in use"
         for block_id in self._free:
             if (block_hash := self._block_hashes[block_id]) is not None:
                 self._evict_hash(block_id, block_hash)
 
     def restore(self, block_id: int, block_hash: bytes) -> None:
-        """Makes a free block findable that has these contents since before the start, and the last to be evicted."""
+        """Lets a free block be found by its hash, whose contents date from before the start. It is the last to be
+        evicted.
+        """
         self.cache_block(block_id, block_hash)
         self._free.move_to_end(block_id)
 
@@ -149,18 +153,18 @@ class BlockPool:
             self._free.move_to_end(block_id)
 
     def stored_blocks(self) -> list[BlockStored]:
-        """Everything that can be hit, in the order in which it was stored."""
+        """Returns all blocks that can be found, in the order in which they were stored."""
         return [BlockStored(block_hash, self._tier) for block_hash in self._hash_to_block]
 
     def block_states(self) -> bytes:
-        """Returns a byte for each block that can be handed out: 0 free, 1 free and findable, 2 in use by one table, 3
-        in use by several. O(blocks).
+        """Returns one byte per block that can be allocated: 0 free, 1 free with a hash, 2 used by one table, 3 used by
+        several tables. O(blocks).
         """
         pairs = islice(zip(self._ref_counts, self._block_hashes, strict=True), self._reserved, None)
         return bytes([min(count, 2) + 1 if count else block_hash is not None for count, block_hash in pairs])
 
     def check_integrity(self) -> None:
-        """Asserts that every block is in exactly one place. For tests and idle moments: O(blocks)."""
+        """Asserts that every block is in exactly one place. For tests and idle engines: O(blocks)."""
         assert all(count >= 0 for count in self._ref_counts)
         assert not any(self._ref_counts[: self._reserved]), "a reserved block is in use"
         free = [i for i in range(self._reserved, len(self._ref_counts)) if self._ref_counts[i] == 0]
@@ -184,31 +188,32 @@ def _ignore(event: KVCacheEvent) -> None:
 
 
 NULL_BLOCK = 0
-"""The device block that stands in a table for one that was given up, and that is never given to a sequence."""
+"""The device block that stands in a table for a released block. It is never allocated."""
 UNBOUNDED_TOKENS = 1 << 40
-"""What one sequence can hold where all layers have windows."""
+"""The capacity of one sequence if all layers have windows."""
 
 
 @dataclass(frozen=True, slots=True)
 class KVCacheGroup:
-    """Layers that share the blocks of a sequence: a token sees the last ``window`` tokens in them, itself included, or
-    all if that is None (vLLM's ``KVCacheGroupSpec``).
+    """Layers that share a block table: in them a token attends to the last ``window`` tokens, including itself, or to
+    all if ``window`` is None (vLLM's ``KVCacheGroupSpec``).
     """
 
     window: int | None = None
 
     def first_block(self, num_computed_tokens: int, block_size: int) -> int:
-        """The first block that tokens behind the first ``num_computed_tokens`` see anything of."""
+        """Returns the first block that any token after the first ``num_computed_tokens`` can attend to."""
         return 0 if self.window is None else max(0, num_computed_tokens + 1 - self.window) // block_size
 
 
 @dataclass(frozen=True, slots=True)
 class KVCacheConfig:
-    """Blocks that there is memory for, as the executor that owns the memory decided. Device block 0 is the null block.
-    ``block_bytes`` is what one block takes, in either pool.
+    """The blocks that fit into memory, as decided by the executor that owns the memory. Device block 0 is the null
+    block. ``block_bytes`` is the size of one block in either pool.
 
-    A block is of one of the ``groups`` of layers, most often of the only one: a sequence has as many block tables. Of
-    one sequence, steps in flight compute up to ``max_step_tokens`` tokens, whose windows are held together.
+    A block belongs to one of the ``groups`` of layers; a sequence has a block table per group. Most models have one
+    group. ``max_step_tokens`` is how many tokens of one sequence the steps in flight compute at most; the windows of
+    all of them are kept.
     """
 
     block_size: int
@@ -219,21 +224,21 @@ class KVCacheConfig:
     max_step_tokens: int = 1
 
     def max_blocks(self, num_tokens: int) -> int:
-        """Device blocks that a sequence holds at most at any time until it has ``num_tokens``."""
+        """Returns the most device blocks that a sequence holds at any time while it grows to ``num_tokens``."""
         whole = -(-num_tokens // self.block_size)
         return sum(min(whole, most) for most in self._max_blocks_of_groups())
 
     @property
     def num_tokens(self) -> int:
-        """Tokens for which there are device blocks where no window has left any."""
+        """Tokens that fit into the device blocks if windows release no blocks."""
         return (self.device_blocks - 1) // len(self.groups) * self.block_size
 
     @property
     def usable_tokens(self) -> int:
-        """Tokens that one sequence can hold when it is alone."""
+        """Tokens that one sequence can hold if it runs alone."""
         left, length = self.device_blocks - 1, 0
         bounds = sorted(self._max_blocks_of_groups())
-        for number, bound in enumerate(bounds):  # so many groups need no more blocks as the sequence grows
+        for number, bound in enumerate(bounds):  # the first ``number`` groups need no more blocks as the sequence grows
             growing = len(bounds) - number
             if bound == UNBOUNDED_TOKENS or (bound - length) * growing > left:
                 return (length + left // growing) * self.block_size
@@ -241,14 +246,14 @@ class KVCacheConfig:
         return UNBOUNDED_TOKENS
 
     def _max_blocks_of_groups(self) -> list[int]:
-        """That of each group. What a window holds may begin and end within a block."""
+        """Returns the most blocks that a sequence holds, per group. A window may start and end within a block."""
         held = [None if group.window is None else group.window - 1 + self.max_step_tokens for group in self.groups]
         return [UNBOUNDED_TOKENS if tokens is None else -(-tokens // self.block_size) + 1 for tokens in held]
 
 
 @dataclass(frozen=True, slots=True)
 class BlockCopy:
-    """From block ``source`` of one pool to block ``target`` of the same or the other one."""
+    """Copies block ``source`` of one pool to block ``target`` of the same or the other pool."""
 
     source: int
     target: int
@@ -256,8 +261,8 @@ class BlockCopy:
 
 @dataclass(frozen=True, slots=True)
 class DiskTransfer:
-    """Between block ``host_block`` of the host pool and ``disk_block`` of the disk, one of which has the contents that
-    are named ``block_hash``. Its result has its ``transfer_id``.
+    """Transfers a block between ``host_block`` of the host pool and ``disk_block`` of the disk. ``block_hash`` names
+    its contents. Its result has the same ``transfer_id``.
     """
 
     transfer_id: int
@@ -268,15 +273,15 @@ class DiskTransfer:
 
 @dataclass(slots=True)
 class BlockCopies:
-    """What a step copies: first from the device to the host (``blocks_to_swap_out``), then within the device
-    (``blocks_to_copy``), then from the host to the device (``blocks_to_swap_in``), each list in its own order: a block
-    may be the target of one copy and the source of a later one. ``blocks_to_swap_ahead`` are copied to the host behind
-    these and beside what the step computes, which neither reads nor writes where they go and does not write where they
-    come from.
+    """The copies of a step, in this order: from the device to the host (``blocks_to_swap_out``), within the device
+    (``blocks_to_copy``), and from the host to the device (``blocks_to_swap_in``). Each list runs in its own order: a
+    block may be the target of one copy and the source of a later one.
 
-    Behind all of these, transfers begin between the host and the disk, ``blocks_to_store`` and ``blocks_to_load``. They
-    last for as many steps as they take, and no other copy touches their blocks until the executor has returned their
-    results.
+    ``blocks_to_swap_ahead`` are copied to the host after these, while the step computes. The step does not read or
+    write their targets, and does not write their sources.
+
+    After all of these, the transfers between host and disk start: ``blocks_to_store`` and ``blocks_to_load``. They may
+    last for several steps. No other copy uses their blocks until the executor has returned their results.
     """
 
     blocks_to_swap_out: list[BlockCopy] = field(default_factory=list)
@@ -288,7 +293,7 @@ class BlockCopies:
 
     @property
     def is_empty(self) -> bool:
-        """Whether nothing is copied."""
+        """Whether there is nothing to copy."""
         return not (
             self.blocks_to_swap_out
             or self.blocks_to_copy

@@ -1,4 +1,4 @@
-"""The blocks of one sequence: a table for each group of layers, and what pools know the blocks by."""
+"""The blocks of one sequence: a block table per group of layers, and the names under which pools find the blocks."""
 
 from array import array
 from collections.abc import Iterable, Sequence
@@ -13,12 +13,12 @@ from quire_engine.core.block_pool import NULL_BLOCK, Tier
 
 @dataclass(slots=True)
 class GroupTable:
-    """The blocks that hold the tokens of one sequence for one group of layers, on the device or, while it is swapped
-    out, on the host; exactly one of the two lists is in use.
+    """The blocks that hold the tokens of one sequence for one group of layers. They are on the device or, while the
+    sequence is swapped out, on the host; exactly one of the two lists is in use.
 
-    ``block_ids[i]`` holds tokens ``[i * block_size, (i + 1) * block_size)``. The first ``num_skipped`` are the null
-    block, as no window reaches them any more; ``host_block_ids`` has only those that follow. In pools, the names of the
-    blocks end with ``suffix``.
+    ``block_ids[i]`` holds tokens ``[i * block_size, (i + 1) * block_size)``. The first ``num_skipped`` entries are the
+    null block, because no window reaches them any more; ``host_block_ids`` has only the entries after them. Names of
+    the group's blocks in pools end with ``suffix``.
     """
 
     suffix: bytes = b""
@@ -29,16 +29,16 @@ class GroupTable:
 
 @dataclass(slots=True)
 class BlockTable:
-    """The blocks of one sequence: a table for each group of layers. All have ``num_blocks`` blocks on the device.
+    """The blocks of one sequence: a block table per group of layers. All have ``num_blocks`` blocks on the device.
 
-    ``block_hashes`` are the hashes of the sequence's full blocks as far as they were needed; they only ever grow,
-    because known tokens do not change. ``num_cached_blocks`` counts the blocks of the device tables that were offered
-    to the pool under their name, and ``num_swapped_ahead`` those of them that ``swap_ahead`` has seen to. After a fork,
-    ``tail_shared`` says that the last block may be shared although it is not full. The sequence begins with
-    ``num_prompt_tokens`` and ends with ``max_tokens`` at most, which only memory that reserves needs to know.
+    ``block_hashes`` are the hashes of the sequence's full blocks, computed only when needed; the list only grows,
+    because known tokens do not change. ``num_cached_blocks`` counts the device blocks that were offered to the pool
+    under their name; ``swap_ahead`` has handled the first ``num_swapped_ahead`` of them. After a fork, ``tail_shared``
+    is True while the last block may be shared although it is not full. The sequence starts with ``num_prompt_tokens``
+    and has at most ``max_tokens``; only memory that reserves blocks uses these two.
 
-    The worker was sent the first ``num_sent`` blocks of each group; those at ``changed`` (a group and an index) are
-    others by now.
+    The worker was sent the first ``num_sent`` blocks of each group. The entries ``changed`` (group, index) were
+    replaced since.
     """
 
     extra_key: bytes
@@ -55,41 +55,41 @@ class BlockTable:
 
     @property
     def num_held_blocks(self) -> int:
-        """The device blocks of all groups."""
+        """The number of device blocks in all groups, without null blocks."""
         return sum([len(group.block_ids) - group.num_skipped for group in self.groups]) if self.num_blocks else 0
 
     def append_blocks(self, block_ids: Iterable[int]) -> None:
-        """Adds a block to each group."""
+        """Appends one block to each group."""
         for group, block_id in zip(self.groups, block_ids, strict=True):
             group.block_ids.append(block_id)
         self.num_blocks += 1
 
     def replace_block(self, group: int, index: int, block_id: int) -> None:
-        """Puts another block in the place of one that a group has."""
+        """Replaces one block of a group."""
         self.groups[group].block_ids[index] = block_id
         if index < self.num_sent:
             self.changed.append((group, index))
 
     def remove_last_blocks(self) -> list[int]:
-        """Takes the last block from each group, and returns these."""
+        """Removes the last block of each group and returns them."""
         self.num_blocks -= 1
         self.num_sent = min(self.num_sent, self.num_blocks)
         return [group.block_ids.pop() for group in self.groups]
 
     def clear(self) -> None:
-        """Takes all blocks from the device tables."""
+        """Removes all blocks from the device tables."""
         for group in self.groups:
             group.block_ids.clear()
         self.num_blocks = self.num_swapped_ahead = 0
 
     def take_all(self) -> tuple["array[int]", ...]:
-        """Returns the table of each group, for a worker that has nothing of them."""
+        """Returns the table of each group, for a worker that has none of them. Marks all as sent."""
         self.num_sent = self.num_blocks
         self.changed.clear()
         return tuple([array("i", group.block_ids) for group in self.groups])
 
     def take_changes(self) -> list[tuple[int, int, int]]:
-        """Returns the blocks that the worker lacks, which are sent now: a group, an index in it, and the block."""
+        """Returns what the worker lacks, as (group, index, block id), and marks it as sent."""
         places = [(number, index) for number, index in self.changed if index < self.num_sent]
         places += product(range(len(self.groups)), range(self.num_sent, self.num_blocks))
         self.num_sent = self.num_blocks
@@ -97,14 +97,12 @@ class BlockTable:
         return [(number, index, self.groups[number].block_ids[index]) for number, index in places]
 
     def copy(self) -> "BlockTable":
-        """Returns a table of the same blocks for a sequence that is forked from this one; the caller adds the
-        references.
-        """
+        """Returns a table of the same blocks, for a forked sequence. The caller adds the references."""
         groups = tuple([replace(each, block_ids=[*each.block_ids], host_block_ids=[]) for each in self.groups])
         return replace(self, groups=groups, block_hashes=[*self.block_hashes], changed=[])
 
     def extend_block_hashes(self, token_ids: Sequence[int], num_blocks: int, block_size: int) -> None:
-        """Computes names until there are ``num_blocks`` of them; all their tokens must be known."""
+        """Computes block hashes until there are ``num_blocks``. All tokens of these blocks must be known."""
         while len(self.block_hashes) < num_blocks:
             start = len(self.block_hashes) * block_size
             parent = self.block_hashes[-1] if self.block_hashes else ROOT
@@ -112,17 +110,18 @@ class BlockTable:
 
 
 class CachedBlock(NamedTuple):
-    """A block that holds what is needed, and the pool that it is in."""
+    """A block found in a pool, and the tier that it is in."""
 
     block_id: int
     tier: Tier
 
 
 CachedBlocks = list[CachedBlock]
-"""One block of a prefix: that of each group of layers, ``SKIPPED`` where no window behind the prefix reaches it."""
+"""One block of a prefix: an entry per group of layers, ``SKIPPED`` where no window after the prefix reaches the block.
+"""
 SKIPPED = CachedBlock(NULL_BLOCK, Tier.DEVICE)
 
 
 def block_name(table: BlockTable, number: int, index: int) -> bytes:
-    """Returns what pools know block ``index`` of a group by: the hash of its tokens, and the group's suffix."""
+    """Returns the name of block ``index`` of a group in pools: the hash of its tokens, then the group's suffix."""
     return table.block_hashes[index] + table.groups[number].suffix

@@ -1,4 +1,4 @@
-"""The configuration of one scheduler: the engine's settings, and what it must know of the model."""
+"""The configuration of one scheduler: the engine's settings, and the facts of the model that it needs."""
 
 from typing import Any, Self
 
@@ -12,12 +12,13 @@ from quire_engine.core.pooling import PoolerConfig
 class SchedulerConfig(SchedulerArgs):
     """Limits of one step and of one sequence, and facts of the model.
 
-    ``max_model_len``: tokens of one sequence. ``watermark``: part of the device blocks that an admission leaves free,
-    so that running sequences can grow for a while. ``max_step_seconds`` is 0 here unless it is given, so that what a
-    step computes does not depend on a clock. ``num_stages``: stages of the pipeline that the model is divided into. As
-    many steps are in flight then, and none has a token of a sequence before the one before it is known.
-    ``supported_tasks``: what requests may ask for. ``pooler_config``: how prompts are pooled, None where none are.
-    Without ``enable_chunked_prefill`` a step computes a prompt as a whole or not at all.
+    ``max_model_len``: tokens of one sequence. ``watermark``: fraction of the device blocks that an admission leaves
+    free, so that running sequences can grow for a while. ``max_step_seconds`` defaults to 0 here, so that a step does
+    not depend on a clock. ``num_stages``: pipeline stages of the model. As many steps are in flight, and none computes
+    a token of a sequence before the previous token is known.
+
+    ``supported_tasks``: what requests may ask for. ``pooler_config``: how prompts are pooled; None if the engine does
+    not pool. Without ``enable_chunked_prefill``, a step computes a prompt as a whole or not at all.
     """
 
     max_model_len: int = Field(default=2048, ge=1)
@@ -33,5 +34,5 @@ class SchedulerConfig(SchedulerArgs):
 
     @classmethod
     def of(cls, args: SchedulerArgs, **facts: Any) -> Self:
-        """The scheduler's settings among ``args``, with the ``facts`` that they do not have, or instead of them."""
+        """Returns the scheduler's settings from ``args``, with ``facts`` added or overriding them."""
         return cls(**{**args.model_dump(include=set(SchedulerArgs.model_fields)), **facts})

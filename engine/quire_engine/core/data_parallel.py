@@ -1,14 +1,15 @@
-"""Data-parallel engines make their forward passes together, as each holds experts that the others' tokens need. Here is
-what they tell each other for it (``DPMessage``), who decides when a pass begins (``DPCoordinator``), an engine's part
-in it (``Lockstep``), and the loop of an engine that takes part without work (``DPEngineCore``). The coordinator and
-``execute_dummy_batch`` have vLLM's names. Its waves, which last from one pause of all engines to the next, are not
-needed here, as each pass has a number.
+"""Data-parallel engines, which run their forward passes together because each holds experts for the tokens of all.
 
-Passes are numbered. An engine that has work for the next one says so, and the coordinator then has all engines make it:
-those without work as a dummy. While none has work all sleep. So a pass is begun once, by its number. What arrives late
-is of a pass that was begun already, in which its sender takes part anyway: messages may arrive in any order.
+Here are their messages (``DPMessage``), the coordinator that decides when a pass starts (``DPCoordinator``), an
+engine's side of it (``Lockstep``), and the loop of an engine that takes part even without work (``DPEngineCore``). The
+coordinator and ``execute_dummy_batch`` have vLLM's names. vLLM's waves (the time between two pauses of all engines) are
+not needed here, because each pass has a number.
 
-An engine that has loaded its model, or has served all requests, takes part until all engines are as far.
+An engine with work for the next pass tells the coordinator, which then starts the pass on all engines. Engines without
+work run it as a dummy batch. While no engine has work, all sleep. Messages may arrive in any order: a pass number
+starts a pass once, and a late message is about a pass that has already started, with its sender in it.
+
+An engine that has loaded its model, or has served all its requests, keeps taking part until all engines have.
 """
 
 from collections import Counter
@@ -24,18 +25,18 @@ from quire_engine.core.kv_transfer.transfer import TransferResult
 from quire_engine.core.scheduler import Scheduler
 from quire_engine.core.step_recording import StepRecorder
 
-# How late an engine that waits for a pass or for its disk hears of the disk.
+# Interval at which an engine that waits for a pass, or for its disk, looks for disk results.
 DISK_POLL_SECONDS = 0.001
 
 
 class DPMessageKind(IntEnum):
-    """What engines and coordinator say."""
+    """The messages of engines and coordinator."""
 
-    WORK = 1  # an engine: it has work for this pass
-    PASS = 2  # the coordinator: all make this pass
-    LEAVING = 3  # an engine: it was asked to stop; the coordinator: so are all
-    FINISHED = 4  # an engine: it has no more work in this phase; the coordinator: nobody has
-    LOST = 5  # the coordinator: the group ends
+    WORK = 1  # from an engine: it has work for this pass
+    PASS = 2  # from the coordinator: all engines run this pass
+    LEAVING = 3  # from an engine: it was asked to stop; from the coordinator: so are all
+    FINISHED = 4  # from an engine: no more work in this phase; from the coordinator: no engine has any
+    LOST = 5  # from the coordinator: the group ends
 
 
 LOADING, SERVING = range(2)
@@ -44,7 +45,7 @@ LOADING, SERVING = range(2)
 
 @dataclass(frozen=True, slots=True)
 class DPMessage:
-    """``number`` is that of a pass or a phase, of those kinds that are about one; ``reason`` says as a sentence why the
+    """``number`` is a pass for WORK and PASS, and a phase for FINISHED. ``reason`` is a sentence that says why the
     group ends.
     """
 
@@ -54,7 +55,7 @@ class DPMessage:
 
 
 class DPCoordinator:
-    """Decides for the ``size`` engines of a group when they make their next pass, and when a phase ends."""
+    """Decides for the ``size`` engines of a group when the next pass starts, and when a phase ends."""
 
     def __init__(self, size: int) -> None:
         self._size = size
@@ -62,7 +63,7 @@ class DPCoordinator:
         self._finished = Counter[int]()
 
     def receive(self, message: DPMessage) -> DPMessage | None:
-        """An engine has sent ``message``. Returns what all engines are to be sent now, None if nothing is."""
+        """Handles ``message`` of an engine. Returns the message to send to all engines now; None if there is none."""
         match message.kind:
             case DPMessageKind.WORK if message.number == self._number:
                 self._number += 1
@@ -70,73 +71,73 @@ class DPCoordinator:
             case DPMessageKind.LEAVING:
                 return message
             case DPMessageKind.FINISHED:
-                self._finished[message.number] += 1  # each engine says it once
+                self._finished[message.number] += 1  # each engine sends it once
                 if self._finished[message.number] == self._size:
                     return message
         return None
 
 
 class Lockstep:
-    """One engine's part in the passes of its group. ``send`` gives a message to the coordinator, from any thread.
+    """One engine's side of the passes of its group. ``send`` sends a message to the coordinator, from any thread.
 
-    The engine's core makes passes, on one thread; messages come in on another.
+    The engine's core runs passes on one thread; messages arrive on another.
     """
 
     def __init__(self, send: Callable[[DPMessage], object]) -> None:
         self._send = send
         self._changed = Condition()
-        self._number = 0  # of the pass that this engine makes next
-        self._num_due = 0  # all passes below this number are made by all
+        self._number = 0  # of the pass that this engine runs next
+        self._num_due = 0  # passes below this number have started on all engines
         self._num_asked = 0
-        self._phase, self._num_ended = LOADING, 0  # this engine's, and how many all have ended
-        self._is_leaving = False  # one of all was asked to stop
+        self._phase, self._num_ended = LOADING, 0  # this engine's phase, and how many phases all engines have ended
+        self._is_leaving = False  # whether any engine was asked to stop
         self._loss: str | None = None
 
     @property
     def number(self) -> int:
-        """The pass that this engine makes next."""
+        """The number of the pass that this engine runs next."""
         return self._number
 
     @property
     def is_due(self) -> bool:
-        """Whether all make the next pass now."""
+        """Whether the next pass has started on all engines."""
         with self._changed:
             return self._number < self._num_due
 
     def wait(self, has_work: Callable[[], bool], seconds: float | None = None) -> None:
-        """Waits until the next pass is due or, which is looked at after ``notify``, this engine has work; for at most
-        ``seconds``. Raises ``ExecutorError`` when another engine is lost.
+        """Waits for at most ``seconds`` until the next pass is due or this engine has work. ``has_work`` is checked
+        again after ``notify``. Raises ``ExecutorError`` if another engine is lost.
         """
         with self._changed:
             self._changed.wait_for(lambda: self.is_due or has_work() or self._loss is not None, seconds)
             self._raise_if_lost()
 
     def notify(self) -> None:
-        """This engine may have work. May be called from any thread."""
+        """Wakes a waiting engine, because it may have work. Thread-safe."""
         with self._changed:
             self._changed.notify_all()
 
     def ask(self) -> None:
-        """Says that this engine has work for its next pass, unless that is due already."""
+        """Tells the coordinator that this engine has work for its next pass, unless that pass is due already."""
         with self._changed:
             if self._number >= max(self._num_due, self._num_asked):
                 self._num_asked = self._number + 1
                 self._send(DPMessage(DPMessageKind.WORK, self._number))
 
     def begin(self) -> None:
-        """Waits until all engines make the next pass. Raises ``ExecutorError`` when one of them is lost."""
+        """Waits until all engines run the next pass. Raises ``ExecutorError`` if one of them is lost."""
         self.ask()
         with self._changed:
             self._changed.wait_for(lambda: self.is_due or self._loss is not None)
             self._raise_if_lost()
 
     def end(self) -> None:
-        """This engine has made the pass."""
+        """Marks the pass as completed by this engine."""
         with self._changed:
             self._number += 1
 
     def leave(self) -> None:
-        """Says that this engine was asked to stop, unless another was. May be called from any thread."""
+        """Tells the group that this engine was asked to stop, unless another was already. Thread-safe."""
         with self._changed:
             was_leaving, self._is_leaving = self._is_leaving, True
             self._changed.notify_all()
@@ -144,13 +145,13 @@ class Lockstep:
             self._send(DPMessage(DPMessageKind.LEAVING))
 
     def wait_until_leaving(self) -> None:
-        """Returns when an engine of the group was asked to stop, this one included, or is lost."""
+        """Waits until any engine of the group was asked to stop or is lost."""
         with self._changed:
             self._changed.wait_for(lambda: self._is_leaving or self._loss is not None)
 
     def finish(self, execute_dummy_batch: Callable[[], object]) -> None:
-        """Says that this engine has no more work in its phase, and takes part in the passes of the others until none
-        has. Raises ``ExecutorError`` when one of them is lost.
+        """Reports that this engine has no more work in its phase, and runs dummy batches in the passes of other engines
+        until none has work. Raises ``ExecutorError`` if one of them is lost.
         """
         phase, self._phase = self._phase, self._phase + 1
         self._send(DPMessage(DPMessageKind.FINISHED, phase))
@@ -167,13 +168,13 @@ class Lockstep:
             raise ExecutorError(self._loss)
 
     def wait_for_loss(self, seconds: float) -> str | None:
-        """Why the group has ended, or does within ``seconds``; None if it does not."""
+        """Returns why the group has ended or ends within ``seconds``; None if it does not."""
         with self._changed:
             self._changed.wait_for(lambda: self._loss is not None, seconds)
             return self._loss
 
     def receive(self, message: DPMessage) -> None:
-        """The coordinator has sent ``message``."""
+        """Handles a message from the coordinator."""
         with self._changed:
             match message.kind:
                 case DPMessageKind.PASS:
@@ -189,16 +190,16 @@ class Lockstep:
 
 @dataclass(slots=True)
 class DPStats:
-    """``dummy_passes`` of the others were made without tokens."""
+    """Counts of an engine in a group. ``dummy_passes`` are passes that it ran without tokens."""
 
     dummy_passes: int = 0
 
 
 @dataclass(frozen=True, slots=True)
 class DataParallel:
-    """What the core of one engine of a group needs besides an executor, whose ``execute_model`` waits for the others
-    where it computes something. ``execute_dummy_batch`` takes part in a pass that is due, without tokens, and raises
-    ``ExecutorError``.
+    """What the core of an engine in a group needs in addition to an executor. The executor's ``execute_model`` waits
+    for the other engines if it computes something. ``execute_dummy_batch`` takes part in a due pass without tokens, and
+    raises ``ExecutorError``.
     """
 
     lockstep: Lockstep
@@ -207,8 +208,8 @@ class DataParallel:
 
 
 class DPEngineCore(EngineCore):
-    """The core of one engine of a group. In a round of the loop in which the others make a pass and this engine has no
-    tokens, it makes that pass as a dummy.
+    """The core of one engine of a group. If the others run a pass in a round in which this engine has no tokens, it
+    runs a dummy batch.
     """
 
     def __init__(
@@ -253,7 +254,9 @@ class DPEngineCore(EngineCore):
         self._lockstep.wait(lambda: self._has_commands)
 
     def _wait_for_transfers(self) -> Sequence[TransferResult]:
-        """As ``EngineCore`` does, but not behind a pass that becomes due: the others wait for this engine in it."""
+        """Waits for transfers like ``EngineCore``, but stops when a pass is due, because the other engines wait for
+        this one.
+        """
         for _ in range(round(DISK_WAIT_SECONDS / DISK_POLL_SECONDS)):
             if results := self._executor.take_transfers(0.0):
                 return results

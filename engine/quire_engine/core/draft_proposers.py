@@ -1,9 +1,9 @@
-"""Guesses the next tokens of a sequence where its text repeats itself.
+"""Proposes draft tokens for a sequence whose text repeats itself.
 
-Two proposers guess, both from the sequence's own prompt and output. ``NgramProposer`` follows one earlier occurrence of
-its last tokens, as long as what came there comes again. ``SuffixProposer`` follows all of them at once, of any length,
-and knows by how long a text is repeated and what followed it elsewhere how far it can be trusted. Hit rates are known
-at no cost: each guessed token is compared with the one that was drawn, whether it was computed or not.
+Both proposers use only the sequence's own prompt and output. ``NgramProposer`` follows one earlier occurrence of the
+last tokens for as long as the text repeats it. ``SuffixProposer`` follows all earlier occurrences at once, at any
+length. It derives the probability of a draft from the length of the repeated text and from the tokens that followed it
+elsewhere. Hit rates cost nothing extra: each draft is compared with the sampled token, whether it was computed or not.
 """
 
 from collections import Counter, abc
@@ -11,26 +11,26 @@ from collections.abc import Iterator
 from itertools import count
 
 MAX_CANDIDATES = 16
-"""Earlier occurrences that are looked at, the last ones first."""
+"""Earlier occurrences to compare, latest first."""
 MAX_SOURCES = 16
 """Earlier occurrences that ``SuffixProposer`` follows at once."""
 MAX_MATCH = 64
-"""Tokens beyond which a longer equal text is not told from one of so many."""
+"""Tokens of equal text that are compared; longer matches count as this long."""
 
-_HIT_MEMORY = 0.95  # weight of a guess after the next one
+_HIT_MEMORY = 0.95  # weight of a guess, relative to the next one
 _PRIOR_HITS, _PRIOR_GUESSES = 1.0, 2.0
 _SHARED_MEMORY = 0.998
 
 Guess = tuple[int, float]
-"""A token, and the probability that it is right if those before it are."""
+"""A draft token, and the probability that it is right if those before it are."""
 
 
 class NgramProposer:
-    """Guesses the tokens that follow a sequence, from an earlier occurrence of its last tokens: of at least
-    ``shortest``, and the longest one counts, up to ``longest``; of equally long ones the last.
+    """Proposes the tokens that followed an earlier occurrence of the last tokens. The occurrence must match at least
+    ``shortest`` tokens. The longest match wins, up to ``longest`` tokens; ties go to the latest occurrence.
 
-    While guesses are right the same occurrence is followed; a wrong one has another looked up. Prompt lookup decoding
-    (Saxena 2023); the hash chains by which earlier occurrences are found are those of LZ77 compressors.
+    The same occurrence is followed while its drafts are right; after a wrong draft another is looked up. This is prompt
+    lookup decoding (Saxena 2023). Earlier occurrences are found by hash chains, as in LZ77 compressors.
     """
 
     __slots__ = (
@@ -49,21 +49,21 @@ class NgramProposer:
         self._token_ids = token_ids
         self._shortest = shortest
         self._longest = longest
-        # Where each n-gram of ``shortest`` tokens ends last, and for each end the one before it of the same n-gram.
+        # The last end of each n-gram of ``shortest`` tokens, and for each end, the previous end of the same n-gram.
         self._last: dict[tuple[int, ...], int] = {}
         self._earlier: list[int] = []
         self._num_seen = 0
-        self._source = 0  # where the guess of the next token stands in the text; 0 for none
+        self._source = 0  # index in the text of the draft for the next token; 0 for none
         self._hits = _PRIOR_HITS
         self._guesses = _PRIOR_GUESSES
 
     @property
     def hit_rate(self) -> float:
-        """The probability that a guessed token is right, if those before it are."""
+        """The probability that a draft is right, if those before it are."""
         return self._hits / self._guesses
 
     def update(self) -> None:
-        """Takes in the tokens that the sequence got since the last call."""
+        """Adds the tokens that the sequence got since the last call."""
         known, shortest = self._token_ids, self._shortest
         for position in range(self._num_seen, len(known)):
             if self._source:
@@ -79,8 +79,8 @@ class NgramProposer:
             self._source = self._find()
 
     def guesses(self) -> Iterator[Guess]:
-        """The guessed tokens, one after the other. A guess that runs into the text's end goes on with itself: the text
-        has begun to repeat.
+        """Yields the drafts one by one. A draft that reaches the end of the text continues with the drafts themselves:
+        the text has begun to repeat.
         """
         if not self._source:
             return
@@ -94,7 +94,7 @@ class NgramProposer:
         self._source = self._source + 1 if hit else 0
 
     def _find(self) -> int:
-        """The end of the best earlier occurrence of the last tokens; 0 if there is none."""
+        """Returns the end of the best earlier occurrence of the last tokens; 0 if there is none."""
         best = best_length = 0
         end = self._earlier[-1]
         for _ in range(MAX_CANDIDATES):
@@ -108,8 +108,8 @@ class NgramProposer:
 
 
 class HitRates:
-    """How often guesses were right, by the length of the text that was repeated before them. What few guesses tell is
-    drawn to what ``shared`` knows of all sequences, and that to one half.
+    """How often drafts were right, by the length of the repeated text before them. With few drafts, a rate stays close
+    to the rate in ``shared``, which covers all sequences; that in turn starts at 1/2.
     """
 
     __slots__ = ("_expected", "_hits", "_memory", "_shared")
@@ -122,13 +122,15 @@ class HitRates:
         self._expected = [0.0] * classes
 
     def rate(self, length: int) -> float:
-        """The probability that a guess is right on which all occurrences of a text of so many tokens agree."""
+        """Returns the probability that a draft is right if all occurrences of a text of ``length`` tokens agree on
+        it.
+        """
         prior = self._shared.rate(length) if self._shared else _PRIOR_HITS / _PRIOR_GUESSES
         kind = _length_class(length)
         return min(1.0, (_PRIOR_GUESSES * prior + self._hits[kind]) / (_PRIOR_GUESSES + self._expected[kind]))
 
     def observe(self, length: int, share: float, *, hit: bool) -> None:
-        """Adds a guess on which this share of the occurrences agreed."""
+        """Adds the result of a draft on which this ``share`` of the occurrences agreed."""
         kind = _length_class(length)
         self._hits[kind] = self._memory * self._hits[kind] + hit
         self._expected[kind] = self._memory * self._expected[kind] + share
@@ -137,16 +139,16 @@ class HitRates:
 
 
 def _length_class(length: int) -> int:
-    """1, 2, 3 to 4, 5 to 8 and so on."""
+    """Returns the class of a length: 1, 2, 3 to 4, 5 to 8, and so on."""
     return (min(length, MAX_MATCH) - 1).bit_length()
 
 
 class SuffixProposer:
-    """Guesses the tokens that follow a sequence from all earlier occurrences of its longest suffix that has any: the
-    token that followed most of them, and among those the same again. Of occurrences that are not whole, the next
-    longest are asked when no longer one is left.
+    """Proposes drafts from all earlier occurrences of the longest suffix that has any: the token that followed most of
+    them, then the same among the occurrences that agree. When none of the longest occurrences is left, the next longest
+    vote.
 
-    That is the longest path of a suffix tree with its counts (suffix decoding, Oliaro et al. 2024), and needs no tree:
+    This is the longest path of a suffix tree with counts (suffix decoding, Oliaro et al. 2024), without the tree:
     occurrences are followed token by token, and looked up again when none is left.
     """
 
@@ -155,17 +157,17 @@ class SuffixProposer:
     def __init__(self, token_ids: abc.Sequence[int], rates: HitRates) -> None:
         self._token_ids = token_ids
         self._rates = rates
-        # Where each token stands last, and for each place the one before it of the same token; both count from 1.
+        # The last place of each token, and for each place, the previous place of the same token. Both count from 1.
         self._last: dict[int, int] = {}
         self._earlier: list[int] = []
         self._num_seen = 0
-        # Where earlier occurrences of the last tokens end, the longest first and of equally long ones the last, each
-        # with its length when it was found; they have been right for ``_followed`` tokens since.
+        # The ends of earlier occurrences of the last tokens, longest first, ties latest first, each with its length
+        # when it was found. They have been right for ``_followed`` tokens since.
         self._sources: list[tuple[int, int]] = []
         self._followed = 0
 
     def update(self) -> None:
-        """Takes in the tokens that the sequence got since the last call."""
+        """Adds the tokens that the sequence got since the last call."""
         known, last, earlier = self._token_ids, self._last, self._earlier
         for position in range(self._num_seen, len(known)):
             token_id = known[position]
@@ -178,8 +180,8 @@ class SuffixProposer:
             self._find()
 
     def guesses(self) -> Iterator[Guess]:
-        """The guessed tokens, one after the other. Behind the text's end stands what was guessed: the text has begun to
-        repeat.
+        """Yields the drafts one by one. After the end of the text it continues with the drafts themselves: the text has
+        begun to repeat.
         """
         sources, followed, text = self._sources, self._followed, self._token_ids
         size, drafts = len(text), list[int]()
@@ -194,7 +196,7 @@ class SuffixProposer:
             followed += 1
 
     def _follow(self, token_id: int) -> None:
-        """Compares what the sources guess with the token that came, and keeps those that were right."""
+        """Compares the drafts of the sources with the new token, and keeps the sources that were right."""
         follow = [self._token_ids[end] for end, _ in self._sources]
         guessed, length, share = _vote(follow, self._sources)
         self._rates.observe(length + self._followed, share, hit=guessed == token_id)
@@ -206,7 +208,7 @@ class SuffixProposer:
         self._followed += 1
 
     def _find(self) -> None:
-        """Looks up the last occurrences of the last token, and how much of the text before it is equal."""
+        """Looks up the latest occurrences of the last token, and how much of the text before each is equal."""
         found, end = list[tuple[int, int]](), self._earlier[-1]
         while end and len(found) < MAX_SOURCES:
             found.append((end, _match_length(self._token_ids, end, 1, MAX_MATCH)))
@@ -216,7 +218,7 @@ class SuffixProposer:
 
 
 def _vote(follow: list[int], sources: list[tuple[int, int]]) -> tuple[int, int, float]:
-    """The token that follows most of the longest occurrences, the last one's of equally many; their length when they
+    """Returns the token that follows most of the longest occurrences (ties go to the latest), their length when they
     were found, and the share that agrees.
     """
     length = sources[0][1]
@@ -228,7 +230,9 @@ def _vote(follow: list[int], sources: list[tuple[int, int]]) -> tuple[int, int, 
 
 
 def _match_length(token_ids: abc.Sequence[int], end: int, length: int, most: int) -> int:
-    """How many tokens before ``end`` equal the last ones of the text, ``most`` at most; ``length`` are known to."""
+    """Returns how many tokens before ``end`` equal the last ones of the text, at most ``most``. The first ``length``
+    are known to be equal.
+    """
     limit = min(most, end)
     while length < limit and token_ids[end - 1 - length] == token_ids[-1 - length]:
         length += 1

@@ -1,7 +1,7 @@
-"""The engine's loop: commands, schedule, execute, update, publish.
+"""The engine's loop: handle commands, schedule, execute, update, publish.
 
-There is one loop for both kinds of executor. One that overlaps steps is given the next scheduler output before the
-model output of the last step is read; the synchronous loop is the reference that tests compare it with.
+Both kinds of executor use the same loop. An executor that overlaps steps gets the next scheduler output before the
+model output of the last step is read. The synchronous loop is the reference that tests compare it with.
 """
 
 import logging
@@ -39,9 +39,9 @@ log = logging.getLogger(__name__)
 FRAGMENTATION_INTERVAL = 64
 CANNOT_SLEEP = "This engine does not sleep: one that shares experts with other engines, or streams weights, cannot."
 DISK_WAIT_SECONDS = 0.01
-"""How long a round without a step waits for the disk, and a new request for the round."""
+"""How long a round without a step waits for the disk, and so the most that a new request waits for the round."""
 
-MOVE_SECONDS = 300.0  # in which going to sleep or waking up is no hang: a slow disk writes 16 GiB in 90 seconds
+MOVE_SECONDS = 300.0  # sleeping or waking this long is not a hang: a slow disk writes 16 GiB in 90 seconds
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,7 +53,7 @@ class AddRequest:
 
 @dataclass(frozen=True, slots=True)
 class AbortRequest:
-    """Ends a request, or, where ``indexes`` are given, those of its choices."""
+    """Aborts a request, or only the choices at ``indexes`` if given."""
 
     request_id: str
     indexes: tuple[int, ...] = ()
@@ -61,7 +61,7 @@ class AbortRequest:
 
 @dataclass(frozen=True, slots=True)
 class GetSnapshot:
-    """Calls ``reply`` when all is published that was done, with the load and everything in the prefix cache."""
+    """Calls ``reply`` with the load and all blocks in the prefix cache, after everything done so far was published."""
 
     reply: Callable[[EngineLoad, list[BlockStored]], None]
 
@@ -75,26 +75,28 @@ class GetBlockStates:
 
 @dataclass(frozen=True, slots=True)
 class Shutdown:
-    """Ends the loop when the step in flight is done; what is running is left as it is."""
+    """Ends the loop when the steps in flight are done. Running requests are left as they are."""
 
 
 @dataclass(frozen=True, slots=True)
 class RemoveLoRA:
-    """Frees the memory of an adapter that no request has any more."""
+    """Frees the memory of an adapter that no request uses any more."""
 
     lora_id: int
 
 
 @dataclass(frozen=True, slots=True)
 class Sleep:
-    """Puts the engine to sleep unless it has work, and calls ``reply`` with None, or with why it does not sleep."""
+    """Puts the engine to sleep unless it has work. Calls ``reply`` with None, or with the reason why it does not
+    sleep.
+    """
 
     reply: Callable[[QuireError | None], None]
 
 
 @dataclass(frozen=True, slots=True)
 class WakeUp:
-    """Wakes the engine up, as a request does, and calls ``reply`` with None, or with why it sleeps on."""
+    """Wakes the engine up, as a request does. Calls ``reply`` with None, or with the reason why it stays asleep."""
 
     reply: Callable[[QuireError | None], None]
 
@@ -104,14 +106,14 @@ Command = AddRequest | AbortRequest | GetSnapshot | GetBlockStates | Shutdown | 
 
 @dataclass(slots=True)
 class StepTrace:
-    """What a step did and how long it took. ``started`` in nanoseconds since 1970, the durations in seconds, and
-    ``elapsed`` are those from the start of its scheduling to its end.
+    """What a step did and how long it took. ``started`` is in nanoseconds since 1970, durations are in seconds.
+    ``elapsed`` runs from the start of the step's scheduling to its end.
 
-    ``num_decode`` counts the chunks of one token, which the last of a prompt may be too, and of one token and drafts;
-    ``num_tokens`` has no drafts, and ``num_draws`` counts the tokens that were to be drawn, those behind
-    drafts included. Where steps overlap, others are scheduled and ended in the ``pause`` between the launch of a step
-    and the wait for what it makes. ``seconds`` is how long the step took on the core's clock, from the end of the one
-    before where they overlap, and ``max_seconds`` what it was planned to take at most, 0 without a bound.
+    ``num_decode`` counts the chunks of one token, with or without drafts; the last chunk of a prompt may be one of
+    them. ``num_tokens`` excludes drafts. ``num_draws`` counts the tokens to sample, including those after drafts. If
+    steps overlap, other steps are scheduled and finished during the ``pause`` between a step's launch and the wait for
+    its output. ``seconds`` is the step's duration on the core's clock; overlapping steps count from the end of the step
+    before. ``max_seconds`` is the planned time limit; 0 without one.
     """
 
     step: int
@@ -133,19 +135,20 @@ class StepTrace:
 
     @property
     def duration(self) -> float:
-        """Seconds of the step's parts together."""
+        """The sum of the step's parts, in seconds."""
         return self.schedule + self.timings.swap + self.timings.forward + self.timings.sample + self.emit
 
     @property
     def pause(self) -> float:
-        """Seconds that passed without any of the step's parts; next to none where steps do not overlap."""
+        """Seconds in which none of the step's parts ran; almost 0 if steps do not overlap."""
         return max(0.0, self.elapsed - self.duration)
 
 
 @dataclass(slots=True)
 class EngineCoreOutputs:
-    """All that a step made. ``fragmentation`` is measured in every ``FRAGMENTATION_INTERVAL``-th step and in the last
-    one before the engine is idle, else None. ``times_away`` are those of preempted sequences that came back with it.
+    """Everything that a step made. ``fragmentation`` is measured in every ``FRAGMENTATION_INTERVAL``-th step and in the
+    last step before the engine is idle; otherwise it is None. ``times_away`` are the times of preempted sequences that
+    came back or ended since the last step.
     """
 
     outputs: list[EngineCoreOutput]
@@ -157,15 +160,15 @@ class EngineCoreOutputs:
 
 
 class EngineCore:
-    """Runs steps for as long as there is work, on the thread that calls ``run``.
+    """Runs steps while there is work, on the thread that calls ``run``.
 
-    ``publish`` is called on that thread after each step and must return quickly. ``send`` may be called from any
-    thread. The scheduler's ``step_times`` learn from each step; how long one took is read from ``clock``, in seconds.
+    ``publish`` is called on that thread after each step and must return quickly. ``send`` is thread-safe. The
+    scheduler's ``step_times`` learn from each step, whose duration is read from ``clock``, in seconds.
 
-    ``recorder`` gets each step that is done, and is closed with the loop.
+    ``recorder`` gets each completed step, and is closed when the loop ends.
 
-    While ``is_sleeping`` there is no work: ``sleeper`` has given memory back, and a request wakes it up first. Without
-    one the engine does not sleep.
+    While ``is_sleeping``, ``sleeper`` has freed memory; a request wakes the engine up first. Without a ``sleeper`` the
+    engine does not sleep.
     """
 
     def __init__(
@@ -193,30 +196,30 @@ class EngineCore:
         self._rejected: list[EngineCoreOutput] = []
         self._stopped = False
         self._busy_since: float | None = None
-        self._allowance = 0.0  # seconds that are no hang
+        self._allowance = 0.0  # seconds without progress that do not count as a hang
         self._is_pipeline = scheduler.config.num_stages > 1
 
     @property
     def is_sleeping(self) -> bool:
-        """Whether memory is given back. May be read from any thread."""
+        """Whether the engine has freed its memory. Thread-safe."""
         return self.scheduler.is_sleeping
 
     @property
     def seconds_since_progress(self) -> float:
-        """Seconds since the loop last came round while it has work, 0 when it waits for work. A large value means that
-        the loop hangs. May be read from any thread.
+        """Seconds since the last round of the loop while it has work; 0 if it waits for work. A large value means that
+        the loop hangs. Thread-safe.
         """
         since = self._busy_since
         return 0.0 if since is None else max(0.0, perf_counter() - since - self._allowance)
 
     def send(self, command: Command) -> None:
-        """Queues a command for the next gap between two steps."""
+        """Queues a command, to be handled between two steps."""
         if self._busy_since is None:
             self._busy_since = perf_counter()
         self._commands.put(command)
 
     def run(self) -> None:
-        """Steps until ``Shutdown``. Raises errors that no single request caused: then the engine must end."""
+        """Runs steps until ``Shutdown``. Raises errors that no single request caused: then the engine must end."""
         try:
             self._run()
         finally:
@@ -235,20 +238,20 @@ class EngineCore:
         return self.scheduler.has_work or bool(self._rejected)
 
     def step(self) -> None:
-        """One round of the loop: schedules and launches a step, then finishes the oldest one in flight (takes its model
-        output, updates the scheduler, publishes).
+        """Runs one round of the loop: schedules and launches a step, then finishes the oldest one in flight (gets its
+        model output, updates the scheduler, publishes).
 
         Depth 1: launch step N, sample it, finish it. Depth 2: launch step N, finish step N-1 while the device computes
-        N, then sample N, whose grammars and penalties need the tokens of N-1. With nothing to launch, the step in
-        flight is finished alone. In a pipeline of P stages, where no step needs the tokens of those in flight: launch
-        step N, then sample and finish step N-P+1, which the last stage has computed.
+        N, then sample N, whose grammars and penalties need the tokens of N-1. If there is nothing to launch, the step
+        in flight is finished alone. Pipeline of P stages, in which no step needs the tokens of the steps in flight:
+        launch step N, then sample and finish step N-P+1, which the last stage has computed.
         """
         clocked, started, begun = self._clock(), time_ns(), perf_counter()
         scheduler_output = self.scheduler.schedule()
         schedule = perf_counter() - begun
         is_empty = scheduler_output.is_empty
         self._take_transfers(wait=is_empty and not self._in_flight)
-        if not (is_empty and self._in_flight):  # an empty step is finished too, but only when none is in flight
+        if not (is_empty and self._in_flight):  # an empty step is finished too, but only if none is in flight
             step = InFlightStep(self._executor, scheduler_output, started, begun, schedule)
             step.clocked = clocked
             self._in_flight.append(step)
@@ -256,11 +259,11 @@ class EngineCore:
             self._finish_step()
         if self._in_flight and not self._is_pipeline:
             self._in_flight[0].sample_tokens()
-        while self._in_flight and self._in_flight[-1].failure is not None:  # nothing is launched on top of it
+        while self._in_flight and self._in_flight[-1].failure is not None:  # launch nothing after a failure
             self._finish_step()
 
     def _take_transfers(self, *, wait: bool) -> None:
-        """Takes what has come from tiers, or went there. Waits a little where there is nothing else to do."""
+        """Processes transfers that have ended. Waits a little if there is nothing else to do."""
         tiers = self.scheduler.kv_cache_manager.tiers
         if tiers.asynchronous and tiers.has_transfers:
             waits = wait and self._commands.empty()
@@ -274,7 +277,7 @@ class EngineCore:
             self._finish_step()
 
     def _finish_step(self) -> None:
-        """Takes the model output of the oldest step in flight, updates the scheduler with it and publishes."""
+        """Gets the model output of the oldest step in flight, updates the scheduler with it, and publishes."""
         step = self._in_flight.popleft()
         if self._is_pipeline:
             step.sample_tokens()
@@ -294,8 +297,9 @@ class EngineCore:
         self._publish(EngineCoreOutputs(outputs, self.scheduler.get_load(), events, trace, fragmentation, away))
 
     def _measure(self, step: "InFlightStep", model_output: ModelOutput) -> float:
-        """Returns the seconds that a step took on the core's clock, and has the scheduler learn from them, unless other
-        engines' tokens took them. Steps that overlap last from the end of the one before.
+        """Returns the step's duration on the core's clock, in seconds; overlapping steps count from the end of the step
+        before. The scheduler learns from it, unless the step failed, waited for other engines' tokens, or has
+        fragments.
         """
         ended = self._clock()
         seconds, self._ended = ended - max(step.clocked, self._ended), ended
@@ -317,7 +321,7 @@ class EngineCore:
             return self._run_one_by_one(failed)
 
     def _run_one_by_one(self, failed: SchedulerOutput) -> ModelOutput:
-        """Runs each sequence of a failed step alone: only a sequence that fails alone ends with an error."""
+        """Runs each sequence of a failed step alone: only a sequence that also fails alone ends with an error."""
         merged = ModelOutput()
         for number, single in enumerate(self.scheduler.split_for_retry(failed)):
             model_output = ModelOutput([0] * failed.draws[number])
@@ -333,7 +337,7 @@ class EngineCore:
         return merged
 
     def _process_commands(self) -> None:
-        """Handles the queued commands; waits for one when there is no other work."""
+        """Handles the queued commands. Waits for one if the engine has no other work."""
         if not self._has_work:
             self._busy_since = None
             self._wait_for_work()
@@ -351,7 +355,7 @@ class EngineCore:
             case AbortRequest(request_id, indexes):
                 self.scheduler.abort_request(request_id, indexes)
             case GetSnapshot(reply):
-                self._finish_all_steps()  # steps in flight have changed the prefix cache already
+                self._finish_all_steps()  # steps in flight have already changed the prefix cache
                 reply(self.scheduler.get_load(), self.scheduler.kv_cache_manager.stored_blocks())
             case GetBlockStates(reply):
                 pools = self.scheduler.kv_cache_manager
@@ -386,7 +390,7 @@ class EngineCore:
             return None
         begun = perf_counter()
         self.scheduler.kv_cache_manager.device_pool.evict_all()
-        self.step()  # copies to the host what is worth it
+        self.step()  # copies the evicted blocks that are worth it to the host
         self._finish_all_steps()
         try:
             with self._moving_memory():
@@ -395,7 +399,7 @@ class EngineCore:
             return QuireError(ErrorCode.UNAVAILABLE, f"The engine cannot sleep: {error}.")
         self.scheduler.is_sleeping = True
         log.info("asleep after %.2f s", perf_counter() - begun)
-        self.step()  # publishes that it sleeps
+        self.step()  # publishes that the engine sleeps
         return None
 
     def _wake_up(self) -> QuireError | None:
@@ -418,7 +422,7 @@ class EngineCore:
 
     @contextmanager
     def _moving_memory(self) -> Iterator[None]:
-        """Inside this context there is progress, although the loop does not come round."""
+        """Within this context the engine counts as making progress, although the loop does not run."""
         self._allowance = MOVE_SECONDS
         try:
             yield
@@ -428,15 +432,14 @@ class EngineCore:
 
 
 class InFlightStep:
-    """A scheduler output on its way through an executor, from its launch, which is when this is made, to its model
-    output. Exceptions of the launch and of the sampling are re-raised by ``get_output``, so that failures surface in
-    the order of the steps. Only an ``ExecutorError`` of a step that is discarded is raised at once: nothing can follow
-    it.
+    """A scheduler output in an executor, from its launch, which is the creation of this object, to its model output.
+    ``get_output`` re-raises exceptions of the launch and of the sampling, so that failures appear in the order of the
+    steps. Only an ``ExecutorError`` of a discarded step is raised at once, because nothing can follow it.
 
-    An executor of depth 1 runs the whole step in ``get_output``. ``clocked`` is when scheduling began on the core's
-    clock. ``started`` (nanoseconds since 1970) and ``begun`` (on
-    ``perf_counter``) are when scheduling began, and ``schedule`` the seconds that it took. With a ``failure``,
-    ``get_output`` can only raise it, and nothing of the step is in flight any more.
+    An executor of depth 1 runs the whole step in ``get_output``. ``clocked`` is the time on the core's clock when
+    scheduling began. ``started`` (nanoseconds since 1970) and ``begun`` (``perf_counter``) are the same moment, and
+    ``schedule`` is the seconds that scheduling took. After a ``failure``, ``get_output`` only raises it, and nothing of
+    the step is in flight.
     """
 
     def __init__(
@@ -457,7 +460,7 @@ class InFlightStep:
                 self.failure = failure
 
     def sample_tokens(self) -> None:
-        """Samples the step's tokens; all tokens before them are known by now."""
+        """Samples the step's tokens. All tokens before them must be known."""
         if self._async_output is None or self.failure is not None:
             return
         try:
@@ -466,13 +469,13 @@ class InFlightStep:
             self._fail(failure)
 
     def discard(self) -> None:
-        """Waits for the end of a step that computes from garbage, because the step before it has failed."""
+        """Waits for the end of a step that computes garbage, because the step before it has failed."""
         self.sample_tokens()
         if self.failure is None:
             self._fail(RuntimeError("the step before it failed"))
 
     def get_output(self) -> ModelOutput:
-        """Waits until the step is done. Raises as ``Executor.execute_model``."""
+        """Waits until the step is done. Raises like ``Executor.execute_model``."""
         if self.failure is not None:
             raise self.failure
         if self._async_output is not None:
@@ -495,8 +498,8 @@ class InFlightStep:
 def _trace(
     step: InFlightStep, model_output: ModelOutput, request_ids: list[str], executed: float, ended: float
 ) -> StepTrace:
-    """``executed`` and ``ended``: when the model output was there and when the scheduler was updated, on
-    ``perf_counter``.
+    """Returns the trace of a step. ``executed`` is when its model output was available and ``ended`` when the scheduler
+    was updated, both on ``perf_counter``.
     """
     scheduler_output = step.scheduler_output
     lengths = list(scheduler_output.lengths)

@@ -1,6 +1,4 @@
-"""What an admission may have to wait for besides its turn and the memory: a slot for its adapter, blocks that come from
-a tier.
-"""
+"""The gates that an admission may have to pass: a slot for its adapter, and blocks that a tier loads."""
 
 from collections import abc
 from collections.abc import Iterable
@@ -14,14 +12,14 @@ from quire_engine.core.request_queue import WaitingQueue
 
 
 class LoRAGate:
-    """The ``AdmissionGate`` of adapters: what is admitted has at most ``max_loras`` of them. What was preempted counts
-    too, as it comes back before anything else is admitted.
+    """The ``AdmissionGate`` of adapters: admitted sequences use at most ``max_loras`` adapters. Preempted sequences
+    count too, because they resume before anything else is admitted.
 
-    Sequences of further adapters are held, and those behind them go first. So that they do not wait for ever, only
-    ``max_overtakes`` with an adapter do: then no more are admitted until an adapter that was passed over has had its
-    turn, or nobody waits for one any more. They are released when the adapters of what is admitted have changed.
+    Sequences of further adapters are held, and those after them go first. To prevent starvation, at most
+    ``max_overtakes`` sequences with an adapter go first. Then no more are admitted until a passed-over adapter has had
+    its turn, or until no sequence waits for one. Held sequences are released when the set of admitted adapters changes.
 
-    ``active`` are the adapters of what is admitted, and may be some that were.
+    ``active`` are the adapters of admitted sequences. It may still contain some whose sequences have ended.
     """
 
     def __init__(
@@ -44,7 +42,7 @@ class LoRAGate:
         self._has_new = False
 
     def release(self) -> Iterable[Sequence]:
-        """All that are held, if the adapters of what is admitted have changed since. O(running)."""
+        """Returns all held sequences if the set of admitted adapters has changed. O(running)."""
         if not self._waiting.loras:
             self._passed_over.clear()
             self._num_overtakes = 0
@@ -62,7 +60,7 @@ class LoRAGate:
         return released
 
     def admits(self, sequence: Sequence) -> bool:
-        """Whether its adapter is one of those that are admitted, or there is room for one more."""
+        """Whether the sequence's adapter is already admitted, or there is room for one more."""
         lora = sequence.request.lora
         if lora is None:
             return True
@@ -77,7 +75,9 @@ class LoRAGate:
         return admitted
 
     def on_admission(self, sequence: Sequence) -> None:
-        """Takes note of its adapter, or that those that were passed over are overtaken once more."""
+        """Adds the sequence's adapter to the active ones, or counts that passed-over adapters were overtaken once
+        more.
+        """
         lora = sequence.request.lora
         if lora is None:
             return
@@ -92,7 +92,7 @@ class LoRAGate:
         self._held.pop(sequence.id, None)
 
     def get_stats(self) -> LoRAStats:
-        """The adapters of what waits, runs and was preempted. O(running)."""
+        """Returns statistics of the adapters of waiting, running and preempted sequences. O(running)."""
         runs = _loras_of(self._running)
         away = set().union(*map(_loras_of, self._preempted))
         used = runs | away
@@ -114,14 +114,14 @@ def _names(loras: Iterable[LoRARequest]) -> tuple[str, ...]:
 
 
 class TransferGate:
-    """The ``AdmissionGate`` of an asynchronous tier: a sequence is held while what ``tier`` has of its prefix is
-    loaded, if that is faster than computing it at ``rate`` tokens a second. These blocks are looked for once, when the
-    sequence could be next, and it is admitted with what has come of them.
+    """The ``AdmissionGate`` of an asynchronous tier. Holds a sequence while ``tier`` loads blocks of its prefix, if
+    that is faster than computing them at ``rate`` tokens per second. The blocks are looked up once, when the sequence
+    could be next; it is admitted with those that could be loaded.
 
-    A held sequence waits for the last of its blocks that is on its way, and is looked at again when that has come; one
-    that others leave no room to load for is when they have left it. So that what needs much room does not wait for
-    ever, only ``max_overtakes`` others begin to load before the oldest of those that lack room: then nobody else does
-    until that has begun, or is to be computed.
+    A held sequence is released when the last of its loading blocks has arrived. A sequence for whose loads there is no
+    room is released when there is room. To prevent starvation, at most ``max_overtakes`` others start to load before
+    the oldest sequence that lacks room. After that no other load starts until that one has started, or is not needed
+    any more.
     """
 
     def __init__(
@@ -131,24 +131,24 @@ class TransferGate:
         self._kv_cache_manager = kv_cache_manager
         self._rate = rate
         self._max_overtakes = max_overtakes
-        # What is being loaded for a sequence, by its id, once that was looked for.
+        # The blocks that are being loaded for a sequence, by its id, after they were looked up.
         self._awaited: dict[int, list[bytes]] = {}
-        # By their ids: those that are held by the block that each waits for, and those that lack room, the oldest
-        # first, which keep their places here while they are looked at again.
+        # Sequences by id: those held by the block that each waits for, and those that lack room, oldest first. The
+        # latter keep their places while they are checked again.
         self._waiting_for: dict[bytes, dict[int, Sequence]] = {}
         self._lacking_room: dict[int, _LackingRoom] = {}
-        self._num_overtakes = 0  # of the oldest of them
+        self._num_overtakes = 0  # by other sequences, of the oldest one that lacks room
         self._has_new_oldest = False
 
     def release(self) -> Iterable[Sequence]:
-        """Those that wait for a block that has come, or for room that there is now; all if the tier is off."""
+        """Returns the sequences whose block has arrived or for which there is room now; all if the tier is off."""
         is_on = self._tier.is_on
         ended = self._tier.take_ended_loads() if is_on else list(self._waiting_for)
         released = [sequence for each in ended for sequence in self._waiting_for.pop(each, {}).values()]
         if ended or self._has_new_oldest or not is_on:
             self._has_new_oldest = False
             for each in self._lacking_room.values():
-                # Of the oldest's blocks, others may have loaded some.
+                # Other sequences may have loaded some of the oldest one's blocks.
                 has_room = self._is_reserved_for(each.sequence) or self._tier.has_room_for(each.num_blocks)
                 if each.is_held and (has_room or not is_on):
                     each.is_held = False
@@ -158,7 +158,7 @@ class TransferGate:
         return released
 
     def admits(self, sequence: Sequence) -> bool:
-        """Whether none of its blocks is on its way from the tier. Begins to load them when it is first asked for."""
+        """Whether none of the sequence's blocks is being loaded. The first call for a sequence starts its loads."""
         if sequence.group.needs_prompt_logprobs:
             return True
         awaited = self._awaited.get(sequence.id)
@@ -183,11 +183,11 @@ class TransferGate:
         return False
 
     def on_admission(self, sequence: Sequence) -> None:
-        """Forgets what came for it."""
+        """Forgets the blocks that were loaded for the sequence."""
         self._awaited.pop(sequence.id, None)
 
     def on_abort(self, sequence: Sequence) -> None:
-        """Forgets it; what is on its way still comes to the host pool."""
+        """Forgets the sequence. Blocks that are being loaded still arrive in the host pool."""
         self._forget_lack(sequence)
         awaited = self._awaited.pop(sequence.id, None)
         if awaited:
@@ -198,7 +198,7 @@ class TransferGate:
 
     @property
     def _is_reserved(self) -> bool:
-        """Whether the oldest of those that lack room alone may begin to load."""
+        """Whether only the oldest sequence that lacks room may start to load."""
         return bool(self._lacking_room) and self._num_overtakes >= self._max_overtakes
 
     def _is_reserved_for(self, sequence: Sequence) -> bool:
@@ -208,7 +208,7 @@ class TransferGate:
         return next(iter(self._lacking_room), None) == sequence.id
 
     def _forget_lack(self, sequence: Sequence) -> None:
-        """It lacks room no more. If it was the oldest, the next one is from now on."""
+        """Removes a sequence from those that lack room. If it was the oldest, the next one becomes the oldest."""
         if self._is_oldest(sequence):
             self._num_overtakes, self._has_new_oldest = 0, True
         self._lacking_room.pop(sequence.id, None)
@@ -216,7 +216,7 @@ class TransferGate:
 
 @dataclass(slots=True)
 class _LackingRoom:
-    """A sequence that so many blocks lack room for. It is held until it is to be looked at again."""
+    """A sequence whose load of ``num_blocks`` blocks lacks room. It is held until it is to be checked again."""
 
     sequence: Sequence
     num_blocks: int

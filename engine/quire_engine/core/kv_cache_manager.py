@@ -1,19 +1,18 @@
-"""The KV memory of an engine: the device pool, the tiers behind it (``kv_transfer``), and every way in which a block
-table may change.
+"""The KV memory of an engine: the device pool, the tiers behind it (``kv_transfer``), and every operation on a block
+table.
 
-Each block that a table holds is released on one path only (``free``), whatever ended the sequence.
+When a sequence ends, for any reason, one function releases all blocks of its table (``free``).
 
-Bookkeeping runs ahead of the contents: what it decides while a step is scheduled is collected as copies, which the
-executor carries out before it computes, first those to the host, then those within the device, then those from the
-host; those to the host that are made ahead of need run beside what it computes. So that this order is right whatever
-was decided when, a host block that is to be read is held until the step is scheduled (``take_pending_copies``): nothing
-can be written over it meanwhile. On the device nothing needs holding: only sequences that have no chunk in the step yet
-are preempted, so no block that the step writes is freed by it. Nor is anything held for a step that is in flight while
-the next one is scheduled: it is carried out first, copies and all.
+Bookkeeping runs ahead of the contents. Scheduling a step collects copies, which the executor runs before it computes:
+first to the host, then within the device, then from the host. Copies that swap ahead run while the step computes. A
+host block to be read is held until the step is scheduled (``take_pending_copies``), so that no copy to the host
+overwrites it, regardless of which was decided first. Device blocks need no hold: only sequences without a chunk in the
+step are preempted, so the step frees no block that it writes. A step in flight needs no hold either: it runs first,
+with its copies.
 
-A sequence has a table for each group of layers, which most models have one of. All take their blocks from the same
-pools. Of layers with a window, blocks that it has left are given up as the sequence goes on, and a prefix is found
-where those that its end still sees are there: vLLM's hybrid KV cache manager, in one class.
+A sequence has a block table per group of layers; most models have one group. All tables use the same pools. In groups
+with a window, blocks that no window reaches any more are released as the sequence grows. A prefix is found in them if
+the blocks that its end still attends to are found. This is vLLM's hybrid KV cache manager, in one class.
 """
 
 from collections.abc import Callable, Sequence
@@ -43,10 +42,10 @@ from quire_engine.core.kv_transfer.transfer import DiskContents
 
 
 class KVCacheManager:
-    """Moves blocks between pools and tables. All counts are in blocks, all lengths in tokens.
+    """Moves blocks between pools and tables. Counts are in blocks, lengths in tokens.
 
-    ``tiers`` have what the device pool gave up. There are none without ``host_caching``; then ``host`` is for swapped
-    sequences only. ``disk`` is what an executor has opened, None where there is none. ``clock`` is in nanoseconds.
+    ``tiers`` keep blocks that the device pool evicts. Without ``host_caching`` there are none, and ``host`` only serves
+    swapped sequences. ``disk`` is the disk that an executor has opened, or None. ``clock`` is in nanoseconds.
     """
 
     def __init__(
@@ -73,26 +72,27 @@ class KVCacheManager:
         emit = self._events.append if self.num_groups == 1 else self._emit_published
         on_evict = self._on_device_eviction if self.host_caching else None
         self.device_pool = BlockPool(capacity.device_blocks, Tier.DEVICE, reserved=1, emit=emit, on_evict=on_evict)
-        # Where nothing looks for prefixes in the host pool, its names are no news to a router.
+        # If no prefix is looked up in the host pool, routers need no events about it.
         self.host = HostTier(capacity, emit if self.host_caching else None)
         self.host_pool = self.host.pool
         tiers = make_tiers(capacity, self.device_pool, self.host, disk=disk, clock=clock) if self.host_caching else []
         self.tiers = MultiConnector(tiers)
 
     def num_blocks_for(self, num_tokens: int) -> int:
-        """Blocks of a group that hold ``num_tokens``."""
+        """Returns the number of blocks of one group that hold ``num_tokens``."""
         return -(-num_tokens // self.block_size)
 
     def new_table(self, extra_key: bytes) -> BlockTable:
-        """An empty table."""
+        """Returns an empty table."""
         return BlockTable(extra_key, tuple([GroupTable(suffix) for suffix in self._suffixes]))
 
     # Finding and starting
 
     def get_cached_blocks(self, table: BlockTable, token_ids: Sequence[int]) -> list[CachedBlocks]:
-        """Blocks that already hold the longest prefix of ``token_ids``. At least one token is left to compute.
+        """Returns the blocks that hold the longest cached prefix of ``token_ids``. At least one token is left to
+        compute.
 
-        They are only found, not taken: pass them to ``attach_cached_blocks`` before anything else changes.
+        The blocks are not referenced yet: pass them to ``attach_cached_blocks`` before anything else changes.
         """
         if not self.prefix_caching:
             return []
@@ -111,8 +111,8 @@ class KVCacheManager:
         return hits
 
     def num_free_blocks_after(self, table: BlockTable, hits: Sequence[CachedBlocks], num_tokens: int) -> int:
-        """Device blocks that stay free at all times, below 0 if they do not suffice, when the table takes ``hits`` and
-        grows to ``num_tokens``.
+        """Returns the fewest device blocks that stay free when the table takes ``hits`` and grows to ``num_tokens``.
+        Below 0 if there are too few blocks.
         """
         on_device = [hit.block_id for hit in chain(*hits) if hit.tier is Tier.DEVICE and hit is not SKIPPED]
         revived = sum(self.device_pool.is_free(block_id) for block_id in on_device)
@@ -120,8 +120,10 @@ class KVCacheManager:
         return self.device_pool.num_free - revived - (self.capacity.max_blocks(num_tokens) - held)
 
     def attach_cached_blocks(self, table: BlockTable, hits: Sequence[CachedBlocks]) -> int:
-        """Starts an empty table with the blocks that ``get_cached_blocks`` found; returns the tokens that they hold."""
-        # All hits are taken before anything is allocated, which could be one of them.
+        """Starts an empty table with the blocks that ``get_cached_blocks`` found. Returns the number of tokens that
+        they hold.
+        """
+        # References all hits before allocating, because an allocation could evict one of them.
         for hit in chain(*hits):
             if hit is not SKIPPED:
                 (self.device_pool.incref if hit.tier is Tier.DEVICE else self.host.hold)(hit.block_id)
@@ -139,8 +141,8 @@ class KVCacheManager:
         return num_tokens
 
     def count_tiers(self, table: BlockTable, hits: Sequence[CachedBlocks]) -> tuple[int, int]:
-        """How many of the blocks that a request begins with were on the host, and how many of these had been loaded
-        from a further tier and were not used since.
+        """Returns how many of a request's cached blocks were on the host, and how many blocks had been loaded from a
+        further tier and not used since.
         """
         on_host = sum(any(hit.tier is Tier.HOST for hit in blocks) for blocks in hits)
         return on_host, self.host.count_loaded(table.block_hashes[: len(hits)])
@@ -154,9 +156,9 @@ class KVCacheManager:
         *,
         may_begin: bool = True,
     ) -> tuple[list[bytes], int]:
-        """Begins to load from ``tier`` what continues the prefix of ``token_ids`` that is found without it, if that is
-        faster than computing it at ``rate`` tokens a second. Returns the hashes of the blocks to wait for, and how many
-        there is no room for now, as ``AsyncKVConnector.begin_load``, which has ``may_begin``.
+        """Begins to load from ``tier`` the blocks that continue the prefix of ``token_ids`` found without it, if that
+        is faster than computing them at ``rate`` tokens per second. Returns the hashes of the blocks to wait for, and
+        how many blocks lack room now. See ``AsyncKVConnector.begin_load``, also for ``may_begin``.
         """
         if not tier.is_on:
             return [], 0
@@ -173,7 +175,7 @@ class KVCacheManager:
             num_found = index + 1
         if not missing or not tier.pays(len(missing), (num_found - missing[0]) * self.block_size / rate):
             return [], 0
-        # What the host has of the prefix is not given up for the rest of it.
+        # Keeps the host's blocks of the prefix from being evicted for the rest of it.
         for block_id in on_host:
             self.host_pool.incref(block_id)
         names = [table.block_hashes[index] for index in missing]
@@ -183,7 +185,9 @@ class KVCacheManager:
         return wanted
 
     def fork(self, table: BlockTable) -> BlockTable:
-        """A second table of the same blocks. Whoever grows first gets a copy of a last block that is not full."""
+        """Returns a second table of the same blocks. The table that grows first gets a copy of a last block that is not
+        full.
+        """
         for group in table.groups:
             for block_id in group.block_ids[group.num_skipped :]:
                 self.device_pool.incref(block_id)
@@ -193,18 +197,18 @@ class KVCacheManager:
     # Growing
 
     def has_room(self, table: BlockTable, num_tokens: int) -> bool:
-        """Whether ``num_tokens`` fit into the blocks of the table, none of which can be another's too."""
+        """Whether ``num_tokens`` fit into the table's blocks, and its last block cannot be shared."""
         return num_tokens <= table.num_blocks * self.block_size and not table.tail_shared
 
     def num_blocks_needed(self, table: BlockTable, num_computed_tokens: int, num_tokens: int) -> int:
-        """Device blocks that it takes to compute ``[num_computed_tokens, num_tokens)`` into the table."""
+        """Returns the device blocks needed to compute tokens ``[num_computed_tokens, num_tokens)`` into the table."""
         more = -(-num_tokens // self.block_size) - table.num_blocks
         parting = table.tail_shared and self._tail_is_shared(table, num_computed_tokens)
         return (more + parting if more > 0 else parting) * self.num_groups
 
     def allocate_slots(self, table: BlockTable, num_computed_tokens: int, num_tokens: int) -> None:
-        """Lets tokens ``[num_computed_tokens, num_tokens)`` be computed into the table, whose last block becomes its
-        own if others share it. The caller made sure that the blocks are there.
+        """Allocates blocks for tokens ``[num_computed_tokens, num_tokens)``. Copies a shared last block first (copy on
+        write). The caller makes sure that enough blocks are free.
         """
         if table.tail_shared and self._tail_is_shared(table, num_computed_tokens):
             for number in range(self.num_groups):
@@ -213,16 +217,14 @@ class KVCacheManager:
             table.append_blocks([self.device_pool.allocate() for _ in table.groups])
 
     def free_unused_blocks(self, table: BlockTable, num_computed_tokens: int) -> None:
-        """Gives back the device blocks behind those that ``num_computed_tokens`` fill: they hold nothing but rejected
-        drafts.
-        """
+        """Frees the device blocks after those that ``num_computed_tokens`` fill. They hold only rejected drafts."""
         while table.num_blocks > self.num_blocks_for(num_computed_tokens):
             for block_id in table.remove_last_blocks():
                 self.device_pool.decref(block_id)
 
     def on_computed(self, table: BlockTable, token_ids: Sequence[int], num_computed_tokens: int) -> None:
-        """Takes in that a step has computed so many tokens of the table in all: later requests find its full blocks,
-        and those that no window reaches are given up.
+        """Notes that steps have computed ``num_computed_tokens`` of the table in all. Makes its full blocks findable
+        for later requests, and releases blocks that no window reaches.
         """
         if self.prefix_caching and num_computed_tokens >= (table.num_cached_blocks + 1) * self.block_size:
             self.cache_full_blocks(table, token_ids, num_computed_tokens)
@@ -230,7 +232,7 @@ class KVCacheManager:
             self.remove_skipped_blocks(table, num_computed_tokens)
 
     def cache_full_blocks(self, table: BlockTable, token_ids: Sequence[int], num_computed_tokens: int) -> None:
-        """Makes the blocks that ``num_computed_tokens`` tokens fill findable by later requests."""
+        """Makes the blocks that are full with ``num_computed_tokens`` findable for later requests."""
         full = num_computed_tokens // self.block_size
         if not self.prefix_caching or full <= table.num_cached_blocks:
             return
@@ -241,9 +243,9 @@ class KVCacheManager:
         table.num_cached_blocks = full
 
     def remove_skipped_blocks(self, table: BlockTable, num_computed_tokens: int) -> None:
-        """Gives up the blocks that no window reaches from behind ``num_computed_tokens``. To be called after
-        ``cache_full_blocks``, so that others find them until the pool needs the room; and once these tokens have been
-        computed, as a step that failed may be run again.
+        """Releases the blocks that no window reaches from tokens after ``num_computed_tokens``. Call it after
+        ``cache_full_blocks``, so that later requests find the blocks until they are evicted. Call it only after these
+        tokens were computed, because a failed step may be run again.
         """
         for number, spec in self._windows:
             group = table.groups[number]
@@ -256,12 +258,12 @@ class KVCacheManager:
     # Swapping
 
     def can_swap_out(self, table: BlockTable, num_computed_tokens: int) -> bool:
-        """Whether the host pool has room for all computed blocks; its free blocks with a name count as room."""
+        """Whether the host pool has room for all computed blocks. Its free blocks with a name count as room."""
         return 0 < self._num_computed_blocks(table, num_computed_tokens) <= self.host_pool.num_free
 
     def swap_cost(self, table: BlockTable, num_computed_tokens: int) -> SwapCost:
-        """What it costs to take the table off the device, either way. Blocks that others hold, and those that the host
-        has already, are cached.
+        """Returns the cost of taking the table off the device, by swap and by recomputing. Blocks that other tables
+        hold or that the host already has count as cached.
         """
 
         def outlives(number: int, index: int) -> bool:
@@ -286,12 +288,12 @@ class KVCacheManager:
         )
 
     def swap_out(self, table: BlockTable, num_computed_tokens: int) -> int:
-        """Moves the table to the host pool; returns how many blocks are copied for that.
+        """Moves the table to the host pool. Returns how many blocks are copied for that.
 
-        A full block that the host pool holds already is taken from there and not copied.
+        A full block that the host pool already holds is taken from there and not copied.
         """
         before = len(self._pending_copies.blocks_to_swap_out)
-        self.remove_skipped_blocks(table, num_computed_tokens)  # a step in flight may still read them: it runs before
+        self.remove_skipped_blocks(table, num_computed_tokens)  # a step in flight that reads them runs before
         for number, group in enumerate(table.groups):
             for index in range(group.num_skipped, self.num_blocks_for(num_computed_tokens)):
                 target, is_new = self.host.take(_name_if_cached(table, number, index))
@@ -302,10 +304,11 @@ class KVCacheManager:
         return len(self._pending_copies.blocks_to_swap_out) - before
 
     def swap_ahead(self, table: BlockTable, limit: int) -> int:
-        """Copies up to ``limit`` full blocks of a table that stays on the device to the host, beside the step that is
-        scheduled, so that a later ``swap_out`` finds them there; returns how many.
+        """Copies up to ``limit`` full blocks of a table to the host while the step computes, so that a later
+        ``swap_out`` finds them there. The table stays on the device. Returns how many blocks are copied.
 
-        To be called when all else of the step is scheduled: what was freed before may be written in it.
+        Call it after everything else of the step was scheduled, because the step may write blocks that were freed
+        earlier.
         """
         before = len(self._pending_copies.blocks_to_swap_ahead)
         while table.num_swapped_ahead < table.num_cached_blocks and limit and self.host_pool.num_free:
@@ -321,16 +324,16 @@ class KVCacheManager:
         return len(self._pending_copies.blocks_to_swap_ahead) - before
 
     def num_blocks_needed_to_swap_in(self, table: BlockTable, num_tokens: int) -> int:
-        """Free device blocks that ``swap_in`` and an ``allocate_slots`` to ``num_tokens`` would take."""
+        """Returns the free device blocks that ``swap_in`` and an ``allocate_slots`` to ``num_tokens`` would take."""
         found = chain(*self._blocks_still_on_device(table))
         in_use = sum(block_id is not None and not self.device_pool.is_free(block_id) for block_id in found)
         return self._num_computed_blocks(table, num_tokens) - in_use
 
     def swap_in(self, table: BlockTable) -> int:
-        """Moves the table back to the device; returns how many blocks are copied for that.
+        """Moves the table back to the device. Returns how many blocks are copied for that.
 
-        A block that the device still holds under its name is taken from there and not copied. The host pool keeps the
-        contents of full blocks under their names until it needs the room.
+        A block that the device still holds under its name is taken from there and not copied. The host pool keeps full
+        blocks under their names until they are evicted.
         """
         before = len(self._pending_copies.blocks_to_swap_in)
         found = self._blocks_still_on_device(table)
@@ -351,7 +354,7 @@ class KVCacheManager:
     # Ending
 
     def free(self, table: BlockTable) -> None:
-        """Gives back every block that the table holds, in either pool."""
+        """Releases every block that the table holds, in either pool."""
         self._release_device(table)
         for group in table.groups:
             for block_id in reversed(group.host_block_ids):
@@ -362,29 +365,29 @@ class KVCacheManager:
     # Copies and events of a step
 
     def begin_stores(self, max_copies: int) -> None:
-        """Has tiers store what they are to keep. See ``AsyncKVConnector.begin_stores``."""
+        """Starts stores of the tiers. See ``AsyncKVConnector.begin_stores``."""
         self.tiers.begin_stores(self._pending_copies, max_copies)
 
     @property
     def has_pending_copies(self) -> bool:
-        """Whether anything is to be copied for what was decided since ``take_pending_copies``."""
+        """Whether copies were collected since ``take_pending_copies``."""
         return not self._pending_copies.is_empty
 
     def take_pending_copies(self) -> BlockCopies:
-        """What has to be copied for all that was decided since the last call: the step is scheduled."""
+        """Returns the copies for everything decided since the last call, after the step was scheduled."""
         copies, self._pending_copies = self._pending_copies, BlockCopies()
         if self.host.held:
             self.host.release_held()
         return copies
 
     def take_events(self) -> list[KVCacheEvent]:
-        """What changed in the prefix cache since the last call, in order."""
+        """Returns the changes of the prefix cache since the last call, in order."""
         events = self._events.copy()
         self._events.clear()
         return events
 
     def stored_blocks(self) -> list[BlockStored]:
-        """Everything that events tell of, on the device and on the host."""
+        """Returns all blocks that events have reported as stored, on the device and on the host."""
         stored = self.device_pool.stored_blocks() + (self.host_pool.stored_blocks() if self.host_caching else [])
         if self.num_groups == 1:
             return stored
@@ -397,11 +400,11 @@ class KVCacheManager:
         self.host_pool.check_integrity()
         self.tiers.check_integrity()
 
-    # Inside
+    # Internals
 
     def _emit_published(self, event: KVCacheEvent) -> None:
-        """Routers hear of one block for each of a prompt's, that of the group that sees most. What they find there is
-        the most that a request can begin with.
+        """Publishes events of only one group to routers, so that they get one event per block of a prompt: the group
+        with the largest window, which bounds the cached prefix of a request.
         """
         if event.block_hash.endswith(self._published_suffix):
             self._events.append(replace(event, block_hash=event.block_hash[:HASH_BYTES]))
@@ -414,7 +417,7 @@ class KVCacheManager:
         return None if block_id is None else CachedBlock(block_id, Tier.HOST)
 
     def _find_in_windows(self, table: BlockTable, hits: list[CachedBlocks]) -> None:
-        """Cuts ``hits`` to what the groups with windows have too, and adds their blocks."""
+        """Cuts ``hits`` to the prefix that the groups with windows have too, and adds their blocks."""
 
         def find(number: int, index: int) -> CachedBlock | None:
             return self._find_cached(block_name(table, number, index))
@@ -428,8 +431,9 @@ class KVCacheManager:
                 hits[index][number] = hit
 
     def _longest_prefix(self, num_blocks: int, is_there: Callable[[int, int], bool]) -> int:
-        """The most blocks, up to ``num_blocks``, behind which windows reach only such blocks as ``is_there`` says of,
-        by group and index. From the right, as vLLM looks for it: what lacks a block lacks it behind all that follow.
+        """Returns the longest prefix, up to ``num_blocks`` blocks, whose windows reach only blocks for which
+        ``is_there(group, index)`` is True. Searches from the right, like vLLM: a missing block rules out every prefix
+        whose window reaches it.
         """
         while gaps := [
             index
@@ -441,7 +445,7 @@ class KVCacheManager:
         return num_blocks
 
     def _load_from_host(self, host_block_id: int, name: bytes | None) -> int:
-        """A device block that will have the contents of a host block, under their name if they have one."""
+        """Allocates a device block and copies a host block to it, under its name if it has one. Returns its id."""
         block_id = self.device_pool.allocate()
         self._pending_copies.blocks_to_swap_in.append(BlockCopy(host_block_id, block_id))
         if name is not None:
@@ -452,7 +456,9 @@ class KVCacheManager:
         self.tiers.on_evict(self._pending_copies, block_id, name)
 
     def _tail_is_shared(self, table: BlockTable, num_computed_tokens: int) -> bool:
-        """Whether the next token would be written into blocks that others hold too. It is so in all groups or none."""
+        """Whether the next token would be written into blocks that other tables hold too. This is the same in all
+        groups.
+        """
         index = num_computed_tokens // self.block_size
         table.tail_shared = index < table.num_blocks and any(
             self.device_pool.is_shared(group.block_ids[index]) for group in table.groups
@@ -460,18 +466,18 @@ class KVCacheManager:
         return table.tail_shared
 
     def _copy_on_write(self, table: BlockTable, number: int, index: int) -> None:
-        """Copy on write: gives the table a block of its own in place of a shared one of group ``number``."""
+        """Replaces a shared block of group ``number`` with a copy of it."""
         shared, own = table.groups[number].block_ids[index], self.device_pool.allocate()
         self._pending_copies.blocks_to_copy.append(BlockCopy(shared, own))
         table.replace_block(number, index, own)
         self.device_pool.decref(shared)
 
     def _num_computed_blocks(self, table: BlockTable, num_computed_tokens: int) -> int:
-        """Blocks of all groups that hold what is needed of ``num_computed_tokens``."""
+        """Returns how many blocks of all groups hold ``num_computed_tokens``, without null blocks."""
         return sum([self.num_blocks_for(num_computed_tokens) - group.num_skipped for group in table.groups])
 
     def _is_held_by_others(self, table: BlockTable, number: int, index: int) -> bool:
-        """Whether others than the table hold its block ``index``, which it may have given up."""
+        """Whether other tables hold the table's block ``index``, which the table may have released."""
         group = table.groups[number]
         if index >= group.num_skipped:
             return self.device_pool.is_shared(group.block_ids[index])
@@ -479,7 +485,9 @@ class KVCacheManager:
         return found is not None and not self.device_pool.is_free(found)
 
     def _blocks_still_on_device(self, table: BlockTable) -> list[list[int | None]]:
-        """For each group of a swapped table, and each of its host blocks, the device block that still holds it."""
+        """Returns, for each group of a swapped table and each of its host blocks, the device block that still holds it
+        or None.
+        """
         found: list[list[int | None]] = []
         for number, group in enumerate(table.groups):
             indexes = range(group.num_skipped, group.num_skipped + len(group.host_block_ids))
@@ -488,7 +496,7 @@ class KVCacheManager:
         return found
 
     def _release_device(self, table: BlockTable) -> None:
-        # Tail first: a prefix is worth more than what follows it, and the free order evicts the longest free first.
+        # Tail first: a prefix is worth more than what follows it, and the block that was freed first is evicted first.
         for blocks in zip(*[reversed(group.block_ids) for group in table.groups], strict=True):
             for block_id in blocks:
                 if block_id != NULL_BLOCK:

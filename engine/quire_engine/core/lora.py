@@ -1,4 +1,4 @@
-"""LoRA adapters as the core knows them: which one a request is for."""
+"""LoRA adapters as the core knows them: which one a request uses."""
 
 from dataclasses import dataclass
 from pathlib import Path
@@ -6,9 +6,9 @@ from pathlib import Path
 
 @dataclass(frozen=True, slots=True)
 class LoRARequest:
-    """A LoRA adapter, as a request names it: ``lora_name``, a number above 0 that is this adapter's alone in the life
-    of an engine, and the folder that PEFT has written. ``digest`` is the hash of what the folder holds, which names the
-    adapter in the hashes of KV blocks; an engine fills it in when it reads the folder.
+    """A LoRA adapter, as a request names it. ``lora_int_id`` is above 0 and unique for the lifetime of an engine.
+    ``lora_path`` is a folder written by PEFT. ``digest`` is the hash of the folder's contents, which names the adapter
+    in the hashes of KV blocks; the engine sets it when it reads the folder.
     """
 
     lora_name: str
@@ -18,17 +18,17 @@ class LoRARequest:
 
 
 DUMMY_LORA = LoRARequest("dummy", -1, "")
-"""An adapter without weights and folder, for the step that memory is measured with, as vLLM's dummy LoRAs are. No
-request can have its number.
+"""An adapter without weights and folder, for the step that measures memory, like vLLM's dummy LoRAs. No request can
+have its id.
 """
 
 
 @dataclass(frozen=True, slots=True)
 class LoRAStats:
-    """The adapters of an engine's requests at one moment, for metrics. ``running`` names those with sequences that
-    run, and ``waiting`` those with sequences that wait or were preempted, in alphabetical order. ``num_used_slots``
-    counts the adapters of what is admitted, and ``num_waiting_for_slot`` the sequences that wait for one of the slots,
-    all of which are used by other adapters than theirs.
+    """The adapters of an engine's requests at one moment, for metrics. ``running`` names the adapters of running
+    sequences, and ``waiting`` the adapters of waiting or preempted ones, in alphabetical order. ``num_used_slots``
+    counts the adapters of admitted sequences. ``num_waiting_for_slot`` counts the sequences that wait for a slot
+    because other adapters use all of them.
     """
 
     running: tuple[str, ...] = ()

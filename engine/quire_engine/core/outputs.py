@@ -21,13 +21,13 @@ from quire_engine.core.step_time_model import Pace
 class EngineCoreOutput:
     """New tokens of one choice of a request, its end, or both.
 
-    ``index`` is which choice. ``position`` is the index of ``token_ids[0]`` in the choice's output, earlier attempts
-    included. ``cached_tokens`` of the prompt were found in the prefix cache. An end-of-sequence or stop token is not
-    part of the output; it is ``stop_token`` where log-probabilities were asked for. ``timings`` are the sequence's own,
-    which change until its end.
-    ``logprobs`` has one entry for each of ``token_ids`` where they were asked for, and ``prompt_logprobs`` those of the
-    prompt's tokens from ``prompt_position`` on. ``score`` is a beam's, at its end. ``pooled`` is what a prompt was
-    pooled to, as little-endian float32, at its end. ``ends_request`` is set on the last output of the request.
+    ``index`` is the choice. ``position`` is the index of ``token_ids[0]`` in the choice's output, including earlier
+    attempts. ``cached_tokens`` of the prompt were found in the prefix cache. An end-of-sequence or stop token is not
+    part of the output. ``stop_token`` holds it if log-probabilities were requested or if the request lists it as a stop
+    token. ``timings`` belong to the sequence and change until its end.
+    ``logprobs`` has one entry for each of ``token_ids`` if requested, and ``prompt_logprobs`` one for each prompt token
+    from ``prompt_position`` on. ``score`` is a beam's score, at its end. ``pooled`` is the pooled output as
+    little-endian float32, at the end. ``ends_request`` is set on the last output of the request.
     """
 
     request_id: str
@@ -49,7 +49,7 @@ class EngineCoreOutput:
 
 @dataclass(frozen=True, slots=True)
 class EngineLoad:
-    """What an engine is busy with, and how fast it is; see ``quire.v1.Load``."""
+    """The load and the speed of an engine; see ``quire.v1.Load``."""
 
     running: int
     waiting: int
@@ -70,14 +70,17 @@ class EngineLoad:
 
 @dataclass(slots=True)
 class SchedulerStats:
-    """Totals since the start, for metrics and benchmarks: tokens, sequences and blocks, as their names say.
-    ``prefix_device_tokens`` of the prompts were found in the device pool, ``prefix_host_tokens`` came back from the
-    host's, and ``prefix_disk_tokens`` had been loaded into that from disk. ``blocks_copied_out`` and ``_in`` are all
-    that moved between the pools, those swapped among them; ``blocks_copied_ahead`` went to the host before their
-    sequences were swapped out, and ``blocks_used_ahead`` were found there when these were; ``blocks_parted`` those
-    copied because a sequence wrote into a shared one. ``out_of_memory`` requests were alone and could not grow.
-    ``num_draft_tokens`` were guessed, in ``num_drafts`` chunks, and ``num_accepted_tokens`` of them were then drawn.
-    ``disk_failures`` are blocks that the disk did not store or give back. ``wake_ups`` took ``wake_seconds`` together.
+    """Totals since the start, for metrics and benchmarks.
+
+    ``prefix_device_tokens`` of the prompts were found in the device pool, ``prefix_host_tokens`` in the host pool, and
+    ``prefix_disk_tokens`` in blocks that had been loaded into the host pool from disk. ``blocks_copied_out`` and
+    ``blocks_copied_in`` count all blocks copied between the pools, including swaps. ``blocks_copied_ahead`` were copied
+    to the host before their sequences were swapped out, and ``blocks_used_ahead`` of them were then used.
+    ``blocks_parted`` were copied because a sequence wrote into a shared block (copy on write).
+
+    ``out_of_memory`` requests ran alone and could not grow. ``num_draft_tokens`` were proposed in ``num_drafts``
+    chunks; ``num_accepted_tokens`` of them were accepted. ``disk_failures`` counts blocks that the disk did not store
+    or return. ``wake_ups`` took ``wake_seconds`` in total.
     """
 
     computed_tokens: int = 0
@@ -108,7 +111,7 @@ class SchedulerStats:
 
     @property
     def prefix_hit_tokens(self) -> int:
-        """Prompt tokens that were found in any tier."""
+        """Prompt tokens found in any tier."""
         return self.prefix_device_tokens + self.prefix_host_tokens + self.prefix_disk_tokens
 
     @property
@@ -118,14 +121,15 @@ class SchedulerStats:
 
     @property
     def preemptions_by_recompute(self) -> int:
-        """Victims that were sent back to the start."""
+        """Victims whose tokens are recomputed."""
         return sum(count for (way, _), count in self.preemptions.items() if way is PreemptionMode.RECOMPUTE)
 
 
 @dataclass(frozen=True, slots=True)
 class KVCacheFragmentation:
-    """How much of the KV memory is held for nothing. Slots of the device blocks that are in use, and those of them that
-    hold no computed token; and blocks of both pools that nobody can reach, None where they were not looked for.
+    """How much of the KV memory is held but unused. ``used_slots`` are the slots of the device blocks in use;
+    ``empty_slots`` of them hold no computed token. ``leaked_blocks`` of both pools belong to no table; None if they
+    were not counted.
     """
 
     empty_slots: int
@@ -134,17 +138,17 @@ class KVCacheFragmentation:
 
     @property
     def ratio(self) -> float:
-        """Empty slots as a part of held ones; 0 when none is held."""
+        """Empty slots as a fraction of used ones; 0 if none is used."""
         return self.empty_slots / self.used_slots if self.used_slots else 0.0
 
 
 def measure_fragmentation(
     kv_cache_manager: KVCacheManager, tables: Iterable[tuple[BlockTable, int]]
 ) -> KVCacheFragmentation:
-    """What ``tables`` leave empty: all that hold device blocks, each with the tokens that are computed in it.
-    O(tables): only last blocks can be.
+    """Returns the empty slots of ``tables``, which are all tables with device blocks, each with its number of computed
+    tokens. O(tables): only the last blocks can have empty slots.
 
-    A block that several tables share counts once, as full as the fullest of them has it.
+    A block that several tables share counts once, as full as in the fullest of them.
     """
     size = kv_cache_manager.block_size
     empty: dict[int, int] = {}
@@ -158,8 +162,8 @@ def measure_fragmentation(
 
 
 def count_leaked_blocks(kv_cache_manager: KVCacheManager, tables: Iterable[BlockTable]) -> int:
-    """Blocks of both pools that are not free although neither ``tables``, which are all that there are, nor transfers
-    of a tier hold them. 0, or memory was lost. O(blocks held).
+    """Returns the blocks of both pools that are in use although none of ``tables`` (all that exist) and no transfer of
+    a tier holds them. Anything but 0 is a leak. O(blocks held).
     """
     device: set[int] = set()
     host: set[int] = set()

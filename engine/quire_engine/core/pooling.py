@@ -9,9 +9,7 @@ from quire_proto.pooling import Task
 
 
 class PoolingType(StrEnum):
-    """Which of a prompt's hidden states are pooled: the last one, the mean of all, or the first, which stands for all
-    in models that put a token of their own there.
-    """
+    """Which of a prompt's hidden states are pooled: the last one, the mean of all, or the first (the CLS token)."""
 
     LAST = "last"
     MEAN = "mean"
@@ -20,9 +18,9 @@ class PoolingType(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class PoolerConfig:
-    """What a model makes of a prompt that is pooled: for its one ``task``, ``pooled_size`` numbers, normalised or as
-    probabilities if ``use_activation``, unless a request says otherwise. ``matryoshka_dimensions`` are those that
-    embeddings can be cut to, where the model's folder lists some; else any number of them.
+    """What a model returns for a pooled prompt: ``pooled_size`` numbers for its one ``task``. ``use_activation`` is the
+    default for normalising embeddings or returning probabilities; a request may override it. ``matryoshka_dimensions``
+    are the sizes that embeddings can be cut to; if empty, any size is allowed.
     """
 
     task: Task
@@ -39,7 +37,7 @@ class PoolerConfig:
 
     @property
     def skip_reading_prefix_cache(self) -> bool:
-        """Whether all of a prompt is computed, whatever of it is cached: hidden states before the last are needed, and
-        cached blocks do not hold them. Its own blocks are cached all the same.
+        """Whether all of a prompt is computed even if part of it is cached, because pooling needs hidden states before
+        the last one, which cached blocks do not hold. The prompt's own blocks are cached all the same.
         """
         return self.pooling_type is not PoolingType.LAST

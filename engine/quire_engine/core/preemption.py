@@ -1,8 +1,7 @@
-"""Preemption: how a victim is taken off the device, what is copied for that ahead of need, and how long it is away.
+"""Preemption: how a victim is taken off the device, which blocks are copied ahead, and how long it is away.
 
-Who gives way is decided where memory runs out: the running sequence with the least precedence, the last one that was
-admitted (or, with priorities, the least important). A block that nobody holds any more is another matter: of those, the
-pools give up the least recently used.
+When memory runs out, the running sequence with the lowest precedence is preempted: the last one admitted or, with
+priorities, the least important. Unused blocks follow another rule: the pools evict the least recently used.
 """
 
 from collections import abc
@@ -25,8 +24,8 @@ if TYPE_CHECKING:
     from quire_engine.core.config import SchedulerConfig
 
 _NANOSECONDS = 1_000_000_000
-MAX_BYTES_BESIDE = 1 << 40  # the rate is infinite where there is nothing to copy to
-SWAP_AHEAD_STEPS = 1  # by which copies are ready before they are needed
+MAX_BYTES_BESIDE = 1 << 40  # the rate is infinite if there is nothing to copy to
+SWAP_AHEAD_STEPS = 1  # how many steps early copies are ready
 
 _preemption_key = attrgetter("preemption_key")
 
@@ -34,9 +33,9 @@ _preemption_key = attrgetter("preemption_key")
 def choose_preemption_mode(
     policy: "PreemptionPolicy", cost: SwapCost, rates: Rates, *, host_has_room: bool, may_swap: bool
 ) -> tuple[PreemptionMode, PreemptionReason]:
-    """How a victim with this cost is preempted, and why: as ``policy`` says, or with auto the cheaper way in seconds.
-    ``host_has_room``: for its blocks. ``may_swap``: one more sequence may be swapped. Whatever cannot be swapped is
-    recomputed.
+    """Returns how a victim with this cost is preempted, and why: as ``policy`` says, or with "auto" the way that takes
+    fewer seconds. ``host_has_room``: the host pool has room for its blocks. ``may_swap``: one more sequence may be
+    swapped. A victim that cannot be swapped is recomputed.
     """
     if policy == "recompute":
         return PreemptionMode.RECOMPUTE, PreemptionReason.CONFIGURED
@@ -62,8 +61,9 @@ def copy_beside(
     *,
     swap_ahead_part: float,
 ) -> None:
-    """Has so many blocks copied to the host as are copied while the step computes: what would be preempted next, as
-    ``swap_ahead`` says, and then what further tiers store. To be called when all else of the step is scheduled.
+    """Copies blocks to the host while the step computes, as many as fit into that time: first blocks of the next
+    victims, as ``swap_ahead`` does, then blocks that further tiers store. Call it after everything else of the step was
+    scheduled.
     """
     swaps_ahead = swap_ahead_part and scheduler_output.rows
     stores = memory.tiers.is_busy
@@ -79,8 +79,8 @@ def copy_beside(
 def num_blocks_beside(
     scheduler_output: SchedulerOutput, block_bytes: int, rates: Rates, model: StepTimeModel | None
 ) -> int:
-    """Blocks that are copied to the host, at the measured rate, in no longer than the step computes, but at least one.
-    How long that is ``model`` says, or, without one, the rate of prompts.
+    """Returns how many blocks can be copied to the host, at the measured rate, while the step computes; at least 1.
+    ``model`` predicts how long that is; without one, the prompt rate is used.
     """
     if model is None:
         seconds = scheduler_output.num_tokens / rates.tokens_per_second
@@ -90,9 +90,9 @@ def num_blocks_beside(
 
 
 def swap_ahead(running: abc.Sequence[Sequence], memory: KVCacheManager, *, part: float, limit: int) -> int:
-    """When more than ``part`` of the device blocks is held, copies full blocks of those that would be preempted next to
-    the host, so that a preemption finds them there. A step copies at most ``limit``, and none of a sequence whose turn
-    comes so late that later steps suffice. Returns how many are copied.
+    """If more than ``part`` of the device blocks is in use, copies full blocks of the next victims to the host, so that
+    a preemption finds them there. A step copies at most ``limit`` blocks. It skips a sequence if copying it in a later
+    step is early enough. Returns how many blocks are copied.
     """
     pool = memory.device_pool
     if pool.num_free >= pool.num_blocks - int(part * pool.num_blocks):
@@ -111,16 +111,16 @@ def swap_ahead(running: abc.Sequence[Sequence], memory: KVCacheManager, *, part:
 
 
 def _num_blocks_taken_in(steps: int, running: abc.Sequence[Sequence], memory: KVCacheManager) -> int:
-    """Blocks that the running sequences may take in so many steps: for what is left of their prompts, and a token a
-    step.
+    """Returns the blocks that the running sequences may take in ``steps`` steps, for the rest of their prompts and one
+    token per step.
     """
     return sum(memory.capacity.max_blocks(each.num_tokens + steps) - each.table.num_held_blocks for each in running)
 
 
 class Absences:
-    """Times how long preempted sequences are away: from the preemption until a swap brings back what was computed, or
-    until a step computes the first token that was not; or until the sequence ends. One that is preempted again on its
-    way back is away all the time. ``ended`` are those that nobody took yet.
+    """Times how long preempted sequences are away. An absence starts with the preemption. It ends when a swap brings
+    back all computed tokens, when a step computes the first new token, or when the sequence ends. A sequence that is
+    preempted again before that stays away. ``ended`` are the absences that were not taken yet.
     """
 
     def __init__(self, clock: Callable[[], int]) -> None:
@@ -128,8 +128,8 @@ class Absences:
         self.ended: list[TimeAway] = []
 
     def begin(self, sequence: Sequence, mode: PreemptionMode) -> None:
-        """A running sequence is preempted; or what was swapped out cannot be used. Its counts of tokens are those that
-        it had.
+        """Starts the absence of a running sequence that is preempted, or of a swapped one whose blocks cannot be used.
+        Call it before the sequence's token counts change.
         """
         absence = sequence.absence
         if absence is None:
@@ -140,21 +140,21 @@ class Absences:
             absence.mode = mode
 
     def on_swapped_in(self, sequence: Sequence) -> float:
-        """Ends it if what the swap brings back is all that was computed. Returns the seconds; 0 if it goes on."""
+        """Ends the absence if the swap brings back all computed tokens. Returns its seconds; 0 if it continues."""
         absence = sequence.absence
         is_back = absence is not None and sequence.num_computed_tokens >= absence.num_computed_tokens
         return self.end(sequence) if is_back else 0.0
 
     def on_computed(self, sequence: Sequence) -> float:
-        """Ends it if the sequence has computed more than before, or all that is known. Returns the seconds; 0 if it
-        goes on.
+        """Ends the absence if the sequence has computed more than before, or all its known tokens. Returns its seconds;
+        0 if it continues.
         """
         absence, computed = sequence.absence, sequence.num_computed_tokens
         is_back = absence is not None and (computed > absence.num_computed_tokens or computed >= sequence.num_tokens)
         return self.end(sequence) if is_back else 0.0
 
     def end(self, sequence: Sequence) -> float:
-        """Ends it, if there is one, and adds its seconds to the sequence's timings. Returns them."""
+        """Ends the absence, if there is one, and adds its seconds to the sequence's timings. Returns the seconds."""
         absence, sequence.absence = sequence.absence, None
         if absence is None:
             return 0.0
@@ -164,25 +164,27 @@ class Absences:
         return seconds
 
     def take(self) -> list[TimeAway]:
-        """Those that ended since the last call."""
+        """Returns the absences that ended since the last call."""
         ended, self.ended = self.ended, []
         return ended
 
 
 def running_beams(group: SequenceGroup) -> list[Sequence]:
-    """The beams of a search that run, by precedence."""
+    """Returns the running beams of a search, by precedence."""
     beams = [beam for beam in group.sequences.values() if beam.status is SequenceStatus.RUNNING]
     return sorted(beams, key=_preemption_key)
 
 
 def preempted_with(victim: Sequence) -> list[Sequence]:
-    """The sequences preempted with ``victim``, the least precedence first: beams can only go on together."""
+    """Returns the sequences to preempt together with ``victim``, lowest precedence first: the beams of a search only
+    advance together.
+    """
     return [victim] if victim.group.beam_search is None else running_beams(victim.group)[::-1]
 
 
 class Preemptor:
-    """Takes running sequences off the device and brings them back, with their events and counts. ``swapped`` are those
-    whose blocks are on the host, ``preempted`` those that are computed again. ``absences``: of both.
+    """Takes running sequences off the device and brings them back, and records the events and counts. ``swapped``
+    sequences have their blocks on the host; ``preempted`` ones are recomputed. ``absences`` covers both.
     """
 
     def __init__(
@@ -214,7 +216,7 @@ class Preemptor:
         victim.timings.num_preemptions += 1
         pooler = self._config.pooler_config
         if victim.request.pooling is not None and pooler is not None and pooler.skip_reading_prefix_cache:
-            # What the worker has pooled so far goes with its row.
+            # The worker's partial pooling result is lost with its row.
             mode, reason = PreemptionMode.RECOMPUTE, PreemptionReason.LOST
         else:
             mode, reason = choose_preemption_mode(
@@ -231,31 +233,31 @@ class Preemptor:
             self._recompute(victim, reason)
 
     def next(self) -> Sequence | None:
-        """The one that comes back next: nothing passes another, whether swapped or not."""
+        """Returns the sequence that resumes next, swapped or not: none passes another."""
         heads = [queue.first() for queue in (self.swapped, self.preempted) if queue]
         return min(heads, key=_preemption_key) if heads else None
 
     def invalidate_kv(self, sequence: Sequence) -> None:
-        """What was computed for a preempted sequence cannot be used: all of it is computed again."""
+        """Discards the swapped KV blocks of a preempted sequence: all its tokens are recomputed."""
         if sequence.status is SequenceStatus.SWAPPED:
             self.swapped.remove(sequence)
             self._recompute(sequence, PreemptionReason.LOST)
 
     def swap_in(self, sequence: Sequence) -> None:
-        """Brings the blocks of a swapped sequence back to the device, where there is room for them."""
+        """Moves the blocks of a swapped sequence back to the device. The caller makes sure that there is room."""
         self.swapped.remove(sequence)
         blocks = self._kv_cache_manager.swap_in(sequence.table)
         self._stats.blocks_swapped_in += blocks
         self._record(sequence, "swap_in", blocks, away_seconds=self.absences.on_swapped_in(sequence))
 
     def on_computed(self, sequence: Sequence) -> None:
-        """Records that a preempted sequence is back where it was, if it is."""
+        """Records if a preempted sequence has caught up."""
         if away_seconds := self.absences.on_computed(sequence):
             self._record(sequence, "recomputed", 0, away_seconds=away_seconds)
 
     def _swap_out(self, victim: Sequence, reason: PreemptionReason) -> None:
         self.absences.begin(victim, PreemptionMode.SWAP)
-        # Its blocks are copied after the step in flight, so with what that computes for it.
+        # Its blocks are copied after the step in flight, and so include what that step computes.
         victim.num_computed_tokens = victim.num_scheduled_tokens
         blocks = self._kv_cache_manager.swap_out(victim.table, victim.num_computed_tokens)
         self._stats.blocks_swapped_out += blocks

@@ -1,4 +1,4 @@
-"""One request and the sequences it generates, the registry of all that are live, and which requests are refused."""
+"""One request and its sequences, the registry of all live ones, and the checks that refuse requests."""
 
 from collections import abc
 from collections.abc import Callable
@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class ResumedOutput:
-    """What an earlier attempt delivered of one choice; a ``finished`` one is not run again."""
+    """The output of one choice that an earlier attempt delivered. A ``finished`` choice is not run again."""
 
     index: int
     token_ids: abc.Sequence[int]
@@ -36,15 +36,14 @@ class ResumedOutput:
 
 @dataclass(frozen=True, slots=True)
 class Request:
-    """What a router submitted, checked.
+    """A request as a router submitted it, after checks.
 
-    ``output_token_ids`` were delivered by an earlier attempt of the first choice; they count towards ``max_tokens``,
-    and the next token is drawn for the position after them. ``resumed_outputs`` says the same of each choice, and takes
-    precedence. With the priority policy, smaller numbers go first; ``BEST_EFFORT`` is behind all others with every one.
-    ``grammar`` is ``sampling.structured``, compiled.
-    ``traceparent`` and ``tracestate`` are carried for the service's traces and mean nothing here. ``lora`` is the
-    adapter to run it with. With ``pooling`` the prompt is pooled, and nothing is sampled: ``sampling`` and what was
-    delivered are not read.
+    ``output_token_ids`` were delivered by an earlier attempt of the first choice. They count towards ``max_tokens``,
+    and the next token is sampled for the position after them. ``resumed_outputs`` says the same for each choice, and
+    takes precedence. With the priority policy, smaller numbers go first; under every policy, ``BEST_EFFORT`` comes
+    after all others. ``grammar`` is ``sampling.structured``, compiled.
+    ``traceparent`` and ``tracestate`` are only carried for the service's traces. ``lora`` is the adapter to use. With
+    ``pooling`` the prompt is pooled and nothing is sampled: ``sampling`` and delivered outputs are ignored.
     """
 
     request_id: str
@@ -62,19 +61,19 @@ class Request:
 
     @property
     def task(self) -> Task:
-        """What it asks for."""
+        """The task that the request asks for."""
         return Task.GENERATE if self.pooling is None else self.pooling.task
 
     @property
     def all_resumed_outputs(self) -> abc.Sequence[ResumedOutput]:
-        """What earlier attempts delivered, in one form."""
+        """The outputs of earlier attempts, in one form."""
         if self.resumed_outputs or not self.output_token_ids:
             return self.resumed_outputs
         return (ResumedOutput(0, self.output_token_ids),)
 
 
 class SequenceStatus(Enum):
-    """Where a sequence is: exactly one of the scheduler's queues, or none once it finished."""
+    """Where a sequence is: in exactly one of the scheduler's queues, or in none once it has finished."""
 
     WAITING = auto()
     RUNNING = auto()
@@ -85,8 +84,8 @@ class SequenceStatus(Enum):
 
 @dataclass(frozen=True, slots=True)
 class SequenceEvent:
-    """Something that happened to a sequence: its name, when (nanoseconds since 1970), how many blocks it moved, why it
-    was decided so, and how long it had been away, if it is back with it.
+    """An event of a sequence: its name, its time (nanoseconds since 1970), the blocks moved, the reason of the
+    decision, and, if the sequence came back with it, the seconds that it was away.
     """
 
     name: str
@@ -98,8 +97,9 @@ class SequenceEvent:
 
 @dataclass(slots=True)
 class SequenceTimings:
-    """When a sequence went through its stages, in nanoseconds since 1970; 0 where it has not come yet. It was preempted
-    ``num_preemptions`` times, and ``away_seconds`` in all passed each time until it was where it had been.
+    """When a sequence went through its stages, in nanoseconds since 1970; 0 for stages that it has not reached.
+    ``first_step`` and ``last_step`` are step numbers. It was preempted ``num_preemptions`` times. ``away_seconds`` is
+    the total time until it had caught up each time.
     """
 
     arrived: int
@@ -113,7 +113,7 @@ class SequenceTimings:
     events: list[SequenceEvent] = field(default_factory=list)
 
     def copy(self) -> "SequenceTimings":
-        """The same past for a sequence that is forked from this one."""
+        """Returns the same history, for a forked sequence."""
         return replace(self, events=[*self.events])
 
 
@@ -122,11 +122,10 @@ class SequenceGroup:
 
     ``unfinished``: indexes of the choices without a finish reason. ``sequences``: live sequences by id. Before the
     first sampled token one sequence (the *root*) represents all choices. ``admission_index``: the order of first
-    admission; ``num_cached_tokens``: prompt tokens that were found in the prefix cache then. ``next_prompt_logprob``:
-    position of the first prompt token whose log-probability has not been sent yet. ``beam_search``: state of a beam
-    search; ``candidates``: what its next step chooses from, for the beams that have been computed. Its sequences
-    advance together, so they are preempted together. ``runs_ahead``: whether a step may be scheduled for a token that
-    the step before it still draws.
+    admission. ``num_cached_tokens``: prompt tokens found in the prefix cache then. ``next_prompt_logprob``: position of
+    the first prompt token whose log-probability has not been sent yet. ``beam_search``: state of a beam search; its
+    sequences advance together, so they are preempted together. ``candidates``: what its next step chooses from, for the
+    beams computed so far. ``runs_ahead``: whether a step may be scheduled for a pending token.
     """
 
     __slots__ = (
@@ -156,27 +155,29 @@ class SequenceGroup:
 
     @property
     def needs_prompt_logprobs(self) -> bool:
-        """Whether log-probabilities of the prompt are still to be computed: then all of it is computed, whatever is
-        cached.
+        """Whether prompt log-probabilities still have to be computed. Then the whole prompt is computed, even if part
+        of it is cached.
         """
         return self.request.sampling.prompt_logprobs is not None and self.next_prompt_logprob < self.num_prompt_tokens
 
 
 class Sequence:
-    """The tokens of one output being made, or of several that are not forked yet.
+    """The tokens of one output, or of several outputs before their fork.
 
-    ``token_ids``: all known tokens, prompt and output. ``num_computed_tokens`` of them are in KV memory, and
-    ``num_scheduled_tokens`` will be once the steps in flight are done. Everything the scheduler decides follows
-    from these three: there is no prefill phase and no decode phase. ``index``: the choice that it is an output of.
-    ``sample_requests``: how its next token is sampled, one for each output that is forked from it then; none for a
-    prompt that is pooled. At ``limit`` tokens it ends. ``num_seqs``: how many it counts as against ``max_num_seqs``.
-    ``num_output_sent``: output tokens that were published. ``preemption_key`` orders admitted sequences: the
-    largest is preempted first. ``absence``: its preemption, until it is back where it was. ``last_step``: the
-    last step that it has a chunk in. ``proposer`` guesses its next tokens, where there is speculation.
-    ``queue_key`` orders waiting ones; ``served_at_arrival``: tokens that the engine had computed before it arrived.
+    ``token_ids``: all known tokens, prompt and output. ``num_computed_tokens`` of them are in the KV cache, and
+    ``num_scheduled_tokens`` will be after the steps in flight. The scheduler decides everything from these three:
+    prefill and decode are not separate phases.
 
-    ``row``: where the worker keeps it while it runs, None while the worker has nothing of it. The worker has the first
-    ``num_sent_tokens`` of its tokens there: it was sent them, or drew them.
+    ``index``: the choice that it belongs to. ``sample_requests``: how its next token is sampled, one for each output
+    that is forked from it then; empty for a pooled prompt. ``limit``: the number of tokens at which it ends.
+    ``num_seqs``: how many it counts as against ``max_num_seqs``. ``num_output_sent``: output tokens that were
+    published. ``preemption_key`` orders admitted sequences: the largest is preempted first. ``absence``: its
+    preemption, until it has caught up. ``last_step``: the last step with a chunk of it. ``proposer`` proposes its
+    drafts, with speculation. ``queue_key`` orders waiting sequences. ``served_at_arrival``: tokens that the engine had
+    computed before it arrived.
+
+    ``row``: the worker's row while it runs; None while the worker has none of it. The row has the first
+    ``num_sent_tokens`` of its tokens: they were sent to the worker or sampled there.
     """
 
     __slots__ = (
@@ -240,24 +241,24 @@ class Sequence:
 
     @property
     def request(self) -> Request:
-        """The request that it is an output of."""
+        """The request that the sequence belongs to."""
         return self.group.request
 
     @property
     def num_tokens(self) -> int:
-        """Known tokens."""
+        """The number of known tokens."""
         return len(self.token_ids)
 
     @property
     def num_uncomputed_tokens(self) -> int:
-        """Known tokens that are not in KV memory: at least 1, except in a beam that waits for the other beams."""
+        """Known tokens that are not in the KV cache: at least 1, except in a beam that waits for the other beams."""
         return len(self.token_ids) - self.num_computed_tokens
 
     @property
     def num_unscheduled_tokens(self) -> int:
-        """Tokens that a step can be given next: the known ones that no step has been given, or else the one that is
-        being drawn. For that one nothing is scheduled if the sequence certainly ends with it, is forked there,
-        is a beam, which waits for the others, or if the steps in flight are in the stages of a pipeline.
+        """Tokens to schedule next: the known tokens that are in no step yet, or else the pending token. The pending
+        token is not scheduled if the sequence certainly ends or forks with it, if the sequence is a beam, or in a
+        pipeline.
         """
         return len(self.token_ids) - self.num_scheduled_tokens or int(self._runs_ahead)
 
@@ -268,20 +269,20 @@ class Sequence:
 
     @property
     def worker_is_current(self) -> bool:
-        """Whether the worker lacks nothing of it: no token that is known, and no block."""
+        """Whether the worker's row has all known tokens and all blocks of the sequence."""
         table = self.table
         has_tokens = self.row is not None and self.num_sent_tokens == len(self.token_ids)
         return has_tokens and table.num_blocks == table.num_sent and not table.changed
 
     @property
     def num_output(self) -> int:
-        """Output tokens, those of earlier attempts included."""
+        """Output tokens, including earlier attempts."""
         return len(self.token_ids) - self.group.num_prompt_tokens
 
 
 class SequenceRegistry:
-    """All live requests and the sequences that each of them is made of: created, forked, freed. ``groups`` by request
-    id, ``sequences`` by sequence id. Ids of sequences only grow, in the order of arrival.
+    """All live requests and their sequences: creates, forks and frees them. ``groups`` by request id, ``sequences`` by
+    sequence id. Sequence ids increase in the order of arrival.
     """
 
     def __init__(self, config: "SchedulerConfig", kv_cache_manager: KVCacheManager, clock: Callable[[], int]) -> None:
@@ -293,8 +294,8 @@ class SequenceRegistry:
         self.sequences: dict[int, Sequence] = {}
 
     def create(self, request: Request) -> list[Sequence]:
-        """The sequences that a request begins with: one for all its choices, or one for each that an earlier attempt
-        left unfinished.
+        """Creates the first sequences of a request: one for all its choices, or one for each choice that an earlier
+        attempt left unfinished.
         """
         if request.pooling is not None:
             return [self._new_pooled(request)]
@@ -310,7 +311,7 @@ class SequenceRegistry:
         return [self._new_sequence(group, i, [*history[i].token_ids] if i in history else []) for i in group.unfinished]
 
     def fork(self, parent: Sequence, sequence_id: int | None = None, index: int = 0) -> Sequence:
-        """A sequence forked from ``parent`` with all its tokens and blocks. It runs as soon as it is queued."""
+        """Forks a sequence from ``parent`` with all its tokens and blocks. The caller queues it."""
         child = Sequence(
             self._next_sequence_ids() if sequence_id is None else sequence_id,
             parent.group,
@@ -328,15 +329,15 @@ class SequenceRegistry:
         return child
 
     def split(self, root: Sequence) -> list[Sequence]:
-        """Makes ``root`` the output of its own choice only, and forks the other choices from it, of which those that
-        have ended get no sequences.
+        """Turns ``root`` into the sequence of its own choice, and forks the other unfinished choices from it. Returns
+        the forks.
         """
         root.sample_requests, root.num_seqs = root.sample_requests[:1], 1
         others = [index for index in root.group.unfinished if index != root.index]
         return [self.fork(root, root.id + index, index) for index in others]
 
     def free(self, sequence: Sequence) -> None:
-        """Forgets a sequence, and its request with the last one."""
+        """Forgets a sequence, and with the last one its request."""
         del self.sequences[sequence.id]
         group = sequence.group
         del group.sequences[sequence.id]
@@ -344,7 +345,7 @@ class SequenceRegistry:
             del self.groups[group.request.request_id]
 
     def _new_pooled(self, request: Request) -> Sequence:
-        """The one sequence of a prompt that is pooled. It ends with its last chunk."""
+        """Creates the one sequence of a pooled prompt. It ends with its last chunk."""
         group = SequenceGroup(request, None, runs_ahead=False)
         self.groups[request.request_id] = group
         group.unfinished = {0: None}
@@ -353,7 +354,7 @@ class SequenceRegistry:
         return sequence
 
     def _new_root(self, group: SequenceGroup, width: int) -> Sequence:
-        """One sequence for all choices, whose ids are the next ones behind its own."""
+        """Creates one sequence for all choices. Reserves the ids after its own for the other choices."""
         root = self._new_sequence(group, 0, [])
         if group.beam_search is not None:
             root.num_seqs = group.beam_search.width
@@ -399,7 +400,7 @@ class SequenceRegistry:
         return ends.union(sampling.stop_token_ids) if sampling.stop_token_ids else ends
 
     def _next_sequence_ids(self, count: int = 1) -> int:
-        """Takes the next ids, and returns the first of them."""
+        """Reserves ``count`` ids and returns the first."""
         self._next_id += count
         return self._next_id - count
 
@@ -410,12 +411,12 @@ _UNSUPPORTED = {
     Task.EMBED: "This model makes no embeddings: start its engine with --convert embed for that.",
     Task.CLASSIFY: "This model classifies no texts.",
 }
-"""What a request is refused with whose task the engine does not have."""
+"""Error messages for requests whose task the engine does not support."""
 
 
 def check_request(request: Request, config: "SchedulerConfig", kv_cache_manager: KVCacheManager) -> None:
-    """Raises ``QuireError`` INVALID, with the limit in its text, for a request that can never be run. The router checks
-    the same rules first; an engine checks them again, as it cannot know what sends to it.
+    """Raises ``QuireError`` INVALID, with the limit in its text, if a request can never run. The router checks the same
+    rules first; an engine checks them again, because it cannot know its client.
     """
     if len(request.cache_salt) > MAX_SALT_BYTES:
         raise invalid("cache_salt", f"A cache salt has at most {MAX_SALT_BYTES} bytes.")
@@ -477,7 +478,9 @@ def _check_history(request: Request) -> None:
 
 
 def _check_width(request: Request, config: "SchedulerConfig", kv_cache_manager: KVCacheManager) -> None:
-    """All outputs of a request run at once, and beams have to fit together, because they advance together."""
+    """Checks that all outputs of a request can run at once, and that its beams fit into memory together, because they
+    advance together.
+    """
     sampling = request.sampling
     if sampling.num_sequences > config.max_num_seqs:
         many = f"{sampling.num_sequences} outputs cannot run at once here; the limit is {config.max_num_seqs}."

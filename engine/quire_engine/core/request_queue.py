@@ -1,6 +1,6 @@
-"""Queues of sequences, the order of the waiting one, and what an admission may have to wait for.
+"""Queues of sequences, the order of the waiting queue, and the interface of admission gates.
 
-No order is that of a set or of addresses, and nothing here is linear in what waits.
+No order depends on a set or on addresses, and no operation here is linear in the number of waiting sequences.
 """
 
 from bisect import bisect_left, insort
@@ -28,8 +28,8 @@ _preemption_key = attrgetter("preemption_key")
 
 
 class AdmittedQueue(list[Sequence]):
-    """Sequences that were admitted once: a list that ``push`` and ``remove`` keep in the order of their preemption
-    keys. ``num_seqs``: the sum of theirs. ``num_best_effort``: how many are best effort; they are the last.
+    """Admitted sequences: a list that ``push`` and ``remove`` keep in the order of preemption keys. ``num_seqs``: the
+    sum over its sequences. ``num_best_effort``: how many are best effort; these come last.
     """
 
     def __init__(self) -> None:
@@ -38,63 +38,61 @@ class AdmittedQueue(list[Sequence]):
         self.num_best_effort = 0
 
     def push(self, sequence: Sequence) -> None:
-        """Adds where its precedence puts it."""
+        """Inserts a sequence according to its precedence."""
         insort(self, sequence, key=_preemption_key)
         self.num_seqs += sequence.num_seqs
         self.num_best_effort += sequence.best_effort
 
     def first(self) -> Sequence:
-        """The one that is preempted last."""
+        """Returns the sequence that is preempted last."""
         return self[0]
 
     def last(self) -> Sequence:
-        """The one that is preempted first."""
+        """Returns the sequence that is preempted first."""
         return self[-1]
 
     def remove(self, sequence: Sequence) -> None:
-        """Takes one out, wherever it stands."""
+        """Removes a sequence at any position."""
         del self[bisect_left(self, sequence.preemption_key, key=_preemption_key)]
         self.num_seqs -= sequence.num_seqs
         self.num_best_effort -= sequence.best_effort
 
 
 class AdmissionGate(Protocol):
-    """Something that an admission may have to wait for besides its turn and the memory: a slot for its adapter, blocks
-    that come from a tier.
+    """A condition of admission besides the turn and the memory: a slot for an adapter, or blocks that a tier loads.
 
-    The gate holds a sequence that it does not admit, and those behind it go first, until the gate releases it. (vLLM
-    has them in a second queue, ``skipped_waiting``, each with the status of what it waits for.)
+    The gate holds a sequence that it does not admit until it releases it; meanwhile those after it go first. (vLLM
+    keeps such sequences in a second queue, ``skipped_waiting``, with a status for what each waits for.)
     """
 
     def release(self) -> "Iterable[Sequence]":
-        """Held sequences that may be admitted now, or that are to be asked for again; they are held no more. Called
+        """Returns held sequences that may be admitted now or should be checked again, and stops holding them. Called
         once in each step that may admit anything, before the first call of ``admits``.
         """
         ...
 
     def admits(self, sequence: Sequence) -> bool:
-        """Whether a sequence whose turn has come may be admitted now. It is held if not."""
+        """Whether a sequence whose turn has come may be admitted now. Holds it otherwise."""
         ...
 
     def on_admission(self, sequence: Sequence) -> None:
-        """All gates and the memory admitted a sequence."""
+        """Called after all gates and the memory have admitted a sequence."""
         ...
 
     def on_abort(self, sequence: Sequence) -> None:
-        """A waiting sequence, held or not, has ended."""
+        """Called after a waiting sequence, held or not, has ended."""
         ...
 
 
 class WaitingQueue:
-    """Sequences for which nothing is computed, in the order of their ranks, the tokens that this work amounts to
-    (``uncomputed_tokens``: without what is best effort), and how many sequences are best effort (``num_best_effort``)
-    and wait for each adapter (``loras``).
+    """Waiting sequences, in the order of their ranks. Counts the tokens that they need computed (``uncomputed_tokens``,
+    without best effort), the best-effort sequences (``num_best_effort``), and the sequences per adapter (``loras``).
 
-    ``rank`` computes a sequence's rank when it arrives. With ``max_overtakes`` ranks may become smaller while sequences
-    wait, and whoever has been overtaken by so many later arrivals is next, whatever its rank. It is enough to count for
-    the oldest: everyone who overtook a younger one has overtaken the oldest as well. Those that are held wait for an
-    ``AdmissionGate``, and are passed over until they are released. What is best effort has the last ranks, is never
-    next because it was overtaken, and overtakes nobody.
+    ``rank`` computes a sequence's rank when it arrives. With ``max_overtakes``, ranks may decrease while sequences
+    wait, and a sequence that this many later arrivals have overtaken is next, at any rank. Counting for the oldest is
+    enough: a sequence that overtook a younger one has overtaken the oldest too. Held sequences wait for an
+    ``AdmissionGate`` and are skipped until they are released. Best-effort sequences have the last ranks, are never next
+    because of overtakes, and do not count as overtaking.
     """
 
     def __init__(
@@ -133,40 +131,42 @@ class WaitingQueue:
 
     @property
     def num_regular(self) -> int:
-        """How many are not best effort."""
+        """The number of sequences that are not best effort."""
         return len(self._regular)
 
     @property
     def has_ready(self) -> bool:
-        """Whether any waits that is not held."""
+        """Whether any waiting sequence is not held."""
         return len(self.sequences) > len(self._held)
 
     @property
     def has_regular_ready(self) -> bool:
-        """Whether any waits that is neither held nor best effort."""
+        """Whether any waiting regular sequence is not held."""
         return bool(self._regular) and self.has_ready and not self.first().best_effort
 
     def hold(self, sequence: Sequence) -> None:
-        """Passes over one until ``release``."""
+        """Skips a sequence until ``release``."""
         self._held[sequence.id] = None
 
     def release(self, sequences: Iterable[Sequence]) -> None:
-        """Gives some that are held their places again."""
+        """Returns held sequences to their places."""
         for sequence in sequences:
             del self._held[sequence.id]
             heappush(self._by_rank, (sequence.queue_key, sequence.id))
         self._compact()
 
     def rank_some(self) -> None:
-        """Computes the ranks of a few again, in turn, where they may change: what was cached since they arrived makes
-        them shorter.
+        """Recomputes the ranks of a few sequences, round robin, if ranks may change: blocks that were cached since
+        their arrival make them shorter.
         """
         for _ in range(min(REORDERED_PER_STEP, len(self)) if self._max_overtakes is not None else 0):
             sequence = self.next_round_robin()
             self.reorder(sequence, self._rank(sequence))
 
     def next(self) -> Sequence:
-        """The sequence to admit next. Where ranks may change, the first one's is computed again before it is."""
+        """Returns the sequence to admit next. If ranks may change, recomputes the rank of the first sequence before it
+        returns it.
+        """
         sequence = self.first()
         for _ in range(REORDERED_PER_STEP if self._max_overtakes is not None else 0):
             self.reorder(sequence, self._rank(sequence))
@@ -177,7 +177,7 @@ class WaitingQueue:
         return sequence
 
     def first(self) -> Sequence:
-        """The one with the least rank, or that was overtaken too often, of those that are not held."""
+        """Returns the sequence with the lowest rank, or the one that was overtaken too often, among those not held."""
         if self._max_overtakes is not None and len(self._overtakers) >= self._max_overtakes:
             oldest = next(iter(self._regular.values()))
             if oldest.id not in self._held:
@@ -187,27 +187,27 @@ class WaitingQueue:
         return self.sequences[self._by_rank[0][1]]
 
     def next_round_robin(self) -> Sequence:
-        """Everyone in turn, again and again."""
+        """Returns each sequence in turn, again and again."""
         while (sequence_id := self._turns.popleft()) not in self.sequences:
             pass
         self._turns.append(sequence_id)
         return self.sequences[sequence_id]
 
     def reorder(self, sequence: Sequence, rank: float) -> None:
-        """Moves one to where its new rank puts it."""
+        """Moves a sequence to the place of its new rank."""
         if rank != sequence.queue_key:
             sequence.queue_key = rank
             heappush(self._by_rank, (rank, sequence.id))
             self._compact()
 
     def remove_admitted(self, sequence: Sequence) -> None:
-        """Takes one out because its turn has come; call it before anything of the sequence changes."""
+        """Removes a sequence whose turn has come. Call it before anything of the sequence changes."""
         if self._max_overtakes is not None and not sequence.best_effort:
             insort(self._overtakers, sequence.id)
         self.remove(sequence)
 
     def remove(self, sequence: Sequence) -> None:
-        """Takes one out, wherever it stands; call it before anything of the sequence changes."""
+        """Removes a sequence at any position. Call it before anything of the sequence changes."""
         del self.sequences[sequence.id]
         self._held.pop(sequence.id, None)
         self.num_best_effort -= sequence.best_effort
@@ -226,14 +226,16 @@ class WaitingQueue:
         return sequence is not None and sequence.queue_key == rank and sequence_id not in self._held
 
     def _compact(self) -> None:
-        """Throws out what has left, once that is most of the heap: constant work for each one that left."""
+        """Drops removed entries when they make up most of the heap: constant work per removal."""
         if len(self._by_rank) > 2 * len(self.sequences) + 16:
             self._by_rank = sorted((sequence.queue_key, sequence.id) for sequence in self.sequences.values())
         if len(self._turns) > 2 * len(self.sequences) + 16:
             self._turns = deque(self.sequences)
 
     def _forget_overtakers(self) -> None:
-        """Only those that came after the oldest have overtaken it; there are never more than the bound."""
+        """Forgets overtakers that came before the oldest sequence: they have not overtaken it. ``max_overtakes`` bounds
+        the rest.
+        """
         oldest = next(iter(self._regular), None)
         if oldest is None:
             self._overtakers.clear()
@@ -246,8 +248,8 @@ AGING = 0.02
 
 @dataclass(frozen=True, slots=True)
 class QueuedRequest:
-    """What a policy may know of a sequence that waits: the tokens that it needs computed and that no cache holds, all
-    tokens that the engine had computed when it arrived, and its request's priority.
+    """What a policy knows of a waiting sequence: its tokens that must be computed and are not cached, all tokens that
+    the engine had computed when it arrived, and its request's priority.
     """
 
     uncached_tokens: int
@@ -262,28 +264,29 @@ def fcfs(job: QueuedRequest) -> float:
 
 
 def sjf(job: QueuedRequest) -> float:
-    """The shortest job first, by the tokens that it needs computed, aged by those that others were given meanwhile.
+    """Shortest job first, by the tokens to compute, aged by the tokens that were computed for others meanwhile.
 
-    Waiting while the engine computes a token counts as much as being ``AGING`` tokens shorter. The token that is served
-    now is the same for all that wait, so it cancels out, and the rank of a job never changes with time. Aging by tokens
-    instead of seconds is SGLang's idea.
+    Waiting while the engine computes one token counts as much as being ``AGING`` tokens shorter. The number of tokens
+    computed so far is the same for all waiting jobs and cancels out, so a job's rank does not change with time. Aging
+    by tokens instead of seconds is SGLang's idea.
     """
     return job.uncached_tokens + AGING * job.served_at_arrival
 
 
 def priority(job: QueuedRequest) -> float:
-    """Small numbers first; first come, first served among equals."""
+    """Smallest number first; first come, first served among equals."""
     return float(job.priority)
 
 
 POLICIES: "Mapping[Policy, Callable[[QueuedRequest], float]]" = {"fcfs": fcfs, "sjf": sjf, "priority": priority}
-"""In which order waiting requests are admitted: the lowest rank first, of equal ranks the earliest arrival."""
+"""The order in which waiting requests are admitted: lowest rank first, ties in order of arrival."""
 
 
 def rank_by(policy: "Policy", kv_cache_manager: KVCacheManager) -> Callable[[Sequence], float]:
-    """The rank of a waiting sequence under a policy, by what the prefix cache has of it now. What another engine has
-    begun is before all else, as what was preempted here is: its turn has come, and somebody is reading it. What is best
-    effort is behind all else, and shadows behind that. All of these are in the order in which they came.
+    """Returns the rank of a waiting sequence under a policy, from what the prefix cache has of it now. Sequences that
+    another engine has begun come first, like preempted ones here: their turn has come, and their clients are reading.
+    Best-effort sequences come after all others, and shadow requests after those. Each of these groups is in order of
+    arrival.
     """
     rank, by_length = POLICIES[policy], policy == "sjf"
 

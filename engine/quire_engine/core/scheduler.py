@@ -1,21 +1,21 @@
 """The scheduler: takes requests, schedules steps, and updates its state from their model outputs.
 
-A request begins as one sequence, its root. When the root has computed all its known tokens, one token is sampled for
-each choice and the root is forked: the choices' block tables share every block, and the first that writes into a shared
-last block that is not full gets a copy of it (copy on write). From then on they are sequences like all others, except
-for beams, which wait for each other at every token.
+A request begins as one sequence, its root. After the root has computed all its known tokens, one token is sampled for
+each choice and the root is forked: the choices' block tables share every block. The first choice that writes into a
+shared, partly filled last block gets a copy of it (copy on write). From then on the choices are sequences like all
+others. Beams are an exception: they wait for each other at every token.
 
-One step may be scheduled ahead, while the one before it is in flight; in a pipeline, as many as have a stage each. A
-sequence that ends, is preempted or is aborted meanwhile frees its blocks at once, although a step in flight still
-writes into them. That is safe because
+One step may be scheduled ahead, while the step before it is in flight. A pipeline may have one step in flight per
+stage. If a sequence ends, is preempted or is aborted while a step in flight computes it, its blocks are freed at once,
+although that step still writes into them. This is safe for five reasons:
 
-* steps run in the order in which they were scheduled, copies first: the next owner of such a block writes it later;
-* a block gets its hash only when the output of the step that fills it has been processed, so the prefix cache never
-  finds a block that is still being written, and a chunk starts behind the blocks that have a hash;
-* a sequence that may fork is never scheduled ahead, so no step in flight writes a partial block when it
-  becomes shared, and the copy for the first writer belongs to a later step;
-* a sequence that was preempted does not return while a step in flight draws for it, which would draw the token again;
-* what a step in flight makes for a sequence that has ended is dropped, and its row is nobody else's before that.
+* Steps run in the order in which they were scheduled, copies first. So the next owner of such a block writes it later.
+* A block gets its hash only after the output of the step that fills it was processed. So the prefix cache never finds a
+  block that is still being written, and a chunk starts after the blocks that have a hash.
+* A sequence that may fork is never scheduled ahead. So no step in flight writes a partial block when it becomes shared,
+  and the copy for the first writer belongs to a later step.
+* A preempted sequence does not resume while a step in flight samples its token. It would sample that token again.
+* The results of a step in flight are dropped for sequences that have ended, and their rows are not reused before then.
 """
 
 import logging
@@ -62,12 +62,12 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 
 ASYNC_DEPTH = 2
-_FINISHED = SequenceStatus.FINISHED  # a member of an enumeration is slow to look up
+_FINISHED = SequenceStatus.FINISHED  # looking up an enum member is slow
 
 
 class Scheduler:
-    """Owns the requests of one engine. Used by one thread. ``schedule`` and ``update_from_output`` alternate, but
-    ``schedule`` may be ahead: ``max_depth`` steps may be in flight.
+    """Owns the requests of one engine. Use it from one thread. ``schedule`` and ``update_from_output`` alternate, but
+    ``schedule`` may run ahead: up to ``max_depth`` steps may be in flight.
     """
 
     def __init__(
@@ -93,28 +93,28 @@ class Scheduler:
         self.swapped = self._batch_scheduler.swapped
         self.preempted = self._batch_scheduler.preempted
         self.max_depth = max(ASYNC_DEPTH, config.num_stages)
-        self.is_sleeping = False  # the core says so
+        self.is_sleeping = False  # set by ``EngineCore``
         self._step = 0
         self._last_step = 0
         self._in_flight: deque[SchedulerOutput] = deque()
-        # The sequence of each chunk, for each step in flight; None where the chunk's results are dropped.
+        # For each step in flight, the sequence of each chunk, or None if the chunk's results are dropped.
         self._scheduled: deque[list[Sequence | None]] = deque()
         self._outputs: list[EngineCoreOutput] = []
         self._complete_searches: list[SequenceGroup] = []
 
     @property
     def has_work(self) -> bool:
-        """Whether there is anything to schedule, to update from or to return."""
+        """Whether there is anything to schedule, to process or to return."""
         tiers = self.kv_cache_manager.tiers
         return bool(self._registry.groups or self._outputs or self._in_flight or tiers.is_busy)
 
     @property
     def has_requests(self) -> bool:
-        """Whether any request has not ended."""
+        """Whether any request is unfinished."""
         return bool(self._registry.groups)
 
     def add_request(self, request: Request) -> None:
-        """Queues a request. Raises ``QuireError`` if it can never run, or if too many wait already."""
+        """Queues a request. Raises ``QuireError`` if it can never run or if the queue is full."""
         if request.request_id in self._registry.groups:
             raise QuireError(ErrorCode.CONFLICT, "A request with this id is already running.", param="request_id")
         best_effort = request.priority >= BEST_EFFORT
@@ -126,8 +126,8 @@ class Scheduler:
             self._batch_scheduler.add(sequence)
 
     def abort_request(self, request_id: str, indexes: Iterable[int] = ()) -> None:
-        """Ends a request, or some of its choices, wherever they are; their blocks are free at once. What is not known
-        is ignored: it may just have ended.
+        """Aborts a request, or only the choices at ``indexes``, in any state. Frees their blocks at once. Unknown
+        requests and choices are ignored, because they may just have ended. A beam search is only aborted as a whole.
         """
         group = self._registry.groups.get(request_id)
         if group is None:
@@ -140,34 +140,34 @@ class Scheduler:
                 self._abort_choice(group, index)
 
     def schedule(self) -> SchedulerOutput:
-        """Schedules the next step. The output is empty when nothing can be computed, which may be because the step in
-        flight has yet to make its tokens; an empty output need not be passed to ``update_from_output``.
+        """Schedules the next step. The output is empty if nothing can be computed now, for example because the step in
+        flight still has to sample the tokens. An empty output need not be passed to ``update_from_output``.
         """
         assert len(self._in_flight) < self.max_depth, "too many steps are in flight"
         self._step += 1
         ahead = bool(self._in_flight)
         scheduler_output = self._batch_scheduler.schedule(self._step, self._in_flight)
-        if not ahead:  # the step in flight may end what holds the memory
+        if not ahead:  # otherwise the step in flight may free memory
             for sequence in self._batch_scheduler.out_of_memory:
                 self.stats.out_of_memory += 1
                 self._fail(sequence.group, _out_of_memory())
         if not scheduler_output.is_empty:
             self._in_flight.append(scheduler_output)
             self._scheduled.append([*self._batch_scheduler.scheduled])
-        self._batch_scheduler.scheduled = []  # so that no sequence outlives its request here
+        self._batch_scheduler.scheduled = []  # keep no reference to a sequence after its request has ended
         return scheduler_output
 
     def disable_speculation(self) -> None:
-        """Guesses no tokens from now on: the executor overlaps steps, and what follows a token that is being drawn
-        cannot be looked up.
+        """Turns off speculation. Used if the executor overlaps steps: no draft can be looked up after a pending
+        token.
         """
         if self._batch_scheduler.speculator is not None:
             log.info("speculation is off, because steps overlap")
         self._batch_scheduler.speculator = None
 
     def split_for_retry(self, scheduler_output: SchedulerOutput) -> list[SchedulerOutput | None]:
-        """One step for each chunk of a step that failed, the oldest that is in flight, to be run alone; None for chunks
-        whose sequence no longer has its blocks, of which nothing is committed.
+        """Returns one step per chunk of the oldest step in flight, which failed, so that each chunk runs alone. An
+        entry is None if the chunk's sequence has lost its blocks; nothing is committed for it.
         """
         sequences = self._scheduled[0] = [each if self._can_retry(each) else None for each in self._scheduled[0]]
         return [
@@ -178,7 +178,7 @@ class Scheduler:
     def update_from_output(
         self, scheduler_output: SchedulerOutput, model_output: ModelOutput
     ) -> list[EngineCoreOutput]:
-        """Adds the step's tokens to their sequences. Returns the outputs, with those of requests that ended otherwise
+        """Adds the step's tokens to their sequences. Returns the outputs, also of requests that ended in other ways
         since the last update.
         """
         sequences = list[Sequence | None]()
@@ -191,7 +191,7 @@ class Scheduler:
         self.stats.blocks_copied_out += len(copies.blocks_to_swap_out)
         self.stats.blocks_copied_in += len(copies.blocks_to_swap_in)
         self.stats.blocks_copied_ahead += len(copies.blocks_to_swap_ahead)
-        if copies.blocks_to_store:  # what was copied to be stored was not copied ahead of need
+        if copies.blocks_to_store:  # copies that a tier stores do not count as copied ahead
             stored = {transfer.host_block for transfer in copies.blocks_to_store}
             self.stats.blocks_copied_ahead -= sum(copy.target in stored for copy in copies.blocks_to_swap_ahead)
         if self._batch_scheduler.speculator is not None:
@@ -203,15 +203,17 @@ class Scheduler:
         return outputs
 
     def take_times_away(self) -> list[TimeAway]:
-        """How long preempted sequences were away that are back, or have ended, since the last call."""
+        """Returns how long preempted sequences were away that came back or ended since the last call."""
         absences = self._batch_scheduler.preemptor.absences
         return absences.take() if absences.ended else []
 
     def finish_transfers(self, results: abc.Sequence[TransferResult]) -> None:
-        """Takes what came of transfers between the host and further tiers; called in each round while there are any."""
+        """Processes ``results`` of transfers between the host and further tiers. Called in each round while transfers
+        run.
+        """
         tiers = self.kv_cache_manager.tiers
         tiers.finish(results)
-        stats = [tier.stats for tier in tiers.asynchronous]  # metrics call them all disk, the only one
+        stats = [tier.stats for tier in tiers.asynchronous]  # metrics call every asynchronous tier "disk", the only one
         self.stats.disk_blocks_stored = sum(each.num_stored for each in stats)
         self.stats.disk_blocks_loaded = sum(each.num_loaded for each in stats)
         self.stats.disk_bytes_stored = sum(each.num_stored * each.block_bytes for each in stats)
@@ -219,17 +221,17 @@ class Scheduler:
         self.stats.disk_failures = sum((each.failures for each in stats), Counter())
 
     def request_ids(self) -> list[str]:
-        """The requests whose tokens the oldest step in flight computes, in its order."""
+        """Returns the ids of the requests in the oldest step in flight, in the order of its chunks."""
         sequences = self._scheduled[0] if self._scheduled else ()
         live = [each for each in sequences if each is not None and each.status is not _FINISHED]
         return list(dict.fromkeys([each.group.request.request_id for each in live]))
 
     def get_load(self) -> EngineLoad:
-        """What the engine is busy with. O(running)."""
+        """Returns the engine's load. O(running)."""
         device, host = self.kv_cache_manager.device_pool, self.kv_cache_manager.host_pool
         tiers = self.kv_cache_manager.tiers.asynchronous
         loras = self._batch_scheduler.admission.loras
-        # Of best effort, only the number counts, as of sequences that decode: nobody waits for its prompts.
+        # A best-effort sequence adds only 1, like a decoding one: no other request waits for its prompt.
         admitted = sum([1 if s.best_effort else len(s.token_ids) - s.num_computed_tokens for s in self.running])
         if self.preempted:
             admitted += sum([s.num_uncomputed_tokens for s in self.preempted if not s.best_effort])
@@ -252,7 +254,9 @@ class Scheduler:
         )
 
     def get_fragmentation(self) -> KVCacheFragmentation:
-        """What memory is held for nothing. O(running); lost blocks are looked for only when nothing should be held."""
+        """Measures the KV memory that is held but unused. O(running). Looks for leaked blocks only if nothing should be
+        held.
+        """
         device = measure_fragmentation(
             self.kv_cache_manager, ((sequence.table, sequence.num_scheduled_tokens) for sequence in self.running)
         )
@@ -271,8 +275,8 @@ class Scheduler:
 
     @staticmethod
     def _alone(step: int, chunk: ScheduledChunk, sequence: Sequence) -> SchedulerOutput:
-        """The chunk in a step of its own, whose sequence is sent anew. What the last token of the chunk awaited is
-        known by now.
+        """Returns a step with only this chunk, with its sequence sent anew. If the chunk's last token was pending, it
+        is known by now.
         """
         new = new_request(sequence, chunk.row)
         new.token_ids.extend(chunk.draft_token_ids)
@@ -283,7 +287,7 @@ class Scheduler:
     def _commit(
         self, sequences: abc.Sequence[Sequence | None], scheduler_output: SchedulerOutput, model_output: ModelOutput
     ) -> None:
-        """Takes what the step has computed and drawn, chunk by chunk. What has ended meanwhile is passed over."""
+        """Commits what the step computed and sampled, chunk by chunk. Skips sequences that have ended meanwhile."""
         draw, has_errors, token_ids = 0, model_output.has_errors, model_output.token_ids
         only_tokens = model_output.has_only_tokens and not scheduler_output.drafts
         columns = zip(sequences, scheduler_output.starts, scheduler_output.lengths, scheduler_output.draws, strict=True)
@@ -293,7 +297,7 @@ class Scheduler:
                 continue
             if only_tokens and num_draws == 1:
                 self._commit_computed(sequence, start, length)
-                sequence.num_sent_tokens += 1  # the worker has what it drew
+                sequence.num_sent_tokens += 1  # the worker has the tokens that it sampled
                 self._commit_token(sequence, token_ids[first], ())
                 continue
             error = _error_of(number, first, scheduler_output, model_output) if has_errors else None
@@ -306,14 +310,14 @@ class Scheduler:
                 if number in model_output.prompt_logprobs:
                     self._emit_prompt_logprobs(sequence.group, start + 1, model_output.prompt_logprobs[number])
                 if num_draws == 1 and first not in model_output.candidates and first not in model_output.pooled:
-                    sequence.num_sent_tokens += 1  # the worker has what it drew
+                    sequence.num_sent_tokens += 1  # the worker has the tokens that it sampled
                     logprobs = (model_output.logprobs[first],) if first in model_output.logprobs else ()
                     self._commit_token(sequence, token_ids[first], logprobs)
                 elif num_draws:
                     self._commit_draws(sequence, model_output, first)
 
     def _commit_computed(self, sequence: Sequence, start: int, length: int) -> None:
-        if sequence.table.num_blocks:  # otherwise it was preempted, and these were counted then
+        if sequence.table.num_blocks:  # if it was preempted, its computed tokens were counted then
             end = sequence.num_computed_tokens = start + length
             self.kv_cache_manager.on_computed(sequence.table, sequence.token_ids, end)
             if sequence.absence is not None:
@@ -321,18 +325,18 @@ class Scheduler:
         self.stats.computed_tokens += length
 
     def _commit_draws(self, sequence: Sequence, model_output: ModelOutput, first: int) -> None:
-        """Commits candidates, what was pooled, or the first tokens of several choices."""
+        """Commits beam candidates, pooled output, or the first tokens of several choices."""
         if first in model_output.pooled:
             self._end_pooled(sequence, model_output.pooled[first])
         elif first in model_output.candidates:
             self._collect(sequence, model_output.candidates[first])
         elif sequence.status is SequenceStatus.RUNNING:
             self._fork_choices(sequence, model_output, first)
-        else:  # preempted, with no blocks to share: the same tokens are sampled when it runs again
+        else:  # preempted, so no blocks to share: the same tokens are sampled when it runs again
             self._batch_scheduler.preemptor.invalidate_kv(sequence)
 
     def _fork_choices(self, root: Sequence, model_output: ModelOutput, first: int) -> None:
-        """Forks the root into a sequence for each choice, with the first token of each."""
+        """Forks the root into one sequence per choice and commits the first token of each."""
         self.running.remove(root)
         children = self._registry.split(root)
         root.num_sent_tokens += 1
@@ -350,8 +354,8 @@ class Scheduler:
     def _commit_drafts(
         self, sequence: Sequence, start: int, drafts: abc.Sequence[int], model_output: ModelOutput, first: int
     ) -> None:
-        """Commits the tokens that were drawn behind a known token and the drafts that turned out right. Nothing of the
-        others stays: what is computed for them is overwritten, and blocks that hold nothing else are given back.
+        """Commits the accepted drafts and the token sampled after them. Rejected drafts leave nothing: their KV entries
+        are overwritten later, and blocks that hold only rejected drafts are freed.
         """
         *accepted, last = _accepted_tokens(sequence, drafts, model_output, first)
         for token_id in accepted:
@@ -370,7 +374,7 @@ class Scheduler:
         self._commit_token(sequence, last, [each for draw in draws for each in _logprobs(draw, model_output)])
 
     def _commit_token(self, sequence: Sequence, token_id: int, logprobs: abc.Sequence[TokenLogprobs]) -> None:
-        """Adds the token, or ends the sequence. ``logprobs`` are those of all tokens that have not been sent yet."""
+        """Adds the token, or ends the sequence. ``logprobs`` belong to all tokens that have not been published yet."""
         if token_id in sequence.sample_requests[0].stop_token_ids:
             stop_token = None
             if logprobs or token_id in sequence.group.request.sampling.stop_token_ids:
@@ -390,7 +394,7 @@ class Scheduler:
             sequence.timings.first_token = self._clock()
 
     def _emit_prompt_logprobs(self, group: SequenceGroup, position: int, logprobs: list[TokenLogprobs]) -> None:
-        """Emits each prompt log-probability once: after a preemption they are computed again."""
+        """Publishes each prompt log-probability once: they are computed again after a preemption."""
         delta = logprobs[group.next_prompt_logprob - position :] if position <= group.next_prompt_logprob else []
         if delta:
             index = next(iter(group.unfinished))
@@ -410,7 +414,7 @@ class Scheduler:
             self._complete_searches.append(group)
 
     def _advance_beams(self) -> None:
-        """Advances every search whose beams have all been computed. One with a preempted beam waits."""
+        """Advances every search whose beams have all been computed. A search with a preempted beam waits."""
         ready = [group for group in self._complete_searches if all(map(_is_ready, group.sequences.values()))]
         self._complete_searches = [group for group in self._complete_searches if group.sequences and group not in ready]
         for group in ready:
@@ -429,7 +433,7 @@ class Scheduler:
             self._end_search(group)
 
     def _continue(self, group: SequenceGroup, beams: list[Sequence], continuations: list[Continuation]) -> None:
-        """Beams that go on more than once are forked, and those that do not go on are removed."""
+        """Forks beams that continue more than once, and removes beams that do not continue."""
         for beam in beams:
             if beam.num_seqs > 1:
                 self.running.remove(beam)
@@ -475,7 +479,7 @@ class Scheduler:
         logprobs: abc.Sequence[TokenLogprobs],
         stop_token: StopToken | None = None,
     ) -> None:
-        """Ends a choice at a stop token or at its limit."""
+        """Ends a choice at a stop token or at its length limit."""
         output = self._finish_output(sequence, sequence.index, reason)
         delta = _output_delta(sequence, logprobs)
         output.token_ids, output.position, output.logprobs = delta.token_ids, delta.position, delta.logprobs
@@ -484,14 +488,14 @@ class Scheduler:
         self._remove(sequence)
 
     def _end_pooled(self, sequence: Sequence, pooled: bytes) -> None:
-        """Ends a prompt that was pooled."""
+        """Ends a pooling request."""
         output = self._finish_output(sequence, sequence.index, FinishReason.STOP)
         output.pooled = pooled
         self._finish_choice(output, sequence.group)
         self._remove(sequence)
 
     def _abort_choice(self, group: SequenceGroup, index: int) -> None:
-        """Ends one choice of several. Before the fork there is no sequence of its own to end."""
+        """Ends one of several choices. Before the fork, the choice has no sequence of its own."""
         own = next((each for each in group.sequences.values() if each.index == index and each.num_seqs == 1), None)
         sequence = own or next(iter(group.sequences.values()))
         self._finish_choice(self._finish_output(sequence, index, FinishReason.ABORT), group)
@@ -506,7 +510,7 @@ class Scheduler:
         self._remove_all(group)
 
     def _fail(self, group: SequenceGroup, error: QuireError) -> None:
-        """Ends a request with an error, all its choices together."""
+        """Ends a request with all its choices, with an error."""
         output = self._finish_output(
             next(iter(group.sequences.values())), next(iter(group.unfinished)), FinishReason.ERROR
         )
@@ -520,7 +524,7 @@ class Scheduler:
         self._outputs.append(output)
 
     def _finish_output(self, sequence: Sequence, index: int, reason: FinishReason) -> EngineCoreOutput:
-        """The last output of a choice, without its tokens."""
+        """Returns the last output of a choice, without tokens."""
         sequence.timings.finished = self._clock()
         sequence.timings.last_step = self._last_step
         return EngineCoreOutput(
@@ -537,16 +541,16 @@ class Scheduler:
             self._remove(sequence)
 
     def _remove(self, sequence: Sequence) -> None:
-        """The one way out for a sequence: leaves its queue, gives its blocks back, is forgotten."""
+        """Removes a sequence from its queue, frees its blocks and forgets it. Every sequence leaves this way."""
         self._batch_scheduler.remove(sequence)
         self.kv_cache_manager.free(sequence.table)
         self._registry.free(sequence)
 
 
 def _accepted_tokens(sequence: Sequence, drafts: abc.Sequence[int], model_output: ModelOutput, first: int) -> list[int]:
-    """The tokens that were drawn behind the chunk's known token and behind the drafts, as long as the drafts are equal
-    to what was drawn in their place. The last is no draft, or counts as none: it ends the output, or what follows it
-    could not be drawn, and the next step finds out why.
+    """Returns the accepted drafts and the token sampled after them. A draft is accepted if it equals the token sampled
+    in its place. The list also ends at a stop token, and before a position whose sampling failed: the next step reports
+    that error, if it is real.
     """
     stops = sequence.sample_requests[0].stop_token_ids
     drawn = [model_output.token_ids[first]]
@@ -558,13 +562,13 @@ def _accepted_tokens(sequence: Sequence, drafts: abc.Sequence[int], model_output
 
 
 def _logprobs(draw: int, model_output: ModelOutput) -> abc.Sequence[TokenLogprobs]:
-    """The log-probabilities of a drawn token; none where they were not asked for."""
+    """Returns the log-probabilities of a sampled token; empty if none were requested."""
     logprobs = model_output.logprobs.get(draw)
     return () if logprobs is None else (logprobs,)
 
 
 def _output_delta(sequence: Sequence, logprobs: abc.Sequence[TokenLogprobs]) -> EngineCoreOutput:
-    """What the outside has not seen of the sequence yet."""
+    """Returns the sequence's tokens that have not been published yet."""
     group, position = sequence.group, sequence.num_output_sent
     token_ids = sequence.token_ids[group.num_prompt_tokens + position :]
     sequence.num_output_sent = position + len(token_ids)
@@ -582,7 +586,7 @@ def _output_delta(sequence: Sequence, logprobs: abc.Sequence[TokenLogprobs]) -> 
 def _error_of(
     number: int, first: int, scheduler_output: SchedulerOutput, model_output: ModelOutput
 ) -> QuireError | None:
-    """The first error of what a chunk computes or draws; one behind drafts, which may be wrong, is none."""
+    """Returns the first error of a chunk. Errors after drafts do not count, because the drafts may be wrong."""
     num_draws = 1 if number in scheduler_output.drafts else scheduler_output.draws[number]
     errors = (model_output.draw_errors.get(draw) for draw in range(first, first + num_draws))
     return model_output.errors.get(number) or next((error for error in errors if error is not None), None)

@@ -1,8 +1,10 @@
-"""Speculation without a draft model: tokens of a sequence are guessed where its text repeats itself, as far as it pays.
+"""Speculative decoding without a draft model: proposes tokens where a sequence's text repeats itself, as long as it
+pays off.
 
-A step computes a sequence's last known token and its drafts together, and draws a token behind each. As a draw depends
-on nothing but the seed, the position and the logits, each is the one that would have been drawn without drafts, and a
-draft is right where it equals it: outputs are the same with speculation and without, sampled ones too.
+A step computes a sequence's last known token and its drafts together, and samples a token after each. Sampling depends
+only on the seed, the position and the logits. Each sampled token is therefore the one that would have been sampled
+without drafts, and a draft is accepted if it equals that token. Outputs are the same with and without speculation, also
+with random sampling.
 """
 
 from collections import abc
@@ -20,16 +22,16 @@ from quire_engine.core.step_time_model import StepTimeEstimator, StepWork
 if TYPE_CHECKING:
     from quire_engine.core.config import SchedulerConfig
 
-_MARGIN = 1.05  # what a draft has to bring, relative to its cost: models of times are not exact
-_WARM = 3  # steps before their times count: the first pay for what is built once
+_MARGIN = 1.05  # minimum gain of a draft relative to its cost: time models are not exact
+_WARM = 3  # steps that are ignored first: they pay for one-time costs
 
 
 class Speculator:
-    """Chooses the drafts of a step: those with which it makes most tokens a second, by the times of past steps and the
-    probability of each.
+    """Chooses the drafts of a step that make the most tokens per second, from past step times and the probability of
+    each draft.
 
-    ``times`` is the step-time model of the steps that compute no prompts. That of all steps, by which prompts are
-    scheduled and routed, knows less of them, and waits for several prompts.
+    ``times`` models only steps without prompts. The model of all steps, which schedules and routes prompts, is less
+    exact for these and needs several prompts first.
     """
 
     def __init__(self, config: "SchedulerConfig", rates: Rates) -> None:
@@ -43,7 +45,7 @@ class Speculator:
         self.times = StepTimeEstimator(rates, 0, warm=0)
 
     def observe(self, scheduler_output: SchedulerOutput, timings: StepTimings) -> None:
-        """Takes in how long a step took."""
+        """Adds the duration of a step."""
         work, seconds = StepWork.of(scheduler_output), timings.forward + timings.sample
         if not work.prompt_tokens and work.sequences:
             self._num_steps += 1
@@ -52,10 +54,10 @@ class Speculator:
                 self.times.observe(work, seconds, self._seconds)
 
     def propose(self, sequences: abc.Sequence[Sequence], room: int) -> dict[int, list[int]]:
-        """Drafts by sequence id, at most ``room`` in all, for a step that computes one known token of each sequence.
-
-        One more is worth it while the probability that it makes a token is above what the step makes in the time that
-        it costs. The most probable come first, so that the first that is not ends the choice.
+        """Returns drafts by sequence id, at most ``room`` in all, for a step that computes one known token of each
+        sequence. A draft is worth it while its probability is above the number of tokens that the step makes in the
+        time that the draft costs. The most probable drafts come first, so the first that is not worth it ends the
+        choice.
         """
         guesses = [islice(self._proposer(sequence).guesses(), self._limit(sequence)) for sequence in sequences]
         model, drafts = self.times.model, dict[int, list[int]]()
@@ -81,7 +83,7 @@ class Speculator:
         return drafts
 
     def _proposer(self, sequence: Sequence) -> NgramProposer | SuffixProposer:
-        """The sequence's own, which knows all its tokens."""
+        """Returns the sequence's own proposer, up to date with its tokens."""
         proposer = sequence.proposer
         if proposer is None:
             proposer = sequence.proposer = (
@@ -93,10 +95,10 @@ class Speculator:
         return proposer
 
     def _limit(self, sequence: Sequence) -> int:
-        """The most drafts of a sequence: one more token is drawn behind them, and it may be the last."""
+        """Returns the most drafts of a sequence: one more token is sampled after them, and it may be the last."""
         return max(0, min(self._most, sequence.limit - len(sequence.token_ids) - 1))
 
 
 def can_take_drafts(running: Iterable[Sequence]) -> bool:
-    """Whether the next step draws one token of each running sequence, and nothing else: then it may have drafts."""
+    """Whether the next step samples exactly one token of each running sequence, and may therefore have drafts."""
     return all(each.num_unscheduled_tokens == 1 and len(each.sample_requests) == 1 for each in running)

@@ -1,5 +1,5 @@
-"""How long each phase of an engine's start takes, from the start of its process until a router has found it; and how
-far the start is, for who watches it.
+"""How long each phase of an engine's start takes, from the start of its process until a router has found it, and the
+progress of the start for programs that watch it.
 """
 
 import json
@@ -12,31 +12,31 @@ from pathlib import Path
 from time import CLOCK_BOOTTIME, clock_gettime, process_time, time
 
 PROGRESS_VARIABLE = "QUIRE_PROGRESS"
-"""Set by who reads the progress of a start from an engine's standard output."""
+"""Set by a program that reads the start's progress from the engine's standard output."""
 PROGRESS_MARK = "\x1e"
-"""What such a line begins with (ASCII's record separator), as no line of a log does."""
+"""Prefix of a progress line (ASCII's record separator), which no log line has."""
 FACTS = "facts"
-"""The first word of the line that says what the engine is, as a JSON object; others begin with a phase."""
+"""First word of the line that describes the engine as a JSON object; other lines begin with a phase."""
 progress = logging.getLogger("quire_engine.progress")
-"""Records have the phase, and which part of it is done, 0 to 1, as their arguments."""
+"""Its records have the phase, and the part of it that is done (0 to 1), as arguments."""
 
 
 def report_progress(phase: "StartupPhase", part: float = 0.0) -> None:
-    """Says how far the start is. Costs next to nothing where nobody watches."""
+    """Reports the progress of the start. Costs almost nothing if no program watches."""
     progress.info("%s %.3f", phase, part)
 
 
 def report_facts(**facts: str | int) -> None:
-    """Says what the engine is that starts: ``dtype``, ``device``, ``max_model_len`` and ``kv_tokens``."""
+    """Reports facts of the starting engine: ``dtype``, ``device``, ``max_model_len`` and ``kv_tokens``."""
     progress.info("%s %s", FACTS, json.dumps(facts))
 
 
 class StartupPhase(StrEnum):
-    """What an engine does until it serves, in this order; what does not occur is left out.
+    """What an engine does until it serves, in this order. Phases that do not occur are left out.
 
-    ``imports``: from the start of the process, the interpreter's and all modules. ``kernels``: those of the CPU are
-    found or compiled. ``weights``: read, packed and on the device; of several ranks, those of all. ``memory``: the
-    largest step is run to see what is left for KV memory. ``graphs``: KV memory is allocated and decode steps are
+    ``imports``: from the start of the process, includes the interpreter and all modules. ``kernels``: CPU kernels are
+    found or compiled. ``weights``: weights are read, packed and on the device, on all ranks. ``memory``: the largest
+    step is run to see how much memory is left for the KV cache. ``graphs``: KV memory is allocated and decode steps are
     captured. ``warmup``: the first timed steps, and the disk tier. ``serving``: ports are opened. ``registered``: from
     then until the first router opens a session.
     """
@@ -53,8 +53,8 @@ class StartupPhase(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class PhaseTime:
-    """A phase that has ended. ``started`` in seconds since 1970. ``cpu_seconds`` are those of all threads of this
-    process together.
+    """A phase that has ended. ``started`` is in seconds since 1970. ``cpu_seconds`` is the sum over all threads of this
+    process.
     """
 
     phase: StartupPhase
@@ -64,7 +64,7 @@ class PhaseTime:
 
 
 class StartupTimer:
-    """Times one phase after the other; ``IMPORTS`` has begun with the process. ``phases`` are those that have ended."""
+    """Times one phase after another. ``IMPORTS`` begins with the process. ``phases`` are those that have ended."""
 
     def __init__(
         self,
@@ -79,13 +79,13 @@ class StartupTimer:
         self._cpu_started = 0.0
 
     def begin(self, phase: StartupPhase) -> None:
-        """Ends the phase before this one."""
+        """Ends the previous phase and starts this one."""
         self.end()
         self._phase = phase
         report_progress(phase)
 
     def end(self) -> None:
-        """Ends the last phase; does nothing when that has ended."""
+        """Ends the last phase; does nothing if it has ended."""
         now, cpu_now = self._clock(), self._cpu_clock()
         if self._phase is not None:
             cpu_seconds = cpu_now - self._cpu_started
@@ -94,7 +94,9 @@ class StartupTimer:
 
 
 def process_start(root: Path = Path("/")) -> float:
-    """When this process started, in seconds since 1970, to a hundredth; now where the system does not say."""
+    """Returns when this process started, in seconds since 1970, to 10 ms; the current time if the system does not
+    tell.
+    """
     try:
         # The second field is the command in parentheses, which may have any characters; the 22nd are ticks since boot.
         fields = (root / "proc/self/stat").read_text().rpartition(")")[2].split()

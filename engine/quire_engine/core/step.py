@@ -1,4 +1,4 @@
-"""What a step is to do and what came of it: plain data, the only thing that scheduler and executor share.
+"""A step's input and output: plain data, the only thing that scheduler and executor share.
 
 Nothing here refers to a sequence or a pool, so a step can be logged, replayed and sent to other ranks.
 """
@@ -19,51 +19,50 @@ _Value = TypeVar("_Value")
 
 
 class GrammarError(Exception):
-    """A grammar cannot go on with this output: its limits were reached, or the output does not match it. The text is
-    one sentence that a client may read.
+    """A grammar cannot continue with this output: a limit was reached, or the output does not match. The text is one
+    sentence that a client may read.
     """
 
 
 class GrammarMatcher(Protocol):
-    """One output's state in a grammar. Made and used by one thread, which is not that of the steps."""
+    """One output's state in a grammar. Created and used by one thread, which is not the thread of the steps."""
 
     def accept_tokens(self, token_ids: Sequence[int]) -> None:
-        """Takes in tokens that the output got. Raises ``GrammarError``."""
+        """Adds tokens of the output. Raises ``GrammarError``."""
         ...
 
     def fill_bitmask(self, mask: memoryview) -> None:
-        """Writes which tokens may come next into ``mask``: contiguous int32 words, as many as the model's vocabulary
-        needs and all 0 before, where bit b of word w allows token 32 w + b (``np.frombuffer(mask, np.int32)`` shares
-        them). Words that it leaves alone allow nothing. May be called again in the same state. Raises
-        ``GrammarError``.
+        """Writes the allowed next tokens into ``mask``: contiguous int32 words, as many as the model's vocabulary
+        needs, all 0 before. Bit b of word w allows token 32 w + b (``np.frombuffer(mask, np.int32)`` shares the words).
+        Words that are not written allow nothing. May be called again in the same state. Raises ``GrammarError``.
         """
         ...
 
     def fill_bitmask_after(self, draft_token_ids: Sequence[int], mask: memoryview) -> None:
-        """As ``fill_bitmask``, as if the output had also got ``draft_token_ids``; the state stays what it is. Leaves
-        ``mask`` alone where the grammar forbids one of them: then nobody looks at it. Raises ``GrammarError``.
+        """Like ``fill_bitmask``, as if the output had ``draft_token_ids`` too; does not change the state. Leaves
+        ``mask`` alone if the grammar forbids one of the drafts: that mask is not read. Raises ``GrammarError``.
         """
         ...
 
 
 class Grammar(Protocol):
-    """A compiled grammar: constant, shared by all outputs that are held to it, safe to use from any thread. Implemented
-    in ``structured_output``, by a library; the core only passes it on.
+    """A compiled grammar: constant, shared by all outputs that it constrains, thread-safe. Implemented in
+    ``structured_output`` by a library; the core only passes it on.
     """
 
     def new_matcher(self) -> GrammarMatcher:
-        """The state before the first token of an output."""
+        """Returns the state before the first token of an output."""
         ...
 
 
 @dataclass(frozen=True, slots=True)
 class SampleRequest:
-    """How the tokens of one output are drawn, for as long as it runs.
+    """How the tokens of one output are sampled, for its whole life.
 
-    The first ``num_prompt_tokens`` of its tokens are the prompt's. ``seed`` is the output's own, so ``params.seed`` is
-    not read. With ``num_candidates`` above 0 nothing is drawn: the executor returns so many most probable tokens
-    instead, for the scheduler's beam search. ``stop_token_ids`` are those that end the output, the model's
-    end-of-sequence tokens included: none is drawn before ``params.min_tokens``.
+    The first ``num_prompt_tokens`` of its tokens are the prompt. ``seed`` belongs to the output; ``params.seed`` is not
+    read. With ``num_candidates`` above 0 nothing is sampled: the executor returns that many most probable tokens
+    instead, for the scheduler's beam search. ``stop_token_ids`` end the output and include the model's end-of-sequence
+    tokens; none is sampled before ``params.min_tokens``.
     """
 
     params: SamplingParams
@@ -76,15 +75,15 @@ class SampleRequest:
 
 @dataclass(frozen=True, slots=True)
 class NewRequest:
-    """A sequence that the worker has no state of: sent with its first chunk, and again when it returns from a
-    preemption or is run alone after a failed step. ``row`` is where the worker keeps it, which may have been another
-    sequence's. ``token_ids`` (int32) are all its known tokens, and ``block_ids`` (int32) its block table in each group
-    of layers, which covers at least the tokens of its chunk.
+    """A sequence without a row in the worker: sent with its first chunk, and again when it resumes after a preemption
+    or runs alone after a failed step. ``row`` is its row in the worker, which may have been another sequence's.
+    ``token_ids`` (int32) are all its known tokens. ``block_ids`` (int32) is its block table in each group of layers,
+    which covers at least the tokens of its chunk.
 
-    ``sample_requests`` say how its outputs are drawn: the row's own first, and then those that are forked from it where
-    one prompt has several. There are none where the prompt is pooled, as ``pooling`` says. ``num_prompt_logprobs``: how
-    many of the most probable tokens to return with each token of the prompt; None where no log-probabilities of it are
-    asked for. ``lora`` is the adapter that its tokens are computed with; None for the model alone.
+    ``sample_requests`` say how its outputs are sampled: the row's own first, then those forked from it if the prompt
+    has several. They are empty if the prompt is pooled, as ``pooling`` says. ``num_prompt_logprobs``: how many of the
+    most probable tokens to return for each prompt token; None if no prompt log-probabilities are requested. ``lora`` is
+    its adapter; None for the model alone.
     """
 
     row: int
@@ -98,9 +97,9 @@ class NewRequest:
 
 @dataclass(frozen=True, slots=True)
 class ScheduledChunk:
-    """An entry of a step's columns as an object: the ``length`` tokens of a sequence that the step computes, from its
-    token ``start`` on. The worker has them, and the sequence's block tables, in ``row``: the tokens before ``start``
-    are in KV memory already, or will be by the step before. See ``SchedulerOutput``.
+    """An entry of a step's columns as an object: the ``length`` tokens from ``start`` on that the step computes of a
+    sequence. The worker has them, and the sequence's block tables, in ``row``. The tokens before ``start`` are in the
+    KV cache, or will be after the step before. See ``SchedulerOutput``.
     """
 
     sequence_id: int
@@ -113,12 +112,12 @@ class ScheduledChunk:
 
     @property
     def num_draft_tokens(self) -> int:
-        """The tokens at its end that are guessed."""
+        """The number of draft tokens at its end."""
         return len(self.draft_token_ids)
 
     @property
     def end(self) -> int:
-        """Tokens of the sequence that are computed once the chunk is."""
+        """Tokens of the sequence that are computed after the chunk."""
         return self.start + self.length
 
 
@@ -128,29 +127,29 @@ def _no_numbers() -> "array[int]":
 
 @dataclass(slots=True)
 class SchedulerOutput:
-    """What one step does, in this order: the worker's rows are brought up to date, then the copies, then the chunks,
-    then the draws. Nothing changes it once it is scheduled.
+    """The work of one step, in this order: update the worker's rows, copy, compute the chunks, sample. Constant once it
+    is scheduled.
 
-    ``new`` are sequences that get a row. Of rows that the worker has, ``new_tokens`` are known tokens that it did not
-    draw, and ``new_blocks`` are what has changed in the block tables of each group of layers: int32 triples of a row,
-    an index in it, and the token or block there, one after the other. ``freed_rows`` are no sequence's any more.
+    ``new`` are sequences that get a row. For rows that the worker has, ``new_tokens`` are known tokens that it did not
+    sample, and ``new_blocks`` are the changes of the block tables of each group of layers. Both are int32 triples, one
+    after another: the row, an index in it, and the token or block there. ``freed_rows`` belong to no sequence any more.
 
-    A chunk is an entry of each of the columns ``sequence_ids``, ``rows``, ``starts``, ``lengths`` and ``draws``: it
+    A chunk is one entry of each of the columns ``sequence_ids``, ``rows``, ``starts``, ``lengths`` and ``draws``. It
     computes ``lengths[i]`` tokens of ``rows[i]`` from ``starts[i]`` on. Chunks of a prompt follow each other without
-    gaps, except that the same chunk, or all from the first on, may be computed again.
+    gaps, but the same chunk, or all from the first on, may be computed again.
 
-    ``draws[i]`` is above 0 where the chunk reaches the last known token of its sequence: so many tokens are then drawn
-    behind it. Several are all drawn from the same logits, one for each output of the row's prompt; or the last tokens
-    of the chunk are ``drafts[i]``, which are not known but guessed, and one is drawn behind each of them and behind the
-    token before. The worker appends what the first draws to the row, but for candidates and where there are drafts. A
-    prompt that is pooled has one draw, of all that was computed of it.
+    ``draws[i]`` is the number of tokens sampled after the chunk; above 0 only if it reaches the last known token of its
+    sequence. Several draws have one of two meanings. Without drafts, all are sampled from the same logits, one for each
+    output of the row's prompt. With ``drafts[i]``, the last tokens of the chunk are drafts, and one token is sampled
+    after each of them and after the token before. The worker appends the first sampled token to the row, unless the
+    chunk has drafts or returns candidates. A pooled prompt has one draw, over all that was computed of it.
 
-    Of the chunks ``awaiting``, nobody knows the last token yet: the step before draws it. Only an executor whose depth
-    is above 1 is given such chunks.
+    The last token of the chunks ``awaiting`` is pending: the step before samples it. Only an executor with a depth
+    above 1 gets such chunks.
 
-    ``num_preempted`` counts the sequences that were preempted. ``max_seconds`` is what a step that computes prompts
-    beside sequences that decode is planned to take at most; 0 without a bound. ``has_fragments``: of prompts that are
-    best effort, cut so small that how long the step takes says little of others.
+    ``num_preempted`` counts preempted sequences. ``max_seconds`` is the planned time limit of a step that computes
+    prompts while other sequences decode; 0 without one. ``has_fragments``: the step has best-effort prompt chunks so
+    small that its duration says little about other steps.
     """
 
     step: int
@@ -198,7 +197,7 @@ class SchedulerOutput:
 
     @property
     def num_draws(self) -> int:
-        """Tokens that are drawn."""
+        """Tokens that the step samples."""
         return sum(self.draws)
 
     @property
@@ -229,8 +228,8 @@ class StepTimings:
 
 @dataclass(frozen=True, slots=True)
 class BeamCandidates:
-    """The most probable next tokens of one beam, best first, and their log-probabilities after all that the sampling
-    parameters add or take away.
+    """The most probable next tokens of one beam, best first, and their log-probabilities after all adjustments by the
+    sampling parameters.
     """
 
     token_ids: list[int]
@@ -239,14 +238,17 @@ class BeamCandidates:
 
 @dataclass(slots=True)
 class ModelOutput:
-    """What a step made.
+    """The output of a step.
 
-    ``token_ids`` has a token for each draw, chunk after chunk; any number where the draw has candidates, is pooled or
-    has failed. By the number of a draw: ``logprobs``, where ``params.wants_logprobs``, ``candidates``, ``pooled`` (what
-    a prompt was pooled to, as little-endian float32), and ``draw_errors``. By the number of a chunk:
-    ``prompt_logprobs``, one entry for each of its tokens that a token of the prompt follows, where they are asked for;
-    and ``errors`` of all that it draws. If the step ``waited_for_others``, as another engine of a group had more tokens
-    in its forward pass, that decided how long it took.
+    ``token_ids`` has one token per draw, chunk by chunk; an arbitrary number if the draw has candidates, is pooled or
+    has failed.
+
+    By draw number: ``logprobs``, if ``params.wants_logprobs``; ``candidates``; ``pooled``, as little-endian float32;
+    and ``draw_errors``. By chunk number: ``prompt_logprobs``, if requested, one entry for each token of the chunk that
+    a prompt token follows; and ``errors``, which concern all draws of the chunk.
+
+    ``waited_for_others`` is set if another engine of a group had more tokens in the forward pass and so determined the
+    step's duration.
     """
 
     token_ids: list[int] = field(default_factory=list)

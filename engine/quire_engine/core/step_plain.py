@@ -1,5 +1,5 @@
-"""Steps and what they made as plain values, for a file or a message: what JSON has, and bytes and arrays of numbers,
-which each reader and writer encodes in its own way.
+"""Steps and their outputs as plain values, for a file or a message: JSON types, plus bytes and arrays of numbers, which
+each reader and writer encodes in its own way.
 """
 
 from array import array
@@ -32,8 +32,8 @@ _COPIES = ("blocks_to_swap_out", "blocks_to_copy", "blocks_to_swap_in", "blocks_
 
 
 def step_to_plain(output: SchedulerOutput) -> dict[str, Any]:
-    """The step as values that JSON has, and arrays; what is empty is left out. So are transfers to and from the disk,
-    and of a grammar all but that there is one.
+    """Returns the step as JSON types and arrays, without empty fields. Leaves out transfers to and from the disk. Of a
+    grammar it keeps only whether there is one.
     """
     plain: dict[str, Any] = {name: getattr(output, name) for name in (*_COLUMNS, *_OTHER_ARRAYS, *_NUMBERS)}
     plain["new"] = [_new_to_plain(new) for new in output.new]
@@ -46,8 +46,9 @@ def step_to_plain(output: SchedulerOutput) -> dict[str, Any]:
 
 
 def step_from_plain(plain: Mapping[str, Any], grammar: Grammar | None = None) -> SchedulerOutput:
-    """The inverse of ``step_to_plain``, with ``grammar`` in the place of each that there was. Raises ``LookupError``,
-    ``TypeError``, ``ValueError``, ``OverflowError``, ``AttributeError`` or ``QuireError`` for what is no step.
+    """The inverse of ``step_to_plain``; uses ``grammar`` for each grammar that the step had. Raises ``LookupError``,
+    ``TypeError``, ``ValueError``, ``OverflowError``, ``AttributeError`` or ``QuireError`` if ``plain`` is not a valid
+    step.
     """
     arrays: dict[str, Any] = {
         name: _array(code, plain.get(name, ())) for name, code in (_COLUMNS | _OTHER_ARRAYS).items()
@@ -72,7 +73,7 @@ def step_from_plain(plain: Mapping[str, Any], grammar: Grammar | None = None) ->
 
 
 def output_to_plain(output: ModelOutput) -> dict[str, Any]:
-    """What a step made, as values that JSON has, bytes and an array."""
+    """Returns the output of a step as JSON types, bytes and an array."""
     return {
         "token_ids": array("i", output.token_ids),
         "logprobs": {number: _logprobs_to_plain(each) for number, each in output.logprobs.items()},
@@ -88,7 +89,7 @@ def output_to_plain(output: ModelOutput) -> dict[str, Any]:
 
 
 def output_from_plain(plain: Mapping[str, Any]) -> ModelOutput:
-    """The inverse of ``output_to_plain``. Raises as ``step_from_plain``."""
+    """The inverse of ``output_to_plain``. Raises like ``step_from_plain``."""
 
     def by_number(name: str, convert: Callable[[Any], T]) -> dict[int, T]:
         return {int(number): convert(value) for number, value in plain[name].items()}
@@ -106,12 +107,12 @@ def output_from_plain(plain: Mapping[str, Any]) -> ModelOutput:
 
 
 def error_to_plain(error: QuireError) -> list[Any]:
-    """An error of one request, as its fields."""
+    """Returns the fields of one request's error."""
     return [error.code, error.message, error.param, error.retry_after, error.reason]
 
 
 def error_from_plain(fields: Sequence[Any]) -> QuireError:
-    """The inverse of ``error_to_plain``. Raises as ``step_from_plain``."""
+    """The inverse of ``error_to_plain``. Raises like ``step_from_plain``."""
     code, message, param, retry_after, reason = fields
     return QuireError(ErrorCode(code), message, param=param, retry_after=retry_after, reason=reason)
 
@@ -126,12 +127,12 @@ def _logprobs_from_plain(fields: Sequence[Any]) -> TokenLogprobs:
 
 
 def lora_to_plain(lora: LoRARequest) -> list[Any]:
-    """An adapter, as its fields."""
+    """Returns the fields of an adapter."""
     return [lora.lora_name, lora.lora_int_id, str(lora.lora_path), lora.digest.hex()]
 
 
 def lora_from_plain(fields: Sequence[Any]) -> LoRARequest:
-    """The inverse of ``lora_to_plain``. Raises as ``step_from_plain``."""
+    """The inverse of ``lora_to_plain``. Raises like ``step_from_plain``."""
     return LoRARequest(fields[0], fields[1], fields[2], bytes.fromhex(fields[3]))
 
 
@@ -161,7 +162,7 @@ def _new_from_plain(plain: Mapping[str, Any], grammar: Grammar | None) -> NewReq
 
 
 def _request_to_plain(request: SampleRequest) -> dict[str, Any]:
-    """What a grammar compiles from stays out: only whether there is one."""
+    """Leaves out the source of the grammar; keeps only whether there is one."""
     return {
         "params": asdict(replace(request.params, structured=None)),
         "seed": request.seed,

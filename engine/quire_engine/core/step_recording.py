@@ -1,7 +1,7 @@
-"""Steps in a file: what was scheduled, its output and how long it took, to be replayed elsewhere.
+"""Recordings of steps: the scheduler output, the sampled tokens and the duration of each step, for a replay elsewhere.
 
-One line of JSON for each step, behind a line about the engine, compressed with gzip. The file holds prompts and
-outputs, so nobody but its owner may read it.
+A recording is one line of JSON per step, after a line about the engine, compressed with gzip. It contains prompts and
+outputs, so only its owner may read the file.
 """
 
 import gzip
@@ -29,17 +29,17 @@ log = logging.getLogger(__name__)
 
 FORMAT = 1
 _MOST_WAITING = 256  # steps
-_FLUSH_SECONDS = 1.0  # after which what was recorded is in the file, whatever happens to the engine
+_FLUSH_SECONDS = 1.0  # a killed engine loses at most the last second
 _END_SECONDS = 10.0
 
 
 class RecordingError(Exception):
-    """A file of steps that cannot be read, as one sentence."""
+    """A recording that cannot be read. The text is one sentence."""
 
 
 @dataclass(frozen=True, slots=True)
 class RecordedEngine:
-    """The engine whose steps a file has."""
+    """The engine whose steps a recording has."""
 
     model: str
     vocab_size: int
@@ -48,8 +48,8 @@ class RecordedEngine:
 
 @dataclass(frozen=True, slots=True)
 class RecordedStep:
-    """A step as it was: ``token_ids`` of its draws, how many of them and of its chunks ``failed``, and its ``seconds``
-    on the engine's clock. Its ``rows_with_grammar`` are new ones whose grammar is not in the file.
+    """A step of a recording: the ``token_ids`` of its draws, how many draws and chunks ``failed``, and its ``seconds``
+    on the engine's clock. ``rows_with_grammar`` are new rows whose grammar is not in the file.
     """
 
     scheduler_output: SchedulerOutput
@@ -60,8 +60,8 @@ class RecordedStep:
 
 
 class StepRecorder:
-    """Writes steps to ``path``, which must not exist, on a thread of its own. It ends when the file has ``max_bytes``,
-    or when the disk is so slow that steps would have to wait. Raises ``OSError`` for a file that cannot be made.
+    """Writes steps to the new file ``path`` on its own thread. The recording ends when the file has ``max_bytes``, or
+    when the disk is so slow that steps would have to wait. Raises ``OSError`` if the file exists or cannot be created.
     """
 
     def __init__(self, path: Path, engine: RecordedEngine, max_bytes: int) -> None:
@@ -84,7 +84,7 @@ class StepRecorder:
             self._end("steps come faster than they can be written")
 
     def close(self) -> None:
-        """Ends the file when all steps are written that were recorded. Waits for a slow disk for ``_END_SECONDS``."""
+        """Closes the file after all recorded steps were written. Waits for a slow disk for ``_END_SECONDS``."""
         self._is_over = True
         with suppress(Full):
             self._steps.put(None, timeout=_END_SECONDS)
@@ -103,11 +103,11 @@ class StepRecorder:
                 head = {"quire_steps": FORMAT, "version": __version__, "engine": asdict(engine)}
                 _write_line(lines, head)
                 self._write_steps(lines)
-        except Exception as error:  # noqa: BLE001 - the engine goes on, whatever a recording meets
+        except Exception as error:  # noqa: BLE001 - a failed recording must not stop the engine
             self._end(str(error) or type(error).__name__)
         finally:
             self._is_over = True
-            while not self._steps.empty():  # ``close`` may wait for a place
+            while not self._steps.empty():  # ``close`` may wait for a free place
                 self._steps.get()
 
     def _write_steps(self, lines: gzip.GzipFile) -> None:
@@ -127,8 +127,8 @@ class StepRecorder:
 
 
 def read_steps(path: Path) -> tuple[RecordedEngine, Iterator[RecordedStep]]:
-    """The engine of a file and its steps, which are read as they are asked for: up to where the file was cut off, if
-    the engine was killed. Raises ``RecordingError``, at the beginning or later.
+    """Returns the engine of a recording and an iterator that reads its steps on demand. If the engine was killed, the
+    steps end where the file was cut off. Raises ``RecordingError``, now or while iterating.
     """
     lines = _read_lines(path)
     head = next(lines, {})

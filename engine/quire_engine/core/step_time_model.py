@@ -1,8 +1,8 @@
 """A model of how long this engine's steps take, fitted to its past steps.
 
-A step's seconds are a sum: a constant, and a cost for each prompt token that it computes, each token that it draws,
-each pair of a prompt token and a token before it that attention computes, and each token of context that decoding
-reads. Old steps count exponentially less. Memory and time for each step are constant.
+A step's seconds are a constant plus four costs: per prompt token computed, per token sampled, per pair of a prompt
+token and an earlier token in attention, and per token of context that decoding reads. Old steps count exponentially
+less. Memory and time per step are constant.
 """
 
 from collections.abc import Sequence
@@ -12,41 +12,46 @@ from math import exp, inf, sqrt
 from quire_engine.core.executor import Rates
 from quire_engine.core.step import SchedulerOutput
 
-WARM = 5  # from this step with prompts on, an engine is warm
+WARM = 5  # an engine is warm from this step with prompts on
 
-_MEMORY = 1 - 1 / 256  # weight of a step after the next one of its kind
-_MEMORY_SECONDS = 60.0  # a pause in which the weight of earlier steps of a kind falls to 1/e
+_MEMORY = 1 - 1 / 256  # weight of a step, relative to the next one of its kind
+_MEMORY_SECONDS = 60.0  # the weight of earlier steps of a kind falls to 1/e in a pause of this length
 _TRUST = 0.001  # weight of the prior, in steps
-_SOLVABLE = 1e-9  # part of a sum of squares: the least ridge, so that rounding does not decide
-_SHORTEST = 1e-6  # seconds; no step is shorter
+_SOLVABLE = 1e-9  # fraction of a sum of squares: the smallest ridge, so that rounding does not decide
+_SHORTEST = 1e-6  # seconds; the shortest step
 _REFIT = 16  # steps
 _REFIT_SECONDS = 1.0
-_WORST = 4.0  # longer steps, relative to the expected and to the last one, were delayed by something else
+_WORST = 4.0  # longer steps, relative to both the expected and the last one, were delayed by something else
 _PRIOR_STEP_TOKENS = 32
-_PRIOR_CONTEXT = 8192  # tokens before a token whose attention takes as long as the token otherwise
+_PRIOR_CONTEXT = 8192  # a token's attention to this many tokens takes as long as the rest of the token
 
 AUTO_LOSS = 0.05
-"""By default steps are as short as makes prompts take this part longer; but they may take ``AUTO_SECONDS``."""
+"""By default steps are as short as possible without slowing prompts by more than this fraction. Steps of up to
+``AUTO_SECONDS`` are always allowed.
+"""
 AUTO_SECONDS = 0.05
 BEST_EFFORT_PART = 0.25
-"""What is best effort makes steps longer by this part of the shortest one, while there are others to wait for them."""
+"""Fraction of the shortest step by which best-effort work may lengthen steps while regular requests may come."""
 MIN_PROMPT_TOKENS = 16
-"""The first prompt of a step gets as many, whatever was promised; and no chunk of a prompt has fewer but its last."""
+"""Minimum chunk of the first prompt in a step, whatever the time limit; also the minimum of every other chunk except a
+prompt's last.
+"""
 
-_DRIFT = 1 / 8  # weight of the last mixed step in the mean of how much longer than expected those steps take
+_DRIFT = 1 / 8  # weight of the last mixed step in the mean ratio of actual to expected time
 _ANY_NUMBER = 1 << 30
-_ALIGNED = 16  # chunks of more tokens are multiples of it, as kernels' tiles are
+_ALIGNED = 16  # larger chunks are multiples of this, like kernels' tiles
 
 _SIZE = 5
-_TOKENS, _SEQUENCES, _PAIRS, _CONTEXT = range(1, _SIZE)  # features, behind the constant 1
+_TOKENS, _SEQUENCES, _PAIRS, _CONTEXT = range(1, _SIZE)  # features, after the constant 1
 Vector = Sequence[float]
 
 
 @dataclass(frozen=True, slots=True)
 class StepWork:
-    """What a step computes, as far as its duration depends on it: tokens of chunks of more than one, which are
-    prompts'; tokens that it draws, those behind drafts included; pairs of a token of such a chunk and one that it
-    attends to; and the tokens that chunks of one token, and of one and its drafts, attend to.
+    """The part of a step's work that determines its duration. ``prompt_tokens`` are the tokens of chunks of more than
+    one token. ``sequences`` counts the tokens sampled, including those after drafts. ``prompt_pairs`` are the pairs of
+    a token of a prompt chunk and a token that it attends to. ``context_tokens`` are the tokens that chunks of one
+    token, with or without drafts, attend to.
     """
 
     prompt_tokens: int = 0
@@ -56,7 +61,7 @@ class StepWork:
 
     @classmethod
     def of(cls, scheduler_output: SchedulerOutput) -> "StepWork":
-        """The work of a step."""
+        """Returns the work of a step."""
         prompt_tokens = context_tokens = 0
         prompt_pairs = 0.0
         drafts = scheduler_output.drafts
@@ -71,16 +76,16 @@ class StepWork:
 
 
 def count_pairs(start: int, length: int) -> float:
-    """Pairs of tokens in the causal attention of ``length`` tokens behind ``start`` others: the first attends to
-    ``start + 1`` tokens, the last to all.
+    """Returns the number of token pairs in the causal attention of ``length`` tokens after ``start`` others: the first
+    attends to ``start + 1`` tokens, the last to all.
     """
     return length * (start + (length + 1) / 2)
 
 
 @dataclass(frozen=True, slots=True)
 class Pace:
-    """Step times as routers get them: the costs of attention are part of the tokens' and the sequences', as large as
-    they were in the last steps. See ``quire.v1.Pace``.
+    """Step times as routers get them: the costs per token and per sequence include attention at the context lengths of
+    the last steps. See ``quire.v1.Pace``.
     """
 
     step_seconds: float
@@ -91,7 +96,7 @@ class Pace:
 
 @dataclass(frozen=True, slots=True)
 class StepTimeModel:
-    """Seconds for each step, and for each unit of its ``StepWork``."""
+    """Seconds per step, and per unit of its ``StepWork``."""
 
     step_seconds: float
     token_seconds: float
@@ -100,7 +105,7 @@ class StepTimeModel:
     context_seconds: float
 
     def predict(self, work: StepWork) -> float:
-        """Seconds of a step that copies no blocks."""
+        """Returns the seconds of a step that copies no blocks."""
         return (
             self.step_seconds
             + work.prompt_tokens * self.token_seconds
@@ -111,13 +116,13 @@ class StepTimeModel:
 
 
 class StepBudget:
-    """What a step may still compute: ``tokens``, of which one is kept for each of the ``decoding`` sequences that have
-    not been scheduled yet, and ``seconds`` of prompts. A prompt's chunk takes its tokens, its attention and, at the
-    prompt's end, the draw of a token. ``max_seconds`` is what the step may take in all, 0 without a bound.
+    """What a step may still compute: ``tokens``, one of which is reserved for each of the ``decoding`` sequences not
+    scheduled yet, and ``seconds`` of prompts. A prompt's chunk costs its tokens, its attention and, at the prompt's
+    end, the sampling of a token. ``max_seconds`` is the limit of the whole step; 0 without one.
 
-    A prompt that ends has its first token when the step ends, so what the step computes of others delays it. Leaving
-    that to the next step delays each of the others by what decoding takes once more. So behind the end of a prompt a
-    step has time for others only as far as that costs less.
+    A prompt that ends in a step gets its first token when the step ends, so every further prompt in the step delays it.
+    Leaving that prompt to the next step delays the other prompts by one more decode. After the end of a prompt a step
+    therefore has time for others only while that delay is the smaller one.
     """
 
     __slots__ = ("_ended", "_model", "_prompts", "_saved", "decoding", "max_seconds", "seconds", "tokens", "waiting")
@@ -133,8 +138,8 @@ class StepBudget:
         saved: float = inf,
         waiting: int = 1,
     ) -> None:
-        """Without a bound in time unless ``model`` is given. ``saved`` are the seconds that one step less takes, and
-        ``waiting`` the prompts that are not computed.
+        """Limits time only if ``model`` is given. ``saved`` is the seconds saved by one step fewer, and ``waiting`` the
+        number of prompts that are not computed yet.
         """
         self.tokens = tokens
         self.max_seconds = max_seconds
@@ -148,12 +153,12 @@ class StepBudget:
 
     @property
     def has_prompts(self) -> bool:
-        """Whether a bounded step computes any prompt."""
+        """Whether a time-limited step computes any prompt."""
         return self._prompts > 0
 
     @property
     def allows_prompts(self) -> bool:
-        """Whether another prompt may be begun: there is some time left, or none has been yet."""
+        """Whether another prompt may be started: some time is left, or the step has no prompt yet."""
         if self._model is None:
             return self.tokens > 0
         if self.tokens <= self.decoding:
@@ -161,8 +166,8 @@ class StepBudget:
         return not self._prompts or self._fitting(self._model, 0) >= MIN_PROMPT_TOKENS
 
     def chunk_length(self, start: int, wanted: int) -> int:
-        """The tokens that the next chunk of a sequence may have, whose first is ``start`` and which lacks ``wanted``: 0
-        if its turn is in another step.
+        """Returns the length of a sequence's next chunk, which begins at token ``start``, if ``wanted`` tokens are left
+        to compute. 0 if it has to wait for another step.
         """
         if self._model is None or wanted == 1:
             return min(wanted, self.tokens)
@@ -175,12 +180,12 @@ class StepBudget:
         return 0 if self._prompts else min(least, self.tokens)
 
     def spend_decodes(self, count: int) -> None:
-        """Takes one token of each of so many sequences that lack only that."""
+        """Spends one token for each of ``count`` decoding sequences."""
         self.tokens -= count
         self.decoding = max(0, self.decoding - count)
 
     def spend(self, start: int, length: int, wanted: int) -> None:
-        """Takes the chunk of ``length`` tokens that a sequence got."""
+        """Spends a chunk of ``length`` of the ``wanted`` tokens of a sequence."""
         self.tokens -= length
         if self._model is None:
             return
@@ -197,7 +202,9 @@ class StepBudget:
             self.seconds = min(self.seconds, behind)
 
     def _fitting(self, model: StepTimeModel, start: int) -> int:
-        """The most tokens behind ``start`` others that take ``seconds``: the root of a quadratic equation."""
+        """Returns the most tokens after ``start`` others that fit into ``seconds``: the root of a quadratic
+        equation.
+        """
         seconds = self.seconds - model.sequence_seconds
         if seconds <= 0:
             return 0
@@ -207,8 +214,8 @@ class StepBudget:
 
 
 class BestEffortBudget(StepBudget):
-    """What a step has for work that is best effort, on top of all else in it: ``seconds``, which sequences that decode
-    take as well. The first chunk is computed whatever it takes, so that each such step advances.
+    """A step's budget for best-effort work, added to everything else in the step: ``seconds``, which decodes use too.
+    The first chunk always fits, so that each such step advances.
     """
 
     __slots__ = ("_bound", "_is_used")
@@ -220,11 +227,11 @@ class BestEffortBudget(StepBudget):
 
     @property
     def allows_prompts(self) -> bool:
-        """Whether another prompt may be begun."""
+        """Whether another prompt may be started."""
         return self.tokens > 0 and (not self._is_used or self._fitting(self._bound, 0) >= MIN_PROMPT_TOKENS)
 
     def chunk_length(self, start: int, wanted: int) -> int:
-        """See ``StepBudget``; 0 also for a sequence that decodes and has to stand still in this step."""
+        """See ``StepBudget``. Also 0 for a decoding sequence that has to skip this step."""
         if wanted == 1:
             fits = not self._is_used or self._decode_seconds(start) <= self.seconds
             return min(wanted, self.tokens) if fits else 0
@@ -245,20 +252,20 @@ class BestEffortBudget(StepBudget):
 
 class StepTimeEstimator:
     """Fits a ``StepTimeModel`` by least squares of the relative error, so that short steps count as much as long ones.
-    Costs are never negative. Costs that the steps do not determine stay near those of ``rates``.
+    Costs are never negative. Costs that the steps do not determine stay close to the costs that ``rates`` imply.
 
-    Steps with and without prompt tokens are summed separately: many decode steps do not displace what is known of
-    prompts. After minutes without steps, the next ones determine the model. A step that something else delayed counts
-    as at most ``_WORST`` times as long as expected.
+    Steps with and without prompt tokens are summed separately, so that many decode steps do not displace knowledge
+    about prompts. After minutes without steps, new steps determine the model. A step that something else delayed counts
+    as at most ``_WORST`` times the expected duration.
 
-    Steps before the ``warm``-th one with prompt tokens are ignored: the first prompts pay for what is built or read
-    once, which would make an engine look slow, so that it would get no others.
+    Steps before the ``warm``-th one with prompt tokens are ignored. The first prompts pay for one-time costs, and a
+    slow estimate would keep routers from sending more.
 
-    Steps with prompts and sequences that decode may take longer for a while than the model says, or shorter: the mean
-    of the last few is accounted for in budgets.
+    Steps that mix prompts and decodes may for a while take longer or shorter than the model says. Budgets correct for
+    the mean ratio of the last few.
 
-    Reads no clock: the same steps make the same model. Written by the thread of the steps; ``model`` and ``pace`` may
-    be read from any.
+    Reads no clock: the same steps give the same model. Only the thread of the steps writes it; reading ``model`` and
+    ``pace`` is thread-safe.
     """
 
     def __init__(self, rates: Rates, block_bytes: int, *, warm: int = WARM) -> None:
@@ -274,18 +281,18 @@ class StepTimeEstimator:
         self._fitted = 0.0
         self._drift = 1.0
         self.mean_prompt_context = 0
-        """Tokens that one of a prompt's attended to in the last steps, on average."""
+        """Tokens that a prompt token attended to in the last steps, on average."""
 
     @property
     def model(self) -> StepTimeModel | None:
-        """The current model; None before the first steps that count: until then, assuming the speed of other engines is
+        """The current model; None before the first steps that count. Until then, assuming the speed of other engines is
         better than a partial fit.
         """
         return self._model if self._steps else None
 
     @property
     def pace(self) -> Pace | None:
-        """The model as routers get it; None as long as ``model``."""
+        """The model as routers get it; None as long as ``model`` is None."""
         return self._pace
 
     def make_budget(
@@ -297,9 +304,9 @@ class StepTimeEstimator:
         waiting: int = 1,
         start: int = 0,
     ) -> StepBudget:
-        """The budget of a step in which sequences with these ``contexts`` decode. Not bounded in time where nothing
-        decodes or too little is known. ``max_seconds`` is ``max_step_seconds`` of the settings. So many prompts are
-        ``waiting`` to be computed, the next one's tokens behind ``start`` others.
+        """Returns the budget of a step in which sequences with these ``contexts`` (tokens) decode. Without a time limit
+        if nothing decodes or if too little is known. ``max_seconds`` is the setting ``max_step_seconds``. ``waiting``
+        prompts are not computed yet; the next chunk begins after ``start`` tokens.
         """
         model = self.model
         if max_seconds == 0 or model is None or not contexts:
@@ -319,8 +326,8 @@ class StepTimeEstimator:
         )
 
     def make_best_effort_budget(self, tokens: int) -> StepBudget:
-        """What is best effort may make a step longer by ``BEST_EFFORT_PART`` of one in which a single sequence decodes:
-        who comes meanwhile waits for the step. Where too little is known, it has the fewest tokens.
+        """Returns the budget for best-effort work: ``BEST_EFFORT_PART`` of a step in which one sequence decodes,
+        because a new request waits for the step. If too little is known, the budget is ``MIN_PROMPT_TOKENS``.
         """
         model = self.model
         if model is None:
@@ -352,7 +359,7 @@ class StepTimeEstimator:
         return self._prompt_steps >= self._warm
 
     def _refit(self) -> None:
-        # The ridge penalises relative errors of each cost, relative to the larger of the prior and the current cost.
+        # The ridge penalises each cost's relative error, relative to the larger of the prior and the current cost.
         model = self._model
         known = (
             model.step_seconds,
@@ -376,21 +383,22 @@ class StepTimeEstimator:
 
 
 def _auto_seconds(decoding: float, full: float, waiting: int) -> float:
-    """Seconds of a step by default. Decoding alone takes ``decoding``, and as much of prompts as a step may have takes
-    ``full``; so many prompts are ``waiting``.
+    """Returns the default time limit of a step, in seconds. Decoding alone takes ``decoding`` seconds. As many prompt
+    tokens as a step may have take ``full`` seconds. ``waiting`` prompts are not computed yet.
 
-    A second of prompts needs 1 / p steps with p seconds of prompts each, and every step takes ``decoding`` besides.
-    That is to be at most ``AUTO_LOSS`` seconds more than in steps with ``full`` seconds of prompts. Where prompts wait
-    for each other, what makes all of them take longer lengthens the queue too: by 1 / (1 - load), which in a simple
-    queue is the mean number of those who are in it, and one. So the loss is divided by how many there are.
+    A second of prompts needs 1 / p steps with p seconds of prompts each, and every step also takes ``decoding``. That
+    may cost at most ``AUTO_LOSS`` seconds more than steps with ``full`` seconds of prompts. If prompts queue, slowing
+    all of them lengthens the queue too, by 1 / (1 - load). In a simple queue that is the mean number of prompts in it
+    plus one. So the loss is divided by the number of prompts.
     """
     steps = AUTO_LOSS / (max(1, waiting) * decoding) if decoding else inf
     return decoding + 1 / (steps + 1 / full) if full else decoding
 
 
 class _DecayedSums:
-    """Exponentially decayed sums over steps: of the features (1 and those of ``StepWork``), each divided by the step's
-    seconds, and of their products. ``last`` are the seconds of the last step, before clipping, ``ended`` its end.
+    """Exponentially decayed sums over steps: of the features (1 and the fields of ``StepWork``), each divided by the
+    step's seconds, and of their products. ``last`` is the seconds of the last step, before clipping; ``ended`` is its
+    end.
     """
 
     __slots__ = ("ended", "last", "products", "sums")
@@ -410,7 +418,7 @@ class _DecayedSums:
         self.products = [kept * old + new for old, new in zip(self.products, squares, strict=True)]
 
     def plus(self, other: "_DecayedSums") -> "_DecayedSums":
-        """The sums over the steps of both."""
+        """Returns the sums over the steps of both."""
         both = _DecayedSums()
         both.sums = [left + right for left, right in zip(self.sums, other.sums, strict=True)]
         both.products = [left + right for left, right in zip(self.products, other.products, strict=True)]
@@ -418,17 +426,17 @@ class _DecayedSums:
 
 
 def _fit(moments: _DecayedSums, prior: Vector, ridge: Vector) -> Vector:
-    """The costs, none below 0, with the least sum of squared relative errors, drawn a little to the prior.
+    """Returns the costs, none below 0, with the least sum of squared relative errors and a slight pull to the prior.
 
-    An active-set method as Lawson and Hanson's, which begins with all costs: the lowest is left out while any is below
-    0, and one that would reduce the error is taken back.
+    Uses an active-set method like Lawson and Hanson's, starting with all costs. Drops the lowest cost while any is
+    below 0, and takes back a cost that would reduce the error.
     """
     size = range(_SIZE)
     ridge = [max(steep, _SOLVABLE * moments.products[(_SIZE + 1) * i]) for i, steep in enumerate(ridge)]
     matrix = [[moments.products[_SIZE * i + j] + (ridge[i] if i == j else 0.0) for j in size] for i in size]
     goal = [moments.sums[i] + ridge[i] * prior[i] for i in size]
     kept, best = list(size), [0.0] * _SIZE
-    for _ in range(3 * _SIZE):  # rounding may let the search go round in circles
+    for _ in range(3 * _SIZE):  # rounding may make the search cycle
         costs = _solve(matrix, goal, kept)
         if min(costs) < 0:
             kept.remove(costs.index(min(costs)))
@@ -443,7 +451,7 @@ def _fit(moments: _DecayedSums, prior: Vector, ridge: Vector) -> Vector:
 
 
 def _solve(matrix: Sequence[Vector], goal: Vector, kept: Sequence[int]) -> list[float]:
-    """The costs of ``kept`` by Gaussian elimination, the others 0. The matrix is positive definite."""
+    """Returns the costs in ``kept`` by Gaussian elimination; the others are 0. The matrix is positive definite."""
     rows = [[matrix[i][j] for j in kept] + [goal[i]] for i in kept]
     size = len(kept)
     for i in range(size):

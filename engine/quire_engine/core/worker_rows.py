@@ -1,7 +1,7 @@
-"""Which row of the worker's state each running sequence has, and what the worker lacks of it.
+"""Which row of the worker's state each running sequence has, and which data of it the worker lacks.
 
-The worker's state is a cache of the scheduler's: a sequence gets a row with its first chunk on the device, loses it
-when it is preempted or ends, and any row can be sent again as a ``NewRequest`` at any time.
+The worker's state is a cache of the scheduler's. A sequence gets a row with its first chunk on the device and loses it
+when it is preempted or ends. Any row can be sent again as a ``NewRequest`` at any time.
 """
 
 from array import array
@@ -13,20 +13,20 @@ from quire_engine.core.step import NewRequest, SchedulerOutput
 
 
 class WorkerRows:
-    """Gives rows to sequences, the lowest first, so that there are no more of them than sequences ran at once.
+    """Assigns rows to sequences, lowest first, so that there are no more rows than sequences ran at once.
 
-    A row that a step in flight computes is not given to another sequence before that step is done: what it draws is
-    written into the row. Until then it is one of ``released``.
+    A row that a step in flight computes is not reused before that step is done, because the sampled token is written
+    into the row. Until then it is in ``released``.
     """
 
     def __init__(self) -> None:
         self._num_rows = 0
         self._free: list[int] = []
-        # Rows, and the last step that computed them.
+        # Rows, each with the last step that computed it.
         self.released: list[tuple[int, int]] = []
 
     def free_released(self, oldest_in_flight: int) -> "array[int]":
-        """Rows that no step from ``oldest_in_flight`` on computes are free again: these are returned, once."""
+        """Frees the released rows that no step from ``oldest_in_flight`` on computes. Returns them."""
         freed = array("i", [row for row, last_step in self.released if last_step < oldest_in_flight])
         self.released = [each for each in self.released if each[1] >= oldest_in_flight]
         for row in freed:
@@ -34,14 +34,14 @@ class WorkerRows:
         return freed
 
     def release(self, sequence: Sequence) -> None:
-        """Takes its row, if it has one, from a sequence that leaves the device."""
+        """Releases the row, if any, of a sequence that leaves the device."""
         if sequence.row is not None:
             self.released.append((sequence.row, sequence.last_step))
             sequence.row = None
 
     def send_changes(self, sequence: Sequence, scheduler_output: SchedulerOutput, drafts: Tokens[int]) -> int:
-        """Adds to the step what the worker lacks of a sequence that has a chunk in it, and the ``drafts`` behind its
-        known tokens. Returns its row.
+        """Adds to the step the data that the worker lacks of a sequence with a chunk in it, and the ``drafts`` after
+        its known tokens. Returns its row.
         """
         row = sequence.row
         if row is None:
@@ -66,7 +66,7 @@ class WorkerRows:
 
 
 def new_request(sequence: Sequence, row: int) -> NewRequest:
-    """All of the sequence that a worker needs, for its ``row``."""
+    """Returns the complete state of a sequence for its ``row`` in a worker."""
     sequence.num_sent_tokens = len(sequence.token_ids)
     group = sequence.group
     return NewRequest(
@@ -81,6 +81,6 @@ def new_request(sequence: Sequence, row: int) -> NewRequest:
 
 
 def _add(changes: "array[int]", row: int, first: int, values: Tokens[int]) -> None:
-    """Adds ``values``, which stand in the row from the index ``first`` on."""
+    """Adds ``values`` at the indexes of the row from ``first`` on."""
     for index, value in enumerate(values, first):
         changes.extend((row, index, value))

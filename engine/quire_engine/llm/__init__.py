@@ -1,7 +1,7 @@
 """The offline API: the engine in the caller's own thread, without a server. Text in, text out.
 
-It runs the same scheduler, pools and executor as the service, and tokenises and detokenises as the router does, so the
-same request with the same seed gives the same text. Torch is imported when a model is loaded.
+It uses the same scheduler, pools and executor as the service, and tokenises and detokenises like the router. The same
+request with the same seed therefore gives the same text. Torch is imported when a model is loaded.
 """
 
 from quire_proto.pooling import PoolingParams
@@ -21,7 +21,7 @@ from quire_engine.llm.types import (
     StructuredOutputsParams,
 )
 
-# The other names that programs for vLLM have for these.
+# vLLM's other names for these.
 EngineArgs = AsyncEngineArgs
 AsyncLLMEngine = AsyncLLM
 

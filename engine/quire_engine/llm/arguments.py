@@ -1,4 +1,4 @@
-"""Brings the arguments of ``LLM`` and ``AsyncLLM`` into one form: prompts, conversations, and the settings of each."""
+"""Normalises the arguments of ``LLM`` and ``AsyncLLM``: prompts, conversations, and the settings of each."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -14,9 +14,9 @@ Message = Mapping[str, Any]
 
 @dataclass(frozen=True, slots=True)
 class Conversation:
-    """Messages as chat templates see them, and what else a template is given: ``tools`` as in the OpenAI API, and
-    ``template_kwargs`` by the names of its variables. With ``add_generation_prompt`` the prompt ends where the answer
-    begins, else behind the last message. ``lost`` names what no template can show of them.
+    """A conversation as chat templates see it: ``messages``, ``tools`` as in the OpenAI API, and ``template_kwargs`` by
+    the names of the template's variables. With ``add_generation_prompt`` the prompt ends where the answer begins,
+    otherwise after the last message. ``lost`` names parts of the messages that no template can show.
     """
 
     messages: Sequence[Message]
@@ -27,8 +27,8 @@ class Conversation:
 
 
 def read_prompts(prompts: Prompt | Sequence[Prompt]) -> list[str | list[int]]:
-    """A text, a list of token ids, a mapping with either as vLLM has it (``{"prompt": …}``, ``{"prompt_token_ids":
-    …}``), or a list of those, as a list of prompts. Raises ``QuireError`` INVALID.
+    """Returns a list of prompts from a text, a list of token ids, a dictionary with either as in vLLM (``{"prompt":
+    …}``, ``{"prompt_token_ids": …}``), or a list of these. Raises ``QuireError`` INVALID.
     """
     if isinstance(prompts, str | Mapping) or (len(prompts) > 0 and _is_token_id(prompts[0])):
         return [_read_prompt(prompts)]
@@ -42,7 +42,9 @@ def read_conversations(
     *,
     add_generation_prompt: bool,
 ) -> list[Conversation]:
-    """One conversation or a list of them, each of at least one message. Raises ``QuireError`` INVALID."""
+    """Returns a list of conversations from one or several, each with at least one message. Raises ``QuireError``
+    INVALID.
+    """
     if not all(isinstance(tool, Mapping) for tool in tools or ()):
         raise invalid("tools", "tools must be a list of dictionaries, as in the OpenAI API.")
     reserved = sorted({"messages", "tools", "documents", "add_generation_prompt"} & (template_kwargs or {}).keys())
@@ -60,8 +62,8 @@ def _conversation(
 
 
 def broadcast(name: str, given: T | Sequence[T] | None, default: T, count: int) -> list[T]:
-    """One value for each of ``count`` prompts: the same for all, or a list of as many. Raises ``QuireError``
-    INVALID.
+    """Returns one value for each of ``count`` prompts, from a single value or a list of that length. Raises
+    ``QuireError`` INVALID.
     """
     if given is None:
         return [default] * count
@@ -75,7 +77,7 @@ def broadcast(name: str, given: T | Sequence[T] | None, default: T, count: int) 
 
 
 def with_prompt_index(index: int, count: int, error: QuireError) -> QuireError:
-    """``error`` with the number of its prompt in the message."""
+    """Returns ``error`` with the number of its prompt in the message."""
     if count == 1:
         return error
     return error.about(error.param, f"Prompt {index}: {error.message}")

@@ -1,7 +1,8 @@
 """``AsyncLLM``: the engine in a thread of this process, for programs with an event loop.
 
-Each ``generate`` waits for news of its ``Stream``, while a task has the prompt prepared on another thread and gives the
-request to the core's thread. That hands what a step made to the event loop, where a request's outputs are put together.
+Each ``generate`` waits for news of its ``Stream``. Meanwhile a task prepares the prompt on another thread and sends the
+request to the core's thread. The core's thread hands each step's outputs to the event loop, which assembles the outputs
+of each request.
 """
 
 import asyncio
@@ -47,12 +48,12 @@ if TYPE_CHECKING:
 PreparedT = TypeVar("PreparedT", PreparedRequest, PreparedPooling)
 ResultT = TypeVar("ResultT", RequestOutput, PoolingRequestOutput)
 MAX_COMPLETING = 4
-"""Requests whose grammars are compiled, or whose adapters are read, at once."""
+"""Requests whose grammars are compiled, or whose adapters are read, at the same time."""
 
 
 class AsyncLLM:
-    """A model, loaded and checked as by ``LLM``, whose requests run beside each other: each joins the batch of the next
-    step. Used from one event loop at a time; making one takes as long as loading the model.
+    """A model, loaded and checked like ``LLM``, with concurrent requests: each joins the batch of the next step. Use it
+    from one event loop at a time. Creating one takes as long as loading the model.
     """
 
     __signature__ = LLM.__signature__
@@ -71,10 +72,10 @@ class AsyncLLM:
         )
         self._core = self._engine.core
         self._preparing = ThreadPoolExecutor(1, "prompts")  # one thread: seeds are drawn in the order of the calls
-        # What may take seconds for one request is in no other one's way, but for those that wait for such too.
+        # A request that takes seconds here delays only other requests that need this too.
         self._completing = ThreadPoolExecutor(MAX_COMPLETING, "grammars-and-adapters")
-        # By the program's ids, and those that the core has by the engine's: what a step makes for a request that was
-        # left is never taken for that of the next one with its name.
+        # Streams by the program's ids and, once the core has the request, by the engine's ids. So outputs of an
+        # abandoned request never reach a later request with the same name.
         self._named: dict[str, Stream[Any, Any]] = {}
         self._streams: dict[str, Stream[Any, Any]] = {}
         self._loop: AbstractEventLoop | None = None
@@ -86,7 +87,7 @@ class AsyncLLM:
 
     @classmethod
     def from_engine_args(cls, engine_args: Any) -> Self:
-        """The model that an ``AsyncEngineArgs`` describes."""
+        """Loads the model that an ``AsyncEngineArgs`` describes."""
         return cls(**asdict(engine_args))
 
     def generate(
@@ -98,14 +99,14 @@ class AsyncLLM:
         lora_request: LoRARequest | None = None,
         priority: int = 0,
     ) -> AsyncGenerator[RequestOutput, None]:
-        """Continues ``prompt``, a text or token ids: yields all that is known of the outputs whenever there is more,
-        and at last the ``finished`` ones; or what is new, or only the last, as the ``output_kind`` of
-        ``sampling_params`` says. With ``best_of`` or beams only the last is yielded. A consumer that is slow gets
-        fewer, longer ones. Without ``sampling_params`` they are those that the model recommends, as with ``LLM``.
-        ``aclose``, cancellation and the end of the generator's life abort the request.
+        """Continues ``prompt``, a text or token ids. Yields the outputs so far whenever there is more, and finally the
+        ``finished`` ones. The ``output_kind`` of ``sampling_params`` may select only new parts, or only the final
+        outputs. With ``best_of`` or beams only the final ones are yielded. A slow consumer gets fewer, longer ones. The
+        default ``sampling_params`` are those that the model recommends, as in ``LLM``. ``aclose``, cancellation and
+        garbage collection of the generator abort the request.
 
-        Raises ``QuireError``: INVALID for what is wrong with the request, or a ``request_id`` that is running; the
-        error of a request that fails; and UNAVAILABLE once closed.
+        Raises ``QuireError``: INVALID for an invalid request or a ``request_id`` that is running, UNAVAILABLE after
+        ``close``, and the request's own error if it fails.
         """
         (read,) = read_prompts([prompt])
         prepare = partial(self._engine.requests.from_prompt, lora=lora_request)
@@ -125,7 +126,7 @@ class AsyncLLM:
         chat_template_kwargs: Mapping[str, Any] | None = None,
         add_generation_prompt: bool = True,
     ) -> AsyncGenerator[RequestOutput, None]:
-        """Answers a conversation as ``LLM.chat``; otherwise as ``generate``."""
+        """Answers a conversation like ``LLM.chat``; otherwise like ``generate``."""
         (read,) = read_conversations(
             [messages], tools, chat_template_kwargs, add_generation_prompt=add_generation_prompt
         )
@@ -142,9 +143,8 @@ class AsyncLLM:
         *,
         lora_request: LoRARequest | None = None,
     ) -> EmbeddingRequestOutput:
-        """Returns the embedding of ``prompt``, a text or token ids, of a model that makes them; several run beside each
-        other as coroutines of ``asyncio.gather``. Cancellation aborts the request. Raises ``QuireError`` as
-        ``generate`` does.
+        """Returns the embedding of ``prompt``, a text or token ids, from an embedding model. Use ``asyncio.gather`` to
+        run several at once. Cancellation aborts the request. Raises ``QuireError`` like ``generate``.
         """
         pooled = self._pool(prompt, read_params(pooling_params, Task.EMBED), request_id, lora_request)
         async with aclosing(pooled) as outputs:
@@ -158,7 +158,9 @@ class AsyncLLM:
         *,
         lora_request: LoRARequest | None = None,
     ) -> ClassificationRequestOutput:
-        """As ``embed``, of a model that classifies: the scores of ``prompt``, which may be a pair of texts."""
+        """Returns the scores of ``prompt``, which may be a pair of texts, from a classifier. Otherwise like
+        ``embed``.
+        """
         pooled = self._pool(prompt, read_params(pooling_params, Task.CLASSIFY), request_id, lora_request)
         async with aclosing(pooled) as outputs:
             return classification_output(await anext(outputs))
@@ -169,7 +171,7 @@ class AsyncLLM:
         return self._engine.load_transformers_tokenizer()
 
     async def abort(self, request_id: str | Iterable[str]) -> None:
-        """Ends requests with the finish reason ``abort``. Those that do not run are left out."""
+        """Ends requests with the finish reason ``abort``. Ignores requests that are not running."""
         for each in [request_id] if isinstance(request_id, str) else request_id:
             if (stream := self._named.get(each)) is not None:
                 stream.abort()
@@ -177,8 +179,8 @@ class AsyncLLM:
                     self._core.send(AbortRequest(stream.key))
 
     def close(self) -> None:
-        """Frees the model's memory when the step that runs has ended. Running requests raise ``QuireError``
-        UNAVAILABLE, as do later ones. May be called from any thread.
+        """Frees the model's memory after the current step. Running and later requests raise ``QuireError`` UNAVAILABLE.
+        Thread-safe.
         """
         with self._closing:
             if self not in OPEN:
@@ -192,7 +194,7 @@ class AsyncLLM:
             self._engine.close()
 
     def shutdown(self) -> None:
-        """As ``close``, which is the name of it in ``LLM``; this one is vLLM's."""
+        """Like ``close``. This is vLLM's name."""
         self.close()
 
     async def __aenter__(self) -> Self:
@@ -235,7 +237,7 @@ class AsyncLLM:
         self._named[name] = stream = Stream[PreparedT, ResultT]()
         starting = loop.create_task(self._start(stream, prepare, process))
         try:
-            self._check_usable()  # again: who has closed this meanwhile may not have seen the stream
+            self._check_usable()  # again: a ``close`` in between may have missed the stream
             while not stream.is_finished:
                 yield replace(await stream.next_output(), request_id=name)
         finally:
@@ -253,7 +255,7 @@ class AsyncLLM:
         prepare: Callable[[], PreparedT],
         process: Callable[[PreparedT], Processor[PreparedT, ResultT]],
     ) -> None:
-        """Has the request prepared, and gives it to the core unless it was aborted meanwhile."""
+        """Prepares the request and sends it to the core, unless it was aborted meanwhile."""
         loop = asyncio.get_running_loop()
         try:
             prepared = await loop.run_in_executor(self._preparing, prepare)
@@ -268,8 +270,8 @@ class AsyncLLM:
             stream.fail(self._ended or error)
 
     def _change_loop(self, loop: AbstractEventLoop) -> None:
-        """Has the requests of ``loop`` alone run from now on. Those of one that was closed can have no end of their
-        own, and are aborted. Raises ``QuireError`` while others run.
+        """Switches to requests of ``loop`` only. Aborts requests of a closed loop, which cannot end by themselves.
+        Raises ``QuireError`` while requests of another open loop run.
         """
         if self._named and self._loop is not None and not self._loop.is_closed():
             raise invalid("prompt", "Requests of another event loop are running.")
@@ -291,9 +293,9 @@ class AsyncLLM:
             raise
 
     def _publish(self, step: EngineCoreOutputs) -> None:
-        """Runs on the core's thread."""
+        """Hands a step's outputs to the event loop. Runs on the core's thread."""
         if step.outputs and self._loop is not None:
-            with suppress(RuntimeError):  # a loop that was closed has no requests any more
+            with suppress(RuntimeError):  # a closed loop has no requests any more
                 self._loop.call_soon_threadsafe(self._on_outputs, step.outputs)
 
     def _on_outputs(self, outputs: Sequence[EngineCoreOutput]) -> None:
@@ -303,7 +305,7 @@ class AsyncLLM:
                 self._core.send(AbortRequest(output.request_id, (output.index,)))
 
     def _end(self, error: QuireError) -> None:
-        """Has all requests raise ``error``, and those that come. Runs on any thread."""
+        """Lets all current and later requests raise ``error``. Thread-safe."""
         self._ended = self._ended or error
         if self._loop is not None:
             with suppress(RuntimeError):
@@ -315,8 +317,8 @@ class AsyncLLM:
 
 
 class Stream(Generic[PreparedT, ResultT]):
-    """The outputs of one request, which grow while nobody looks, once it has begun. ``key`` is the engine's id of it,
-    from when the core has it.
+    """The outputs of one request, which accumulate until they are read. ``key`` is the engine's id of the request, once
+    the core has it.
     """
 
     def __init__(self) -> None:
@@ -326,10 +328,12 @@ class Stream(Generic[PreparedT, ResultT]):
         self._failure: Exception | None = None
         self.key: str | None = None
         self.is_aborted = False
-        self.is_finished = False  # and was told so
+        self.is_finished = False  # and the consumer knows
 
     def begin(self, outputs: Processor[PreparedT, ResultT]) -> None:
-        """The prompt is prepared. What was aborted meanwhile ends."""
+        """Sets the processor of the outputs, after the prompt was prepared. Ends the request if it was aborted
+        meanwhile.
+        """
         prepared, params = outputs.prepared, outputs.prepared.request.sampling
         is_final = isinstance(prepared, PreparedRequest) and prepared.params.output_kind is RequestOutputKind.FINAL_ONLY
         self._outputs, self._only_last = outputs, is_final or params.beam_width > 0 or params.best_of > params.n
@@ -337,26 +341,26 @@ class Stream(Generic[PreparedT, ResultT]):
             self.abort()
 
     def add_output(self, output: EngineCoreOutput) -> bool:
-        """Returns whether the engine has to abort the choice, because of a stop string."""
+        """Adds an output. Returns whether the engine has to abort the choice, because of a stop string."""
         stopped = self._processor.add_output(output)
         if self._processor.is_finished or not self._only_last:
             self._news.set()
         return stopped
 
     def abort(self) -> None:
-        """Ends the outputs that have not ended, or will do so as soon as the prompt is prepared."""
+        """Ends the unfinished outputs, now or as soon as the prompt is prepared."""
         self.is_aborted = True
         if self._outputs is not None:
             self._outputs.abort()
             self._news.set()
 
     def fail(self, error: Exception) -> None:
-        """The request does not go on."""
+        """Ends the request with ``error``."""
         self._failure = error
         self._news.set()
 
     async def next_output(self) -> ResultT:
-        """Waits until there is more than before. Raises what the request fails with."""
+        """Waits until there is more than before, and returns it. Raises the request's error."""
         await self._news.wait()
         self._news.clear()
         if self._failure is not None and (self._outputs is None or not self._outputs.is_finished):

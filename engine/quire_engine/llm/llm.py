@@ -1,6 +1,6 @@
 """``LLM``, the offline API: loads one model into this process and runs its engine in the caller's thread.
 
-``LLM.generate`` prepares all requests and gives them to an ``OfflineRun``, which adds them to the scheduler, steps the
+``LLM.generate`` prepares all requests and passes them to an ``OfflineRun``. That adds them to the scheduler, steps the
 engine until all have finished, and collects their outputs. ``defer_sigint`` delays Ctrl-C to the end of a step, and
 ``Progress`` shows a bar.
 """
@@ -59,19 +59,19 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 log = logging.getLogger(__name__)
-_LOOKAHEAD = 4  # waiting requests for each that may run: enough to choose from under any policy
+_LOOKAHEAD = 4  # waiting requests per running one: enough to choose from under any policy
 T = TypeVar("T")
 
 
 class Prepared(Protocol):
-    """A request that the scheduler will accept."""
+    """A request that the scheduler accepts."""
 
     @property
     def request(self) -> Request: ...  # noqa: D102
 
 
 class Result(Protocol):
-    """What became of a request; with an ``error`` it has failed."""
+    """The result of a request. It has an ``error`` if the request failed."""
 
     @property
     def error(self) -> QuireError | None: ...  # noqa: D102
@@ -84,7 +84,7 @@ ResultT_co = TypeVar("ResultT_co", bound=Result, covariant=True)
 
 
 class Processor(Protocol[PreparedT_co, ResultT_co]):
-    """Builds the result of a request while its outputs arrive; see ``OutputProcessor``."""
+    """Builds the result of a request from its outputs as they arrive; see ``OutputProcessor``."""
 
     @property
     def prepared(self) -> PreparedT_co: ...  # noqa: D102
@@ -108,20 +108,19 @@ LoRA = LoRARequest | Sequence[LoRARequest | None] | None
 
 
 class LLM:
-    """The model in the folder ``model``, with the engine's ``settings``: the fields of ``EngineArgs`` but those of
-    ``ServedModel``, with the same defaults and ranges; ``quire-engine --help`` explains each.
+    """The model in the folder ``model``, with the engine's ``settings``: the fields of ``EngineArgs`` except those of
+    ``ServedModel``, with the same defaults and ranges. ``quire-engine --help`` explains each.
 
-    ``model`` may also be ``ORG/NAME`` or ``ORG/NAME@REVISION`` of the Hugging Face Hub, from its local cache; with
-    ``allow_download`` what is missing there is downloaded. ``tokenizer`` is the folder or name of another model whose
-    tokenizer is used.
-
-    They are ``**settings: Any``, as in vLLM, and checked when the ``LLM`` is made: type checkers read no ``TypedDict``
-    that is derived from ``EngineArgs``, and one written by hand would repeat the name and type of every flag.
-    ``help(LLM)``, IPython and notebooks show them all, with types and defaults, from ``__signature__``.
+    ``model`` may also be ``ORG/NAME`` or ``ORG/NAME@REVISION`` of the Hugging Face Hub, from its local cache. With
+    ``allow_download``, missing files are downloaded. ``tokenizer`` is the folder or name of another model whose
+    tokenizer is used. The settings are ``**settings: Any``, as in vLLM, and are checked when the ``LLM`` is created.
+    Type checkers cannot read a ``TypedDict`` derived from ``EngineArgs``, and a hand-written one would repeat the name
+    and type of every flag. ``help(LLM)``, IPython and notebooks show them all, with types and defaults, from
+    ``__signature__``.
 
     ``seed`` seeds the random seeds of prompts without one: the same calls in the same order then give the same outputs.
     Raises ``QuireError`` INVALID for wrong settings, and ``ModelError`` or ``TokenizerLoadError``, with one sentence,
-    for a folder that cannot be used. May be called from any thread; calls wait for each other.
+    for a folder that cannot be used. Thread-safe; calls wait for each other.
     """
 
     __signature__ = Signature(
@@ -161,13 +160,14 @@ class LLM:
         lora_request: LoRA = None,
         priority: Priority = None,
     ) -> list[RequestOutput]:
-        """Continues each of ``prompts``, in their order: a text, a list of token ids, or a list of those.
-        ``sampling_params``, ``lora_request`` and ``priority`` are one for all prompts, or one for each. Without
-        ``sampling_params`` they are ``get_default_sampling_params``.
+        """Continues each of ``prompts``, and returns the outputs in their order. Pass a text, a list of token ids, or a
+        list of these. ``sampling_params``, ``lora_request`` and ``priority`` are either one for all prompts or one for
+        each. The default of ``sampling_params`` is ``get_default_sampling_params``.
 
-        All prompts are checked before any is run; ``QuireError`` names the first that is wrong. A request that fails
+        All prompts are checked before any is run; ``QuireError`` names the first invalid one. A request that fails
         while it runs does not end the others: its ``RequestOutput`` has the ``error``. Ctrl-C ends all of them between
-        two steps, and the ``LLM`` can be used again; a second Ctrl-C does not wait for the step to end, and it cannot.
+        two steps, and the ``LLM`` can be used again. A second Ctrl-C does not wait for the end of the step; then the
+        ``LLM`` cannot be used again.
         """
         prepare = self._requests.from_prompt
         return self._generate(
@@ -186,11 +186,11 @@ class LLM:
         chat_template_kwargs: Mapping[str, Any] | None = None,
         add_generation_prompt: bool = True,
     ) -> list[RequestOutput]:
-        """Answers one conversation or each of a list, by the model's chat template; otherwise as ``generate``. A
-        message has a ``role`` and a ``content``, which is a text or a list of text parts, and may have ``tool_calls``,
-        a ``tool_call_id`` and ``reasoning_content`` as in the OpenAI API. The template is told of ``tools``, in that
-        API's form, and given the variables of ``chat_template_kwargs``; what the model writes is not parsed. With
-        ``add_generation_prompt`` off the prompt ends behind the last message.
+        """Answers one conversation or each of a list, with the model's chat template; otherwise like ``generate``. A
+        message has a ``role`` and a ``content``, which is a text or a list of text parts. It may have ``tool_calls``, a
+        ``tool_call_id`` and ``reasoning_content`` as in the OpenAI API. The template gets ``tools``, in the form of
+        that API, and the variables of ``chat_template_kwargs``. The model's output is not parsed. Without
+        ``add_generation_prompt`` the prompt ends after the last message.
         """
         conversations = read_conversations(
             messages, tools, chat_template_kwargs, add_generation_prompt=add_generation_prompt
@@ -199,8 +199,8 @@ class LLM:
         return self._generate(conversations, prepare, sampling_params, priority, lora_request, use_tqdm=use_tqdm)
 
     def get_default_sampling_params(self) -> SamplingParams:
-        """What the model's ``generation_config.json`` recommends of ``temperature``, ``top_p``, ``top_k``, ``min_p``,
-        ``repetition_penalty`` and ``max_tokens``, and the defaults for the rest; a copy that can be changed.
+        """Returns the ``temperature``, ``top_p``, ``top_k``, ``min_p``, ``repetition_penalty`` and ``max_tokens`` that
+        the model's ``generation_config.json`` recommends, and defaults for the rest. It is a copy that you may change.
         """
         return replace(self._engine.default_params)
 
@@ -212,8 +212,8 @@ class LLM:
         use_tqdm: bool = True,
         lora_request: LoRA = None,
     ) -> list[EmbeddingRequestOutput]:
-        """The embedding of each of ``prompts``, in their order, which are given as to ``generate``; otherwise as that
-        does. Raises ``QuireError`` INVALID for a model that makes none.
+        """Returns the embedding of each of ``prompts``, in their order; otherwise like ``generate``. Raises
+        ``QuireError`` INVALID if the model makes no embeddings.
         """
         params = read_params(pooling_params, Task.EMBED)
         return [*map(embedding_output, self._pool(read_prompts(prompts), params, lora_request, use_tqdm=use_tqdm))]
@@ -226,7 +226,7 @@ class LLM:
         use_tqdm: bool = True,
         lora_request: LoRA = None,
     ) -> list[ClassificationRequestOutput]:
-        """As ``embed``, of a model that classifies: the scores of each prompt."""
+        """Returns the scores of each prompt, from a classifier; otherwise like ``embed``."""
         params = read_params(pooling_params, Task.CLASSIFY)
         return [*map(classification_output, self._pool(read_prompts(prompts), params, lora_request, use_tqdm=use_tqdm))]
 
@@ -239,8 +239,8 @@ class LLM:
         use_tqdm: bool = True,
         lora_request: LoRA = None,
     ) -> list[ScoringRequestOutput]:
-        """The score of one text with each of several, or of each with the one in its place: by a model that classifies
-        pairs, or by the cosine of the embeddings of one that makes these. Otherwise as ``embed``.
+        """Returns the score of one text with each of several, or of each text with the one at the same position. Uses a
+        model that classifies pairs, or the cosine of embeddings. Otherwise like ``embed``.
         """
         pairs = read_pairs(text_1, text_2)
         if Task.EMBED not in self._core.scheduler.config.supported_tasks:
@@ -252,7 +252,7 @@ class LLM:
         return [pair_output(outputs[one], outputs[other]) for one, other in pairs]
 
     def get_tokenizer(self) -> "PreTrainedTokenizerBase":
-        """The model's tokenizer, or that which was given for it, as transformers loads it."""
+        """Returns the tokenizer in use, the model's own or the given one, as transformers loads it."""
         self._check_usable()
         return self._engine.load_transformers_tokenizer()
 
@@ -345,9 +345,9 @@ def _log_failures(results: Sequence[Result]) -> None:
 
 
 class OfflineRun(Generic[PreparedT, ResultT]):
-    """Runs ``requests`` on ``core``, which must publish its steps to ``on_step``. A bounded number of requests is in
-    the scheduler at a time, so that memory does not grow with their number. ``process`` makes what builds a request's
-    result. ``broken`` is set when a step did not complete: then the core cannot be used any more.
+    """Runs ``requests`` on ``core``, which must publish its steps to ``on_step``. The scheduler has a limited number of
+    requests at a time, so that memory does not grow with their total number. ``process`` creates the processor that
+    builds a request's result. ``broken`` is set if a step did not complete: then the core cannot be used any more.
     """
 
     def __init__(
@@ -370,8 +370,8 @@ class OfflineRun(Generic[PreparedT, ResultT]):
         self._window = min(limits.max_waiting, _LOOKAHEAD * limits.max_num_seqs)
 
     def run(self, between_steps: Callable[[], None]) -> list[ResultT]:
-        """Returns the outputs, in the order of the requests. If ``between_steps``, which is called before each step,
-        raises, running requests are aborted. The core is idle afterwards, unless it is broken.
+        """Returns the results in the order of the requests. Calls ``between_steps`` before each step; if that raises,
+        running requests are aborted. The core is idle afterwards, unless it is broken.
         """
         try:
             while self._pending or self._live:
@@ -423,7 +423,9 @@ class OfflineRun(Generic[PreparedT, ResultT]):
             self._step()
 
     def _in_order(self, requests: Sequence[PreparedT]) -> list[tuple[int, PreparedT]]:
-        """The requests with their indexes, by priority under that policy: not all are in the scheduler at once."""
+        """Returns the requests with their indexes, sorted by priority under that policy, because not all are in the
+        scheduler at once.
+        """
         numbered = list(enumerate(requests))
         if self._scheduler.config.scheduling_policy == "priority":
             numbered.sort(key=lambda each: each[1].request.priority)
@@ -432,9 +434,9 @@ class OfflineRun(Generic[PreparedT, ResultT]):
 
 @contextmanager
 def defer_sigint() -> Iterator[Callable[[], None]]:
-    """Defers SIGINT, so that no step is interrupted, until the yielded function is called or the context ends without
-    an exception; then the previous handler is called. A second SIGINT is not deferred, as a step could hang. Does
-    nothing outside of the main thread, which alone is interrupted.
+    """Defers SIGINT, so that it interrupts no step, until the yielded function is called or the context ends without an
+    exception. Then the previous handler is called. A second SIGINT is not deferred, because a step could hang. Does
+    nothing outside of the main thread, which alone gets signals.
     """
     previous = signal.getsignal(signal.SIGINT)
     if threading.current_thread() is not threading.main_thread() or not callable(previous):
@@ -460,7 +462,7 @@ def defer_sigint() -> Iterator[Callable[[], None]]:
 
 
 class Progress:
-    """A progress bar on standard error: prompts that are done, and tokens a second. Hidden unless ``shown``."""
+    """A progress bar on standard error: prompts done, and tokens per second. Hidden unless ``shown``."""
 
     def __init__(self, prompts: int, *, shown: bool) -> None:
         self._bar = tqdm(

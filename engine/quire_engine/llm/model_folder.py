@@ -1,4 +1,4 @@
-"""The folder of a model that is given by its name on the Hugging Face Hub, as ``LLM("ORG/NAME")``."""
+"""The folder of a model that is given by its name on the Hugging Face Hub, as in ``LLM("ORG/NAME")``."""
 
 import re
 from functools import partial
@@ -10,19 +10,20 @@ from quire_proto.text.file_names import TEMPLATE_FOLDER
 from quire_engine.errors import ModelError, first_line
 
 _HUB_NAME = re.compile(r"(?P<repo>[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*)(?:@(?P<revision>[^@:\s]+))?")
-FILES = ("*.json", "*.jinja", "*.safetensors")  # what is read of a repository: no code, nothing in pickle
+FILES = ("*.json", "*.jinja", "*.safetensors")  # the files that are used: no code, no pickle
 TEMPLATES = f"{TEMPLATE_FOLDER}/*.jinja"
 
 
 def find_model_folder(model: str | Path, *, allow_download: bool = False) -> Path:
-    """``model`` itself if it is there, or the folder in the Hub's local cache of ``ORG/NAME`` or
-    ``ORG/NAME@REVISION``, where a revision is a branch, a tag or a commit. With ``allow_download`` what is missing
-    there is downloaded, of one commit. Raises ``ModelError`` for a model that the cache has not, or the Hub.
+    """Returns ``model`` itself if it exists, or the folder in the Hub's local cache for ``ORG/NAME`` or
+    ``ORG/NAME@REVISION``. A revision is a branch, a tag or a commit. With ``allow_download``, missing files are
+    downloaded, all of one commit. Raises ``ModelError`` if neither the cache has the model, or, with
+    ``allow_download``, the Hub.
     """
     path, found = Path(model), _HUB_NAME.fullmatch(str(model))
     if isinstance(model, Path) or found is None or path.exists():
         return path
-    # It takes a fifth of a second to import.
+    # Importing it takes 0.2 s.
     from huggingface_hub import errors, snapshot_download
 
     from quire_engine.checkpoint.progress import one_bar
@@ -37,7 +38,7 @@ def find_model_folder(model: str | Path, *, allow_download: bool = False) -> Pat
                 tqdm_class=bar,
             )
             fetch(allow_patterns=[TEMPLATES])
-            folder = fetch(allow_patterns=list(FILES), ignore_patterns=["*/*"])  # there are copies for other libraries
+            folder = fetch(allow_patterns=list(FILES), ignore_patterns=["*/*"])  # subfolders are for other libraries
     except errors.LocalEntryNotFoundError as error:
         if allow_download:
             raise ModelError(

@@ -1,4 +1,4 @@
-"""``OfflineEngine``: a model in this process, and all that ``LLM`` and ``AsyncLLM`` run it with."""
+"""``OfflineEngine``: a model in this process, with the parts that ``LLM`` and ``AsyncLLM`` need to run it."""
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, make_dataclass
@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 
     from quire_engine.factory import ModelExecutor
 
-# What ``LLM`` takes as keyword arguments: all that concerns the engine itself but the model, which is an argument.
+# The keyword arguments of ``LLM``: all settings of the engine itself, except the model, which is an argument.
 LLM_SETTINGS = tuple(name for name in EngineArgs.model_fields if name not in ServedModel.model_fields)
 
 AsyncEngineArgs = make_dataclass(
@@ -42,8 +42,8 @@ AsyncEngineArgs = make_dataclass(
         *((name, Any, None) for name in LLM_SETTINGS),
     ],
 )
-"""The arguments of ``LLM`` and ``AsyncLLM`` as one object, as vLLM has them: ``AsyncLLM.from_engine_args(args)``,
-``LLM(**asdict(args))``. A setting that is None is not given.
+"""The arguments of ``LLM`` and ``AsyncLLM`` as one object, as in vLLM: ``AsyncLLM.from_engine_args(args)``,
+``LLM(**asdict(args))``. A setting that is None uses its default.
 """
 
 
@@ -59,14 +59,16 @@ OPEN: WeakSet[Closable] = WeakSet()
 
 
 def destroy_model_parallel() -> None:
-    """Closes every ``LLM`` and ``AsyncLLM`` of this process, which is what programs for vLLM call its function for."""
+    """Closes every ``LLM`` and ``AsyncLLM`` of this process, as programs for vLLM expect of its function of this
+    name.
+    """
     for each in list(OPEN):
         each.close()
 
 
 @dataclass(frozen=True, slots=True)
 class OfflineEngine:
-    """``requests`` makes the requests that ``core`` runs. ``tokenizer`` was read from ``tokenizer_folder``, and
+    """``requests`` creates the requests that ``core`` runs. ``tokenizer`` was read from ``tokenizer_folder``.
     ``default_params`` are those that the model's ``generation_config.json`` recommends.
     """
 
@@ -89,7 +91,7 @@ class OfflineEngine:
         seed: int | None,
         allow_download: bool,
     ) -> Self:
-        """Loads ``model``, with the tokenizer of another one if that is given. See ``LLM`` for the rest."""
+        """Loads ``model``, with ``tokenizer`` as the tokenizer of another model if given. See ``LLM`` for the rest."""
         config = engine_config(find_model_folder(model, allow_download=allow_download), settings)
         other = None if tokenizer is None else find_model_folder(tokenizer, allow_download=allow_download)
         folder = tokenizer_folder(config.model) if other is None else other
@@ -116,7 +118,9 @@ class OfflineEngine:
         other: Path | None,
         seed: int | None,
     ) -> Self:
-        """The engine of ``executor``. ``other`` is the folder of ``tokenizer``, where that is not the model's."""
+        """Returns the engine of ``executor``. ``other`` is the folder of ``tokenizer`` if it is another model's. Raises
+        ``ModelError`` if the tokenizer has more tokens than the model.
+        """
         size = executor.config.vocab_size
         if other is not None and tokenizer.vocab_size > size:
             raise ModelError(
@@ -131,8 +135,8 @@ class OfflineEngine:
         return cls(tokenizer, folder, executor, core, grammars, requests, default_params)
 
     def load_transformers_tokenizer(self) -> "PreTrainedTokenizerBase":
-        """The tokenizer as transformers loads it: nothing is downloaded, and no code of a folder is run."""
-        from transformers import AutoTokenizer  # it takes a second to import
+        """Returns the tokenizer as transformers loads it. Downloads nothing and runs no code of a folder."""
+        from transformers import AutoTokenizer  # importing it takes a second
 
         loaded: PreTrainedTokenizerBase = AutoTokenizer.from_pretrained(self.tokenizer_folder, local_files_only=True)
         return loaded
@@ -144,7 +148,9 @@ class OfflineEngine:
 
 
 def _default_params(model: Path) -> SamplingParams:
-    """What the model's folder recommends for sampling, and the defaults for the rest. Raises ``ModelError``."""
+    """Returns the sampling parameters that the model's folder recommends, with defaults for the rest. Raises
+    ``ModelError``.
+    """
     try:
         return SamplingParams(**recommended_sampling(model))
     except ValueError as error:
@@ -152,8 +158,8 @@ def _default_params(model: Path) -> SamplingParams:
 
 
 def engine_config(model: Path, settings: Mapping[str, object]) -> EngineConfig:
-    """The checked settings. Those not given, or None, come from ``QUIRE_ENGINE_…`` in the environment, or are the
-    defaults. Raises ``QuireError`` INVALID that names the first one at fault.
+    """Returns the checked settings. Settings that are missing or None come from ``QUIRE_ENGINE_…`` in the environment,
+    or are the defaults. Raises ``QuireError`` INVALID that names the first wrong one.
     """
     for name in settings:
         if name not in LLM_SETTINGS:

@@ -1,5 +1,5 @@
-"""The stream of one output's text: of a completion all text is searched for stop strings, of a chat's answer the
-content alone, not reasoning and calls.
+"""The text stream of one output. A completion is searched for stop strings as a whole; in a chat's answer only the
+content is searched, not reasoning and tool calls.
 """
 
 from collections.abc import Iterable, Mapping
@@ -17,7 +17,7 @@ TextStream = OutputTextStream | RawAnswerStream
 
 
 def tool_names(tools: Iterable[Mapping[str, Any]]) -> tuple[str, ...]:
-    """Returns the names of tools as in the OpenAI API, without those that have none."""
+    """Returns the names of tools in the form of the OpenAI API. Skips tools without a name."""
     functions = (tool.get("function", tool) for tool in tools if isinstance(tool, Mapping))
     names = (function.get("name") for function in functions if isinstance(function, Mapping))
     return tuple(name for name in names if isinstance(name, str))
@@ -26,8 +26,8 @@ def tool_names(tools: Iterable[Mapping[str, Any]]) -> tuple[str, ...]:
 def new_text_stream(
     tokenizer: ModelTokenizer, request: Request, params: SamplingParams, tools: tuple[str, ...] | None
 ) -> TextStream:
-    """Returns a stream for the text of one output as the model wrote it. A chat has ``tools``, if only an empty list,
-    and a completion None.
+    """Returns a stream for the text of one output as the model wrote it. ``tools`` is a tuple of names, possibly empty,
+    for a chat, and None for a completion.
     """
     prompt, sampling, stops = request.prompt_token_ids, request.sampling, tuple(params.stops)
     include, skip = params.include_stop_str_in_output, params.skip_special_tokens

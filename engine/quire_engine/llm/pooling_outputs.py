@@ -1,6 +1,4 @@
-"""Prompts that are pooled, offline: the arguments and results of ``LLM.embed``, ``LLM.classify`` and ``LLM.score``,
-named as in vLLM.
-"""
+"""Pooling offline: the arguments and results of ``LLM.embed``, ``LLM.classify`` and ``LLM.score``, named as in vLLM."""
 
 from array import array
 from collections.abc import Sequence
@@ -28,7 +26,7 @@ class EmbeddingOutput:
 
 @dataclass(frozen=True, slots=True)
 class ClassificationOutput:
-    """The scores of one prompt, one for each class; probabilities unless ``use_activation`` is off."""
+    """The scores of one prompt, one per class; probabilities unless ``use_activation`` is off."""
 
     probs: list[float]
 
@@ -42,8 +40,8 @@ class ScoringOutput:
 
 @dataclass(frozen=True, slots=True)
 class PoolingRequestOutput:
-    """What one prompt was pooled to, ``pooled``, or the ``error`` that it failed with. ``num_cached_tokens`` of it were
-    found in the prefix cache.
+    """The ``pooled`` output of one prompt, or the ``error`` with which it failed. ``num_cached_tokens`` of the prompt
+    were found in the prefix cache.
     """
 
     prompt_token_ids: list[int]
@@ -56,7 +54,7 @@ class PoolingRequestOutput:
 
 @dataclass(frozen=True, slots=True)
 class EmbeddingRequestOutput:
-    """The embedding of a prompt: ``outputs``, None where the prompt failed with ``error``."""
+    """The embedding of a prompt. ``outputs`` is None if the prompt failed with ``error``."""
 
     prompt_token_ids: list[int]
     outputs: EmbeddingOutput | None
@@ -68,7 +66,7 @@ class EmbeddingRequestOutput:
 
 @dataclass(frozen=True, slots=True)
 class ClassificationRequestOutput:
-    """As ``EmbeddingRequestOutput``, with the scores of the classes."""
+    """Like ``EmbeddingRequestOutput``, with the scores of the classes."""
 
     prompt_token_ids: list[int]
     outputs: ClassificationOutput | None
@@ -80,8 +78,8 @@ class ClassificationRequestOutput:
 
 @dataclass(frozen=True, slots=True)
 class ScoringRequestOutput:
-    """The score of a pair of texts. ``prompt_token_ids`` are those of both, as they were computed; ``outputs`` is None
-    where one of them failed with ``error``.
+    """The score of a pair of texts. ``prompt_token_ids`` are the tokens of both, as they were computed. ``outputs`` is
+    None if one of them failed with ``error``.
     """
 
     prompt_token_ids: list[int]
@@ -92,7 +90,7 @@ class ScoringRequestOutput:
 
 @dataclass(frozen=True, slots=True)
 class PreparedPooling:
-    """A request that the scheduler will accept."""
+    """A request that the scheduler accepts."""
 
     request: Request
 
@@ -107,28 +105,28 @@ class PoolingProcessor:
 
     @property
     def is_finished(self) -> bool:
-        """Whether it has ended."""
+        """Whether the request has ended."""
         return self._is_aborted or self._output is not None
 
     @property
     def error(self) -> QuireError | None:
-        """What it has failed with, if it has."""
+        """The request's error; None if it has not failed."""
         if self._is_aborted:
             return invalid("request_id", "The request was aborted.")
         output = self._output
         return None if output is None else output.error or (None if output.pooled else internal())
 
     def abort(self) -> None:
-        """Ends it without a result, unless it has ended."""
+        """Ends the request without a result, unless it has ended."""
         self._is_aborted = self._output is None
 
     def add_output(self, output: EngineCoreOutput) -> bool:
-        """Adds the request's one output. Returns that nothing of it is to be aborted."""
+        """Adds the request's one output. Returns False: there is nothing to abort."""
         self._output = output
         return False
 
     def result(self) -> PoolingRequestOutput:
-        """What became of it."""
+        """Returns the result of the request, which must have ended."""
         output, request = self._output, self.prepared.request
         assert output is not None, "it has ended"
         numbers = array("f")
@@ -143,7 +141,7 @@ class PoolingProcessor:
 
 
 def embedding_output(output: PoolingRequestOutput) -> EmbeddingRequestOutput:
-    """A prompt's embedding."""
+    """Returns a prompt's embedding."""
     own = None if output.error is not None else EmbeddingOutput(output.pooled)
     return EmbeddingRequestOutput(
         output.prompt_token_ids, own, output.num_cached_tokens, output.error, output.request_id
@@ -151,7 +149,7 @@ def embedding_output(output: PoolingRequestOutput) -> EmbeddingRequestOutput:
 
 
 def classification_output(output: PoolingRequestOutput) -> ClassificationRequestOutput:
-    """A prompt's scores."""
+    """Returns a prompt's scores."""
     own = None if output.error is not None else ClassificationOutput(output.pooled)
     return ClassificationRequestOutput(
         output.prompt_token_ids, own, output.num_cached_tokens, output.error, output.request_id
@@ -159,7 +157,7 @@ def classification_output(output: PoolingRequestOutput) -> ClassificationRequest
 
 
 def read_params(params: PoolingParams | None, task: Task) -> PoolingParams:
-    """The parameters of a call for ``task``. Raises ``QuireError`` INVALID for what are none of it."""
+    """Returns the parameters of a call for ``task``. Raises ``QuireError`` INVALID if ``params`` are invalid."""
     if params is None:
         return PoolingParams(task)
     if not isinstance(params, PoolingParams):
@@ -170,7 +168,7 @@ def read_params(params: PoolingParams | None, task: Task) -> PoolingParams:
 
 
 def read_pairs(text_1: str | Sequence[str], text_2: str | Sequence[str]) -> list[tuple[str, str]]:
-    """One text with each of several, or each with the one in its place. Raises ``QuireError`` INVALID."""
+    """Returns one text paired with each of several, or the texts at equal positions. Raises ``QuireError`` INVALID."""
     ones = [text_1] if isinstance(text_1, str) else [*text_1]
     others = [text_2] if isinstance(text_2, str) else [*text_2]
     if not all(isinstance(text, str) for text in (*ones, *others)):
@@ -181,8 +179,8 @@ def read_pairs(text_1: str | Sequence[str], text_2: str | Sequence[str]) -> list
 
 
 def encode(tokenizer: ModelTokenizer, prompts: Sequence[PoolingPrompt], limit: int) -> list[PooledPrompt]:
-    """The tokens of texts, of pairs of texts or of lists of tokens; texts are tokenised together. Raises ``QuireError``
-    INVALID.
+    """Returns the tokens of texts, of pairs of texts, or of lists of tokens. Tokenises texts together. Raises
+    ``QuireError`` INVALID.
     """
     texts = [prompt for prompt in prompts if not isinstance(prompt, list)]
     encoded = iter(tokenizer.encode_pooled(texts, limit))
@@ -190,7 +188,7 @@ def encode(tokenizer: ModelTokenizer, prompts: Sequence[PoolingPrompt], limit: i
 
 
 def pair_output(one: PoolingRequestOutput, other: PoolingRequestOutput) -> ScoringRequestOutput:
-    """The score of two texts by their embeddings, which are normalised: the cosine."""
+    """Returns the score of two texts from their normalised embeddings: the cosine."""
     error = one.error or other.error
     score = fsum(a * b for a, b in zip(one.pooled, other.pooled, strict=error is None))
     tokens = [*one.prompt_token_ids, *other.prompt_token_ids]
@@ -198,6 +196,6 @@ def pair_output(one: PoolingRequestOutput, other: PoolingRequestOutput) -> Scori
 
 
 def scored_output(output: PoolingRequestOutput) -> ScoringRequestOutput:
-    """The score of a pair that was computed as one prompt."""
+    """Returns the score of a pair that was computed as one prompt."""
     own = None if output.error is not None else ScoringOutput(output.pooled[0])
     return ScoringRequestOutput(output.prompt_token_ids, own, output.error)

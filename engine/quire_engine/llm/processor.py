@@ -1,5 +1,5 @@
-"""Into the engine and out of it: ``InputProcessor`` makes checked requests of prompts, ``OutputProcessor`` makes a
-``RequestOutput`` of the engine's outputs.
+"""Input and output of the engine: ``InputProcessor`` makes checked requests from prompts, ``OutputProcessor`` makes a
+``RequestOutput`` from the engine's outputs.
 """
 
 import logging
@@ -46,14 +46,13 @@ _SECONDS = 1e-9  # of a nanosecond
 _MAX_LOGGED = 16  # names in a line
 _MAX_PRIORITY = 2**31 - 1  # as in the service
 _MAX_LORA_ID = 2**63 - 1
-_POOLED = sampling.SamplingParams(max_tokens=1)  # nobody reads them
+_POOLED = sampling.SamplingParams(max_tokens=1)  # not read for pooled prompts
 
 
 @dataclass(frozen=True, slots=True)
 class PreparedRequest:
-    """A request that the scheduler will accept, with the prompt (None if it was token ids) and parameters given
-    for it. It is complete with its grammar, and with its adapter if it is for ``lora``. A chat has the names of its
-    ``tools``.
+    """A request that the scheduler accepts, with its prompt (None if it was token ids) and its parameters. It is
+    complete if it has its grammar and, if it is for ``lora``, its adapter. A chat has the names of its ``tools``.
     """
 
     request: Request
@@ -64,17 +63,18 @@ class PreparedRequest:
 
     @property
     def is_complete(self) -> bool:
-        """Whether it can be run."""
+        """Whether the request can be run."""
         lacks_grammar = self.request.sampling.structured is not None and self.request.grammar is None
         return not lacks_grammar and (self.lora is None or self.request.lora is not None)
 
 
 class InputProcessor:
-    """Makes the requests of one engine: tokenised, with a seed, and checked; used by one thread at a time, as seeds are
-    drawn in the order of the calls. ``complete`` adds what may take seconds, and may be called from any thread.
+    """Creates the requests of one engine: tokenised, with a seed, and checked. Use it from one thread at a time,
+    because seeds are drawn in the order of the calls. ``complete`` does the work that may take seconds, and is
+    thread-safe.
 
-    ``draw_seed`` returns the seed of a request without one, and ``check_lora`` the adapter of a request, its folder
-    read and checked.
+    ``draw_seed`` returns the seed of a request without one. ``check_lora`` reads and checks an adapter's folder and
+    returns the adapter.
     """
 
     def __init__(
@@ -99,7 +99,7 @@ class InputProcessor:
     def from_prompt(
         self, prompt: str | list[int], params: SamplingParams, priority: int, lora: LoRARequest | None
     ) -> PreparedRequest:
-        """A request that continues a text or token ids. Raises ``QuireError``."""
+        """Returns a request that continues a text or token ids. Raises ``QuireError``."""
         if isinstance(prompt, str):
             token_ids = self._tokenizer.encode(prompt, self._limits.max_model_len)
             return self._build(prompt, token_ids, params, priority, lora)
@@ -110,7 +110,7 @@ class InputProcessor:
     def from_messages(
         self, chat: Conversation, params: SamplingParams, priority: int, lora: LoRARequest | None
     ) -> PreparedRequest:
-        """A request that answers a conversation. Raises ``QuireError``."""
+        """Returns a request that answers a conversation. Raises ``QuireError``."""
         self._log_unseen(chat)
         render, encode = self._tokenizer.render_chat_text, self._tokenizer.encode_chat
         template: dict[str, Any] = {
@@ -139,7 +139,7 @@ class InputProcessor:
     ) -> PreparedRequest:
         if not isinstance(params, SamplingParams):
             raise invalid("sampling_params", "sampling_params must be SamplingParams.")
-        params = replace(params)  # checked again, as it can be assigned to, and of this request alone
+        params = replace(params)  # checked again, because it may have been assigned to; a copy for this request alone
         if abs(priority := whole_number("priority", priority)) > _MAX_PRIORITY:
             raise invalid("priority", f"priority is {priority} and must be within {_MAX_PRIORITY} of 0.")
         sampling_params = self._sampling_params(len(token_ids), params)
@@ -150,16 +150,16 @@ class InputProcessor:
             priority=priority,
             lora=None if lora is None else self._known_lora(lora),
         )
-        without_grammar = replace(request, sampling=replace(sampling_params, structured=None))  # none is compiled yet
+        without_grammar = replace(request, sampling=replace(sampling_params, structured=None))  # not compiled yet
         check_request(without_grammar, self._limits, self._memory)
         return PreparedRequest(request, prompt, params, lora)
 
     def encode_pooled(self, prompts: Sequence[PoolingPrompt]) -> list[PooledPrompt]:
-        """The tokens of prompts that are pooled. Raises ``QuireError``."""
+        """Returns the tokens of prompts to pool. Raises ``QuireError``."""
         return encode(self._tokenizer, prompts, self._limits.max_model_len)
 
     def pooled(self, encoded: PooledPrompt, params: PoolingParams, lora: LoRARequest | None) -> PreparedPooling:
-        """A request that pools a prompt. Raises ``QuireError``."""
+        """Returns a request that pools a prompt. Raises ``QuireError``."""
         request = Request(
             request_id=str(next(self._ids)),
             prompt_token_ids=array("i", encoded.token_ids),
@@ -171,8 +171,8 @@ class InputProcessor:
         return PreparedPooling(request)
 
     def complete(self, prepared: PreparedRequest) -> PreparedRequest:
-        """The request with its grammar compiled and its adapter read, which may take seconds if they are new. Raises
-        ``QuireError``.
+        """Returns the request with its grammar compiled and its adapter read, which may take seconds if they are new.
+        Raises ``QuireError``.
         """
         request, structured = prepared.request, prepared.request.sampling.structured
         if structured is not None:
@@ -182,7 +182,7 @@ class InputProcessor:
         return replace(prepared, request=request)
 
     def _read_lora(self, lora: LoRARequest) -> LoRARequest:
-        """The adapter, which is read when it comes first. Raises ``QuireError`` INVALID."""
+        """Returns the adapter, which is read the first time. Raises ``QuireError`` INVALID."""
         with self._reading_lora:
             if lora.lora_int_id not in self._loras:
                 try:
@@ -194,8 +194,8 @@ class InputProcessor:
         return known
 
     def _known_lora(self, lora: LoRARequest) -> LoRARequest | None:
-        """The adapter if it was read before. Raises ``QuireError`` INVALID, also for another adapter with the number of
-        one that was.
+        """Returns the adapter if it was read before, else None. Raises ``QuireError`` INVALID, also if its number
+        belongs to another adapter.
         """
         if not isinstance(lora, LoRARequest) or not isinstance(lora.lora_name, str):
             raise invalid("lora_request", "lora_request must be a LoRARequest whose name is a text.")
@@ -220,7 +220,9 @@ class InputProcessor:
         )
 
     def _bad_word_tokens(self, words: tuple[str, ...]) -> tuple[tuple[int, ...], ...]:
-        """Caches the last words: calls with many prompts mostly have the same for all."""
+        """Returns the tokens of bad words. Caches the last call: calls with many prompts mostly have the same words for
+        all.
+        """
         token_ids = self._bad_words.get(words)
         if token_ids is None:
             token_ids = encode_bad_words(words, self._tokenizer)
@@ -229,7 +231,7 @@ class InputProcessor:
 
 
 class OutputProcessor:
-    """Builds the ``RequestOutput`` of one request while its outputs arrive."""
+    """Builds the ``RequestOutput`` of one request from its outputs as they arrive."""
 
     def __init__(self, prepared: PreparedRequest, tokenizer: ModelTokenizer) -> None:
         self.prepared = prepared
@@ -255,8 +257,8 @@ class OutputProcessor:
         return all(choice.finish_reason is not None for choice in self._choices)
 
     def add_output(self, output: EngineCoreOutput) -> bool:
-        """Adds an output of a step. Returns whether it completed a stop string, so that the engine has to abort
-        the choice.
+        """Adds an output of a step. Returns whether it completed a stop string, so that the engine has to abort the
+        choice.
         """
         self._num_cached_tokens = max(self._num_cached_tokens, output.cached_tokens)
         self._prompt_logprobs += output.prompt_logprobs
@@ -273,8 +275,8 @@ class OutputProcessor:
         return was_running and choice.finish_reason is not None and output.finish_reason is None
 
     def result(self) -> RequestOutput:
-        """The request with the outputs that it asked for, as far as they are known; of ``RequestOutputKind.DELTA`` what
-        is new since the last call.
+        """Returns the request with its requested outputs so far; with ``RequestOutputKind.DELTA``, the new parts since
+        the last call.
         """
         request = self.prepared.request
         token_text = None if request.sampling.logprobs is None else self._token_text
@@ -306,7 +308,7 @@ class OutputProcessor:
         return new or None
 
     def abort(self) -> None:
-        """Ends the outputs that have not ended."""
+        """Ends the unfinished outputs."""
         for choice in self._choices:
             choice.end(FinishReason.ABORT)
 
@@ -324,9 +326,9 @@ class OutputProcessor:
 
 
 class CompletionBuilder:
-    """Builds one output while its tokens arrive, without a text where there is no stream of it. ``finish_reason`` is
-    set once the engine or a stop string has ended it. Where no stop string is looked for, tokens become text when that
-    is asked for.
+    """Builds one output from its tokens as they arrive. Without a text stream it has no text. ``finish_reason`` is set
+    when the engine or a stop string has ended it. Without stop strings, tokens are detokenised only when the text is
+    read.
     """
 
     def __init__(self, text: TextStream | None, stop_token_ids: Sequence[int] = ()) -> None:
@@ -336,8 +338,8 @@ class CompletionBuilder:
         self._may_stop = text is not None and text.may_stop
         self._pieces: list[str] = []
         self._num_decoded = 0
-        self._is_whole = False  # nothing is held back of the text
-        self._num_told = 0  # tokens of earlier deltas
+        self._is_whole = False  # the stream holds back no text
+        self._num_told = 0  # tokens in earlier deltas
         self._end_told = False
         self.token_ids: list[int] = []
         self.logprobs: list[TokenLogprobs] = []
@@ -346,12 +348,12 @@ class CompletionBuilder:
 
     @property
     def has_news(self) -> bool:
-        """Whether there is more than what the last delta had."""
+        """Whether there is more than in the last delta."""
         ended = self.finish_reason is not None and not self._end_told
         return ended or len(self.token_ids) > self._num_told or any(self._pieces)
 
     def add_output(self, output: EngineCoreOutput) -> None:
-        """Adds new tokens. Those after a stop string are not part of the output."""
+        """Adds new tokens. Tokens after a stop string are not part of the output."""
         if self.finish_reason is not None:
             return
         kept, finish_reason = len(output.token_ids), output.finish_reason
@@ -370,7 +372,7 @@ class CompletionBuilder:
             self._stop_token_id = output.stop_token.token_id
 
     def _decode(self, text: TextStream) -> None:
-        """Makes text of the tokens that have none yet."""
+        """Detokenises the tokens that have no text yet."""
         self._pieces.append(text.push(self.token_ids[self._num_decoded :]))
         self._num_decoded = len(self.token_ids)
         if self.finish_reason is not None and not self._is_whole:
@@ -379,7 +381,7 @@ class CompletionBuilder:
 
     @property
     def _stop_reason(self) -> str | int | None:
-        """The stop string that ended the output, or which of the request's stop tokens."""
+        """The stop string that ended the output, or the id of the request's stop token that did."""
         stop_string = None if self._text is None else self._text.stop_string
         return self._stop_token_id if stop_string is None else stop_string
 
@@ -389,8 +391,8 @@ class CompletionBuilder:
             self.add_output(EngineCoreOutput("", finish_reason=reason))
 
     def completion(self, index: int, token_text: TokenText | None, *, delta: bool) -> CompletionOutput:
-        """The output so far as choice ``index``, or what is new of it; with log-probabilities if ``token_text`` is
-        given.
+        """Returns the output so far as choice ``index``, or only its new part. Has log-probabilities if ``token_text``
+        is given.
         """
         if self._text is not None and not self._may_stop:
             self._decode(self._text)
@@ -412,7 +414,7 @@ class CompletionBuilder:
 
 
 def _metrics(timings: Iterable[SequenceTimings]) -> RequestMetrics:
-    """The metrics of a request with these outputs; there is at least one."""
+    """Returns the metrics of a request from the timings of its outputs, at least one."""
     each = list(timings)
     worst = max(each, key=lambda timing: timing.away_seconds)
     return RequestMetrics(
@@ -426,7 +428,7 @@ def _metrics(timings: Iterable[SequenceTimings]) -> RequestMetrics:
 
 
 def _first(times: Iterable[int]) -> float | None:
-    """The first of these times, in seconds; 0 is none."""
+    """Returns the earliest of these times, in seconds. 0 means that a time is not set."""
     return min((time * _SECONDS for time in times if time), default=None)
 
 

@@ -15,8 +15,8 @@ from quire_proto.structured_output import Structured, StructuredKind, choice
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StructuredOutputsParams:
-    """A constraint on the output, by exactly one of: a JSON Schema (as text or as an object), any JSON object, a
-    regular expression for the whole output, a list of texts to choose from, or a grammar in Lark's notation.
+    """A constraint on the output. Exactly one is given: a JSON Schema (as text or as an object), any JSON object, a
+    regular expression for the whole output, a list of texts to choose from, or a grammar in Lark's notation or EBNF.
 
     Raises ``QuireError`` INVALID.
     """
@@ -35,7 +35,7 @@ class StructuredOutputsParams:
         self.structured()
 
     def structured(self) -> Structured:
-        """The engine's form of it."""
+        """Returns the constraint in the engine's form."""
         if self.json is not None:
             schema = self.json if isinstance(self.json, str) else json_text.dumps(self.json, ensure_ascii=False)
             return Structured(StructuredKind.JSON_SCHEMA, schema)
@@ -49,8 +49,8 @@ class StructuredOutputsParams:
 
 
 class RequestOutputKind(Enum):
-    """What each ``RequestOutput`` of ``AsyncLLM.generate`` has: all so far, what is new since the last one, or all, in
-    one that comes when the request has ended. Named as in vLLM.
+    """What each ``RequestOutput`` of ``AsyncLLM.generate`` contains: all so far, the new part since the last one, or
+    all in a single output at the end. Named as in vLLM.
     """
 
     CUMULATIVE = 0
@@ -60,19 +60,19 @@ class RequestOutputKind(Enum):
 
 @dataclass(slots=True, kw_only=True)
 class SamplingParams:
-    """How the outputs of one prompt are sampled, where they end, and what becomes text.
+    """How the outputs of one prompt are sampled, where they end, and which tokens become text.
 
-    Fields named as in ``quire_proto.sampling.SamplingParams`` mean the same, except: ``seed`` None draws a seed for
-    each prompt; ``max_tokens`` None allows as many as fit; ``top_k`` may also be -1 for all; ``bad_words`` are texts,
-    and both of their tokenised forms (at the beginning, after a space) are banned.
+    Fields with names of ``quire_proto.sampling.SamplingParams`` mean the same, with these exceptions. ``seed`` None
+    draws a seed for each prompt. ``max_tokens`` None allows as many as fit. ``top_k`` may also be -1 for all.
+    ``bad_words`` are texts, whose two tokenised forms (at the beginning, and after a space) are banned.
 
-    An output also ends with the first of ``stop``; its text has that string only with
-    ``include_stop_str_in_output``. Special tokens have no text, unless ``skip_special_tokens`` is off. Without
-    ``detokenize`` outputs have no text at all, nor have the tokens of their log-probabilities. ``output_kind`` is for
-    ``AsyncLLM``; ``LLM`` returns whole outputs.
+    An output also ends at the first string of ``stop``. Its text includes that string only with
+    ``include_stop_str_in_output``. Special tokens have no text unless ``skip_special_tokens`` is off. Without
+    ``detokenize``, outputs and the tokens of their log-probabilities have no text. ``output_kind`` is for ``AsyncLLM``;
+    ``LLM`` returns whole outputs.
 
-    Numbers may be NumPy's. Raises ``QuireError`` INVALID for a value of another kind or out of range, and for
-    parameters that exclude each other. What is assigned later is checked when a request is made with it.
+    Numbers may be NumPy's. Raises ``QuireError`` INVALID for a value of the wrong type or out of range, and for
+    parameters that exclude each other. Values assigned later are checked when a request is made with them.
     """
 
     n: int = 1
@@ -125,8 +125,8 @@ class SamplingParams:
         return (self.stop,) if isinstance(self.stop, str) else tuple(self.stop or ())
 
     def resolve(self, *, seed: int, max_output: int, bad_words: tuple[tuple[int, ...], ...]) -> sampling.SamplingParams:
-        """The engine's parameters: with ``seed`` if none is set, and ``max_output`` tokens if ``max_tokens`` is None.
-        ``bad_words`` are this object's, in tokens. Raises ``QuireError`` INVALID.
+        """Returns the engine's parameters: with ``seed`` if none is set, and ``max_output`` tokens if ``max_tokens`` is
+        None. ``bad_words`` are this object's bad words as tokens. Raises ``QuireError`` INVALID.
         """
         limit = max_output if self.max_tokens is None else self.max_tokens
         return replace(self._to_engine(seed if self.seed is None else self.seed, limit), bad_words=bad_words)
@@ -163,7 +163,7 @@ class SamplingParams:
 
 
 def whole_number(param: str, value: object) -> int:
-    """A whole number, as the engine computes with. Raises ``QuireError`` INVALID."""
+    """Returns ``value`` as an int. Raises ``QuireError`` INVALID if it is not a whole number."""
     if not isinstance(value, Integral):
         raise invalid(param, f"{param}: {value!r} is not a whole number.")
     return int(value)
@@ -181,8 +181,8 @@ def _number(param: str, value: object) -> float:
 
 @dataclass(frozen=True, slots=True)
 class Logprob:
-    """One token's natural log-probability, of the model's own distribution. ``rank`` is 1 for the most probable token;
-    None for a token that is not among the top ones asked for. ``decoded_token`` is None without ``detokenize``.
+    """One token's natural log-probability under the model's own distribution. ``rank`` is 1 for the most probable
+    token; None for a token outside of the requested top ones. ``decoded_token`` is None without ``detokenize``.
     """
 
     logprob: float
@@ -191,20 +191,20 @@ class Logprob:
 
 
 PositionLogprobs = dict[int, Logprob]
-"""By token id, at one position: the token of the text, then the most probable ones, best first."""
+"""Log-probabilities at one position by token id: the token of the text, then the most probable ones, best first."""
 
 
 @dataclass(slots=True)
 class CompletionOutput:
     """One output of a prompt.
 
-    ``finish_reason`` is ``stop`` (``stop_reason`` is then the stop string, which of ``stop_token_ids`` it was, or
-    None for an end-of-sequence token), ``length``, ``error`` or ``abort``; None for an output of ``AsyncLLM`` that
-    has not ended. ``token_ids`` go up to the token that completed the stop string. They do not have the
-    end-of-sequence or stop token, with which vLLM's ``token_ids`` and ``logprobs`` end. ``logprobs`` has one entry
-    for each of ``token_ids`` if asked for, ``cumulative_logprob`` is their sum (also known with ``best_of``).
-    ``score`` is a beam's: the sum of its tokens' log-probabilities, divided by its length to the power of
-    ``length_penalty``. With ``RequestOutputKind.DELTA`` ``text``, ``token_ids`` and ``logprobs`` are what is new.
+    ``finish_reason`` is ``stop``, ``length``, ``error`` or ``abort``; None for an unfinished output of ``AsyncLLM``.
+    With ``stop``, ``stop_reason`` is the stop string or the one of ``stop_token_ids``; None for an end-of-sequence
+    token. ``token_ids`` end with the token that completed the stop string. They do not include the end-of-sequence or
+    stop token, with which vLLM's ``token_ids`` and ``logprobs`` end. ``logprobs`` has one entry for each of
+    ``token_ids`` if requested. ``cumulative_logprob`` is their sum, also known with ``best_of``. ``score`` is a beam's:
+    the sum of its tokens' log-probabilities, divided by its length to the power of ``length_penalty``. With
+    ``RequestOutputKind.DELTA``, ``text``, ``token_ids`` and ``logprobs`` are only the new part.
     """
 
     index: int
@@ -219,10 +219,10 @@ class CompletionOutput:
 
 @dataclass(frozen=True, slots=True)
 class RequestMetrics:
-    """When a request went through its stages, in seconds since 1970, None where it did not: of several outputs the
-    first that was scheduled and the first that had a token. ``finished_time`` is None for one that a stop string ended.
-    Of the output that was away longest, ``num_preemptions`` counts the times that it was preempted, and
-    ``away_seconds`` how long it took in all until it was back where it had been.
+    """When a request went through its stages, in seconds since 1970; None for stages that it has not reached. With
+    several outputs, the first that was scheduled and the first that had a token count. ``finished_time`` is None if a
+    stop string ended an output. ``num_preemptions`` and ``away_seconds`` describe the output that was away longest: how
+    often it was preempted, and the total time until it had caught up each time.
     """
 
     arrival_time: float
@@ -234,7 +234,7 @@ class RequestMetrics:
 
     @property
     def time_in_queue(self) -> float | None:
-        """Seconds from the arrival until it was scheduled first."""
+        """Seconds from the arrival until the request was first scheduled."""
         return None if self.first_scheduled_time is None else self.first_scheduled_time - self.arrival_time
 
 
@@ -242,12 +242,12 @@ class RequestMetrics:
 class RequestOutput:
     """The outputs of one prompt.
 
-    ``prompt`` is the text, for a conversation as its template renders it; None for a prompt of token ids.
-    ``prompt_logprobs`` has one entry for each of ``prompt_token_ids`` if asked for, None for the first.
+    ``prompt`` is the text, for a conversation as rendered by its template; None for a prompt of token ids.
+    ``prompt_logprobs`` has one entry for each of ``prompt_token_ids`` if requested, None for the first.
     ``num_cached_tokens`` of the prompt were found in the prefix cache. With an ``error``, ``outputs`` are incomplete,
-    and those that had not ended have the finish reason ``error``. ``AsyncLLM`` gives outputs that are not ``finished``
-    before the last one; with ``RequestOutputKind.DELTA`` ``outputs`` are those with anything new, and
-    ``prompt_logprobs`` come once. ``metrics`` are there once the engine has made any output.
+    and unfinished ones have the finish reason ``error``. ``AsyncLLM`` yields outputs that are not ``finished`` before
+    the last one. With ``RequestOutputKind.DELTA``, ``outputs`` are only those with anything new, and
+    ``prompt_logprobs`` come once. ``metrics`` is set after the engine has made any output.
     """
 
     prompt: str | None

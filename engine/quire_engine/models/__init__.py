@@ -1,1 +1,1 @@
-"""The models: the Llama family with layers of our own, every other decoder through transformers."""
+"""The models: own code for the Llama family and a few others, transformers' code for every other decoder."""

@@ -1,4 +1,4 @@
-"""``Model``: what the engine needs to know of a model, so that nothing outside of ``models`` asks for its class."""
+"""``Model``: the interface of a model to the engine. Nothing outside of ``models`` depends on a model's class."""
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
@@ -18,16 +18,16 @@ from quire_engine.layers.weight_loader import WeightLoader
 from quire_engine.lora.layers import LoRALayers
 
 Classifier = Callable[[torch.Tensor], torch.Tensor]
-"""Scores [S, classes] of pooled hidden states [S, hidden], both float32."""
+"""Returns float32 scores [S, classes] of pooled float32 hidden states [S, hidden]."""
 
 
 @dataclass(frozen=True, slots=True)
 class ShardTable:
     """How ranks may share a model.
 
-    The tensor parallel size must divide each of ``dimensions``, which have names for errors. ``layer_costs`` and
-    ``head_cost`` are the numbers that a step reads of each layer and of the head. ``has_experts`` says whether engines
-    can share experts.
+    The tensor parallel size must divide each of ``dimensions``, given as (size, name); errors use the name.
+    ``layer_costs`` and ``head_cost`` are the numbers of weights that a step reads in each layer and in the head.
+    ``has_experts`` says whether engines can share experts.
     """
 
     dimensions: Sequence[tuple[int, str]]
@@ -36,7 +36,7 @@ class ShardTable:
     has_experts: bool = False
 
     def stages(self, count: int) -> list[range]:
-        """Returns the layers of each of ``count`` pipeline stages, as even in cost as possible. The last has the
+        """Returns the layers of each of ``count`` pipeline stages, as even in cost as possible. The last stage has the
         head.
         """
         return divide(self.layer_costs, count, self.head_cost)
@@ -56,10 +56,10 @@ class Model(ABC):
     """A decoder with its weights, of one dtype on one device. All attributes are constant.
 
     ``attention_layers`` has the attention of each layer. If ``capturable``, the host never branches on results of the
-    device, so ``forward`` can be captured in a CUDA graph, and on the CPU ``layers`` in a CPU graph if the ranks of
-    ``communicator`` allow it. If it ``waits_for_device``, the host reads what a layer computes, so a pass is launched
-    no sooner than it is computed. ``loras`` are the layers that adapters may change; None without slots for any.
-    ``weight_stats`` count what is read of layers that lie on disk or in host memory; None if all stay.
+    device. Then ``forward`` can be captured in a CUDA graph; on the CPU, ``layers`` can be captured in a CPU graph if
+    the ranks of ``communicator`` allow it. If it ``waits_for_device``, the host reads what a layer computes, so
+    launching a pass takes as long as computing it. ``loras`` are the layers that adapters may change; None without
+    adapter slots. ``weight_stats`` count reads of layers on disk or in host memory; None if no layer is offloaded.
     """
 
     attention_layers: Sequence[LayerAttention]
@@ -73,7 +73,7 @@ class Model(ABC):
     @classmethod
     @abstractmethod
     def capability_rows(cls, config: Any) -> Sequence[CapabilityRow]:
-        """Returns the rows of the table of capabilities that the model of ``config`` has for what it is."""
+        """Returns the rows of the capability table that apply to the kind of model that ``config`` describes."""
 
     @classmethod
     @abstractmethod
@@ -82,15 +82,13 @@ class Model(ABC):
 
     @classmethod
     def load_classifier(cls, config: Any, folder: Path, device: torch.device) -> Classifier | None:
-        """Returns what scores pooled hidden states, for a model whose head is left out; None if nothing does. Raises
-        ``ModelError``.
-        """
+        """Returns the classifier that scores pooled hidden states, if the model has one. Raises ``ModelError``."""
         del config, folder, device
         return None
 
     @classmethod
     def stored_dtype(cls, checkpoint: Checkpoint) -> torch.dtype:
-        """Returns the dtype that a model of ``checkpoint`` computes in by default. Raises ``ModelError``."""
+        """Returns the default dtype for computing with a model of ``checkpoint``. Raises ``ModelError``."""
         return checkpoint.dominant_dtype()
 
     @classmethod
@@ -101,14 +99,14 @@ class Model(ABC):
 
     @classmethod
     def lora_targets(cls, config: Any) -> Mapping[str, tuple[int, int]]:
-        """Returns the linear layers that adapters may change, [out, in] by name, of the model of ``config``."""
+        """Returns the linear layers that adapters may change in the model of ``config``: [out, in] by name."""
         del config
         return {}
 
     @property
     def state_bytes(self) -> int:
-        """Bytes of each block of KV memory that hold the state of layers without keys and values, behind its last
-        token; 0 without such layers.
+        """Bytes in each KV block for the states of layers without keys and values, after the block's last token; 0
+        without such layers.
         """
         return 0
 
@@ -118,8 +116,8 @@ class Model(ABC):
     ) -> torch.Tensor:
         """Returns hidden states [T, hidden] of tokens [T] at positions [T], both integers.
 
-        ``kv`` are the views of KV memory as ``BlockLayout.views`` has them. They are read and written by ``attention``,
-        which was prepared for this batch. Raises ``IndexError`` for a token id outside of the vocabulary.
+        ``kv`` are views of the KV memory as ``BlockLayout.views`` returns them. ``attention``, which was prepared for
+        this batch, reads and writes them. Raises ``IndexError`` for a token id outside of the vocabulary.
         """
 
     @abstractmethod
@@ -127,17 +125,17 @@ class Model(ABC):
         """Returns logits [R, vocabulary] of hidden states [R, hidden]. Pass only the rows that sample."""
 
     def execute_dummy_batch(self, device: torch.device) -> None:
-        """Takes part in a forward pass of other engines without tokens. A model without experts has no part in it."""
+        """Takes part in a forward pass of other engines without tokens. Does nothing for a model without experts."""
         del device
 
     @property
     def layered(self) -> "LayeredModel | None":
-        """This model, if its forward pass is ``layers`` of ``inputs``; else None."""
+        """This model if its forward pass is ``layers`` of ``inputs``, else None."""
         return None
 
 
 class LayeredModel(Model):
-    """A model whose forward pass is ``layers`` of ``inputs``, of which the layers alone may be captured."""
+    """A model whose forward pass is ``layers`` of ``inputs``. ``layers`` can be captured alone."""
 
     @property
     def layered(self) -> "LayeredModel":
@@ -152,7 +150,7 @@ class LayeredModel(Model):
 
     @abstractmethod
     def inputs(self, token_ids: torch.Tensor, positions: torch.Tensor) -> LayerInputs:
-        """Returns what ``layers`` takes for tokens [T] at positions [T], both integers."""
+        """Returns the input of ``layers`` for tokens [T] at positions [T], both integers."""
 
     @abstractmethod
     def layers(self, inputs: LayerInputs, kv: Sequence[LayerKV], attention: AttentionBackend) -> torch.Tensor:

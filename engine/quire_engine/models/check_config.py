@@ -1,5 +1,6 @@
-"""``python -m quire_engine.models.check_config FOLDER``: whether the model of a ``config.json`` would be served. Exits
-with 1 and the sentence with which the engine would refuse it. For processes that do not import torch.
+"""``python -m quire_engine.models.check_config FOLDER``: checks whether the engine would serve the model of a
+``config.json``. If not, exits with 1 and prints the sentence with which the engine would refuse it. For processes that
+do not import torch.
 """
 
 import sys
@@ -10,7 +11,7 @@ from quire_engine.models.loader import read_model_config
 
 
 def main() -> None:
-    """Reads the configuration as the engine does; no weights are needed."""
+    """Reads the configuration like the engine; needs no weights."""
     try:
         read_model_config(Path(sys.argv[1]))
     except ModelError as error:

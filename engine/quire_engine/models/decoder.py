@@ -1,4 +1,4 @@
-"""``DecoderModel``: what all decoders with code of their own share, from token ids to logits."""
+"""``DecoderModel``: the common part of all decoders with own code, from token ids to logits."""
 
 import sys
 from abc import abstractmethod
@@ -39,19 +39,19 @@ _HEADS = (_SCORE, _HEAD)
 class DecoderModel(LayeredModel):
     """A decoder with its weights, or a rank's shard of it.
 
-    A subclass says what a layer is, how ``config.json`` describes it, and what GGUF files call its tensors. If it is
-    ``capturable`` and on the CPU, its layers use torch for memory and views only: compiled kernels, where there are
-    any, compute everything but what adapters add.
+    A subclass defines a layer, its fields in ``config.json``, and the names of its tensors in GGUF files. If a model is
+    ``capturable`` and on the CPU, its layers use torch only for memory and views: compiled kernels compute everything
+    except adapters.
     """
 
     gguf: ClassVar[GgufTensors]
-    """The tensors of its GGUF files, if those are read."""
+    """The names of its tensors in GGUF files, if it can be read from them."""
 
     @classmethod
     @abstractmethod
     def config_fields(cls, path: Path, hf: Any) -> dict[str, Any]:
-        """Returns the fields of ``DecoderConfig`` whose default is not this architecture's, for transformers'
-        configuration ``hf`` of the file ``path``. Raises ``ModelError``.
+        """Returns the fields of ``DecoderConfig`` that differ from the defaults for this architecture. ``hf`` is
+        transformers' configuration of the file ``path``. Raises ``ModelError``.
         """
 
     @classmethod
@@ -66,7 +66,7 @@ class DecoderModel(LayeredModel):
 
     @classmethod
     def load(cls, config: DecoderConfig, folder: Path, weights: WeightLoader) -> Self:
-        """See ``Model``. With slots for adapters, if the options of ``weights`` have some."""
+        """See ``Model``. Creates adapter slots if the options of ``weights`` ask for them."""
         del folder
         options = weights.options
         with torch.inference_mode():
@@ -85,9 +85,9 @@ class DecoderModel(LayeredModel):
 
     @classmethod
     def load_classifier(cls, config: DecoderConfig, folder: Path, device: torch.device) -> Classifier | None:
-        """See ``Model``: the ``score`` layer of ``folder``, or the rows of its head for the tokens that
-        sentence-transformers' ``LogitScore`` compares, of which the second one counts against the first. None if the
-        model makes embeddings.
+        """See ``Model``. Uses the ``score`` layer of ``folder``. If sentence-transformers' ``LogitScore`` is
+        configured, uses the head's rows for the tokens that it compares: the first row, minus the second if there are
+        two. None if the model makes embeddings.
         """
         pooler = config.pooler_config
         if pooler is None or pooler.task is not Task.CLASSIFY:
@@ -102,13 +102,15 @@ class DecoderModel(LayeredModel):
 
     @classmethod
     def stored_dtype(cls, checkpoint: Checkpoint) -> torch.dtype:
-        """See ``Model``: the embedding's, or the head's if it is tied to the embedding and stored in its place."""
+        """See ``Model``. The dtype of the embedding. If only the head is stored, because the two are tied, the dtype of
+        the head.
+        """
         has_head_alone = EMBEDDING_WEIGHT not in checkpoint and _HEAD in checkpoint
         return checkpoint.dtype(_HEAD if has_head_alone else EMBEDDING_WEIGHT)
 
     @classmethod
     def shard_table(cls, config: DecoderConfig) -> ShardTable:
-        """See ``Model``. Experts are divided whole; dense networks by their inner numbers."""
+        """See ``Model``. Experts are divided as wholes, dense networks by their inner dimension."""
         attention = 2 * config.hidden_size * config.head_dim * (config.num_heads + config.num_kv_heads)
         inner = [config.intermediate_size] * config.num_layers
         if config.moe is not None:
@@ -127,7 +129,7 @@ class DecoderModel(LayeredModel):
 
     @classmethod
     def lora_targets(cls, config: DecoderConfig) -> Mapping[str, tuple[int, int]]:
-        """See ``Model``: the layers of attention and of dense feed-forward networks."""
+        """See ``Model``: the linear layers of attention and of dense feed-forward networks."""
         hidden, inner = config.hidden_size, config.intermediate_size
         queries, keys = config.num_heads * config.head_dim, config.num_kv_heads * config.head_dim
         attention = {"q": (queries, hidden), "k": (keys, hidden), "v": (keys, hidden), "o": (hidden, queries)}
@@ -150,7 +152,7 @@ class DecoderModel(LayeredModel):
         if stage is not None:
             indices = self.shard_table(config).stages(stage.count)[stage.index]
         self._hidden_size = config.hidden_size
-        # First, as a table that is packed for both is then freed before the layers are read.
+        # Load these first: a table that is packed for both uses is then freed before the layers are read.
         head, tied = "lm_head" if config.makes_logits else None, config.tie_word_embeddings
         self._embedding, self._lm_head = weights.embedding_and_head(
             "model.embed_tokens", head, config.vocab_size, config.hidden_size, tied=tied
@@ -159,8 +161,8 @@ class DecoderModel(LayeredModel):
         self._layers, self.weight_stats = self._load_layers(config, weights, indices)
         self.attention_layers = tuple(layer.attn for layer in self._layers)
         self.waits_for_device = any(layer.waits_for_device for layer in self._layers)
-        # On CUDA the whole forward pass is captured, with what is received in it. Whose tokens go where is known to the
-        # host alone.
+        # On CUDA the whole forward pass is captured, so it must not receive from another stage. Only the host knows
+        # which tokens go to which rank.
         receives = stage is not None and weights.device.type == "cuda"
         self.capturable = not (receives or weights.sends_tokens) and all(layer.is_capturable for layer in self._layers)
         last = "model.norm" if is_last(stage) else f"model.layers.{indices.stop}.input_layernorm"
@@ -180,8 +182,8 @@ class DecoderModel(LayeredModel):
         return load_layers(indices, load, settings.weights_memory_gb)
 
     def inputs(self, token_ids: torch.Tensor, positions: torch.Tensor) -> LayerInputs:
-        """See ``LayeredModel.inputs``: the embedding on the first stage, on another what the stage before has sent.
-        Raises ``IndexError`` as ``forward``.
+        """See ``LayeredModel.inputs``: the embedding on the first stage; on other stages, the states that the previous
+        stage sent. Raises ``IndexError`` like ``forward``.
         """
         if self._embedding is not None:
             states = self._embedding(token_ids)
@@ -192,20 +194,21 @@ class DecoderModel(LayeredModel):
         return LayerInputs(states, *self._rope.cos_sin(positions))
 
     def layers(self, inputs: LayerInputs, kv: Sequence[LayerKV], attention: AttentionBackend) -> torch.Tensor:
-        """See ``LayeredModel.layers``. A stage that is not the last one returns what the next one takes."""
+        """See ``LayeredModel.layers``. A stage other than the last returns the residual stream for the next stage."""
         ranks, tokens = self._token_communicator, len(inputs.hidden_states)
         if tokens > self._split_above and self._can_overlap():
             return self._overlapped_layers(inputs, kv, attention)
         residual, update, angles = inputs.hidden_states[shard(tokens, ranks)], None, (inputs.cos, inputs.sin)
         for layer, layer_kv in zip(self._layers, kv, strict=True):
             update = layer(residual, update, angles, layer_kv, attention)
-        # The norm adds the update to the stream. What it returns is made again by the next stage, from that sum.
+        # The norm adds the update to the residual stream. The next stage computes the normed states again from that
+        # sum.
         normed = self._norm(residual, update)
         return ranks.all_gather(normed if is_last(self._stage) else residual, tokens)
 
     def _can_overlap(self) -> bool:
-        """Whether sums of a step may run beside its products. With adapters no step is split: which rows have which
-        adapter is planned for a whole step.
+        """Whether sums over the ranks may run while the step computes. A step with adapters is not split, because its
+        rows are assigned to adapters for the whole step.
         """
         has_loras = self.loras is not None and self.loras.is_active
         return self.communicator.overlaps_sums and not has_loras
@@ -213,7 +216,7 @@ class DecoderModel(LayeredModel):
     def _overlapped_layers(
         self, inputs: LayerInputs, kv: Sequence[LayerKV], attention: AttentionBackend
     ) -> torch.Tensor:
-        """``layers`` of a step whose rows are computed in two halves (dual batch overlap)."""
+        """Runs ``layers`` for a step whose rows are computed in two halves (dual batch overlap)."""
         residuals, angles = inputs.hidden_states.chunk(2), (inputs.cos, inputs.sin)
         updates: Sequence[PendingSum | None] = (None, None)
         for layer, layer_kv in zip(self._layers, kv, strict=True):
@@ -222,20 +225,20 @@ class DecoderModel(LayeredModel):
         return torch.cat(normed) if is_last(self._stage) else inputs.hidden_states
 
     def execute_dummy_batch(self, device: torch.device) -> None:
-        """See ``Model.execute_dummy_batch``: its experts compute the tokens of others."""
+        """See ``Model.execute_dummy_batch``: its experts compute the tokens of other engines."""
         no_tokens = torch.empty(0, self._hidden_size, dtype=self.dtype, device=device)
         for layer in self._layers:
             layer.experts_only(no_tokens)
 
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
-        """See ``Model.logits``. Of a pipeline, for the last stage."""
+        """See ``Model.logits``. In a pipeline, only the last stage has it."""
         assert self._lm_head is not None, "another stage than the last"
         return self._lm_head(hidden)
 
 
 def _split_above(weights: WeightLoader) -> int:
     """Returns the most tokens of a step that is not computed in two halves. On a GPU, steps that may be captured as
-    CUDA graphs are whole.
+    CUDA graphs are not split.
     """
     config = weights.options.config
     if not config.enable_dbo or weights.communicator.size == 1:

@@ -1,9 +1,9 @@
-"""Encoders: models whose tokens see those before and after them, which pool prompts and continue none.
+"""Encoders: models whose tokens attend in both directions, which pool prompts and do not generate.
 
-``EncoderModel`` runs transformers' own code, unmodified, on the prompts of a step packed one behind the other, so that
-none is padded: transformers calls attention through a function that is registered under an own name, and that knows
-where each prompt begins. When a model is loaded, its hidden states are compared with those of transformers' own
-attention on each prompt alone, so that one which does more than this knows is refused.
+``EncoderModel`` runs transformers' unmodified code on the prompts of a step, packed one after another without padding.
+transformers calls attention through a registered function that knows where each prompt begins. When a model is loaded,
+its hidden states are compared with transformers' own attention on each prompt alone. A model whose attention does more
+than this function is refused.
 """
 
 from collections.abc import Callable, Sequence
@@ -30,13 +30,13 @@ from quire_engine.models.transformers_backend import load_weights
 
 PACKED_ATTENTION = "quire-packed"
 MAX_DIFFERENCE, MAX_DIFFERENCE_FLOAT32 = 0.1, 1e-3
-"""The most that hidden states may differ from transformers' own, in parts of the root of their mean square."""
+"""The most that hidden states may differ from transformers' own, relative to their root mean square."""
 
 
 @dataclass(frozen=True, slots=True)
 class EncoderConfig(ModelConfig):
-    """``hf_config`` is transformers' configuration and ``model_class`` its class. The first token is at
-    ``position_offset``, and there are ``num_token_types``.
+    """``hf_config`` is transformers' configuration and ``model_class`` the class of the model. The first token has
+    position ``position_offset``. ``num_token_types`` counts the token types.
     """
 
     hf_config: Any = field(repr=False)
@@ -51,7 +51,7 @@ class EncoderConfig(ModelConfig):
 
     @classmethod
     def read(cls, folder: Path) -> "EncoderConfig":
-        """Reads ``config.json``. Raises ``ModelError``, also for a class that transformers does not have."""
+        """Reads ``config.json``. Raises ``ModelError``, also if transformers does not have the class."""
         import transformers
 
         path, raw = config_path(folder), read_config_json(folder)
@@ -79,7 +79,7 @@ class EncoderConfig(ModelConfig):
 
 
 def _position_offset(model_class: Any, parsed: Any) -> int:
-    """RoBERTa and its descendants count positions from behind the padding's."""
+    """Returns the position of the first token. RoBERTa and its descendants count positions from after the padding's."""
     modules = __import__(model_class.__module__, fromlist=["_"])
     counts = any(hasattr(part, "create_position_ids_from_input_ids") for part in vars(modules).values())
     return int(parsed.pad_token_id) + 1 if counts else 0
@@ -87,8 +87,8 @@ def _position_offset(model_class: Any, parsed: Any) -> int:
 
 @dataclass(frozen=True, slots=True)
 class PackedPrompts:
-    """The prompts of a step, one behind the other: ``token_ids`` [T] int64, the length of each, and where its second
-    text begins, 0 for a prompt of one text.
+    """The prompts of a step, one after another: ``token_ids`` [T] int64, the length of each, and the index at which its
+    second text begins (0 for a prompt of one text).
     """
 
     token_ids: torch.Tensor
@@ -97,7 +97,7 @@ class PackedPrompts:
 
 
 class EncoderModel:
-    """An encoder with its weights, and its layer that classifies, where it has one."""
+    """An encoder with its weights, and with its classifier if it has one."""
 
     def __init__(self, model: Any, config: EncoderConfig) -> None:
         self._model = model
@@ -110,7 +110,7 @@ class EncoderModel:
             self._replace_body()
 
     def forward(self, prompts: PackedPrompts) -> torch.Tensor:
-        """Hidden states [T, hidden], on the device."""
+        """Returns hidden states [T, hidden] on the device."""
         positions = torch.cat([torch.arange(length) for length in prompts.lengths]) + self._config.position_offset
         inputs = {"input_ids": prompts.token_ids, "position_ids": positions}
         if self._config.num_token_types > 1:
@@ -121,8 +121,8 @@ class EncoderModel:
         return hidden
 
     def _replace_body(self) -> None:
-        """Has the model's own head classify hidden states that were pooled before: its body is replaced by one that
-        returns them, each as a sequence of one token.
+        """Lets the model's own head classify hidden states that were pooled before. Replaces the model's body by one
+        that returns them, each as a sequence of one token.
         """
         from transformers.modeling_outputs import BaseModelOutputWithPooling
 
@@ -143,7 +143,7 @@ class EncoderModel:
 
 
 def _token_types(prompts: PackedPrompts) -> torch.Tensor:
-    """The type of each token [T] int64: 1 for those of a second text."""
+    """Returns the type of each token, [T] int64: 1 in a second text, else 0."""
     parts = []
     for length, start in zip(prompts.lengths, prompts.second_text_starts, strict=True):
         part = torch.zeros(length, dtype=torch.int64)
@@ -154,8 +154,8 @@ def _token_types(prompts: PackedPrompts) -> torch.Tensor:
 
 
 def load_encoder(config: Any, folder: Path, dtype_name: str, device: torch.device) -> EncoderModel:
-    """Loads the model of ``folder``, whose ``config`` is an ``EncoderConfig``. Raises ``ModelError`` for weights that
-    cannot be loaded, and for a model whose prompts cannot be packed.
+    """Loads the model of ``folder``; ``config`` is an ``EncoderConfig``. Raises ``ModelError`` if weights cannot be
+    loaded or if the model's prompts cannot be packed.
     """
     from transformers import AttentionInterface
 
@@ -168,13 +168,15 @@ def load_encoder(config: Any, folder: Path, dtype_name: str, device: torch.devic
             return _make_checked(model, config)
     except ModelError:
         raise
-    except Exception as error:  # noqa: BLE001 - a model's code raises whatever it likes
+    except Exception as error:  # noqa: BLE001 - a model's code may raise anything
         reason = f"It does not run: {one_line(error)}."
     raise ModelError(f"{folder} holds a {config.architecture}, which cannot be served. {reason}")
 
 
 def _make_checked(model: Any, config: EncoderConfig) -> EncoderModel:
-    """The encoder, after a check that packed prompts have the hidden states of transformers' own attention."""
+    """Returns the encoder. Raises ``ModelError`` if packed prompts give other hidden states than transformers' own
+    attention.
+    """
     lengths = [min(length, config.max_length) for length in (5, 17, 3)]
     prompts = [[(7 + 31 * (first + each)) % config.vocab_size for each in range(n)] for first, n in enumerate(lengths)]
     padding = getattr(config.hf_config, "pad_token_id", None)
@@ -210,8 +212,8 @@ def packed_attention(
     sliding_window: int | None = None,
     **__: object,
 ) -> tuple[torch.Tensor, None]:
-    """``query``, ``key`` and ``value`` [1, heads, T, head_dim] -> [1, T, heads, head_dim]: each token sees those of its
-    own prompt, and of these the ones that are fewer than ``sliding_window`` away, where there is one.
+    """Computes attention within each prompt: ``query``, ``key`` and ``value`` [1, heads, T, head_dim] -> [1, T, heads,
+    head_dim]. A token attends to all tokens of its own prompt, or to those less than ``sliding_window`` away.
     """
     parts = []
     queries, keys, values = (tensor.split(list(quire_lengths), dim=2) for tensor in (query, key, value))

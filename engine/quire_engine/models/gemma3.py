@@ -23,12 +23,12 @@ from quire_engine.models.decoder import DecoderModel
 from quire_engine.quantization.base import Embedding
 
 _GLOBAL, _LOCAL = 0, 1
-"""The frequencies of a layer's rotation, as ``RotaryEmbedding.cos_sin`` stacks them."""
+"""Indexes of the rotation frequencies, in the order in which ``RotaryEmbedding.cos_sin`` stacks them."""
 
 
 class Gemma3ForCausalLM(DecoderModel):
-    """Gemma 3: most layers see a window and have a rotation of their own; embeddings are scaled by the root of their
-    size, and logits may have a soft cap.
+    """Gemma 3: most layers have a window and rotation frequencies of their own. Embeddings are scaled by the root of
+    their size, and logits may have a soft cap.
     """
 
     @classmethod
@@ -59,7 +59,7 @@ class Gemma3ForCausalLM(DecoderModel):
         super().__init__(config, weights)
         self._logit_soft_cap = config.logit_soft_cap
         if self._embedding is not None:
-            # Rounded to the model's dtype, as transformers has it.
+            # Rounded to the model's dtype, as in transformers.
             scale = torch.tensor(config.hidden_size**0.5, dtype=weights.dtype).item()
             self._embedding = _scaled(self._embedding, scale)
 
@@ -123,7 +123,7 @@ class Gemma3DecoderLayer(DecoderLayer):
 
 
 class _NormedSum(PendingSum):
-    """A sum over the ranks that is normed once it has arrived."""
+    """A sum over the ranks that is normed after it has arrived."""
 
     def __init__(self, pending: PendingSum, norm: RMSNorm) -> None:
         super().__init__(pending.parts, pending.work)

@@ -18,8 +18,8 @@ from quire_engine.quantization.mxfp4 import is_mxfp4, load_mxfp4, mxfp4_shape
 
 
 class GptOssForCausalLM(DecoderModel):
-    """gpt-oss: each head has a sink, some layers see a window, and each has a mixture of experts with biases and a
-    clamped activation. Experts may be stored in MXFP4.
+    """gpt-oss: each head has an attention sink, some layers have a window, and each layer has a mixture of experts with
+    biases and a clamped activation. Experts may be stored in MXFP4.
     """
 
     @classmethod
@@ -57,7 +57,7 @@ def _load_experts(config: DecoderConfig, weights: WeightLoader, index: int) -> M
     sizes = (2 * moe.moe_intermediate_size, hidden), (hidden, moe.moe_intermediate_size)
 
     def read(part: int) -> Iterator[torch.Tensor]:
-        """Gate and up (0), or down (1), of each expert: [out, in]."""
+        """Yields the weights of each expert, [out, in]: gate and up for part 0, down for part 1."""
         stored = f"{name}.experts.{STACKED_NAMES[part]}"
         for expert in experts:
             matrix = _load_expert(weights, stored, moe.num_experts, sizes[part], expert)
@@ -74,7 +74,7 @@ def _load_experts(config: DecoderConfig, weights: WeightLoader, index: int) -> M
 
 
 def _load_expert(weights: WeightLoader, name: str, count: int, size: tuple[int, int], expert: int) -> torch.Tensor:
-    """The weight [out, in] of one of ``count`` experts, which is stored in MXFP4, or as numbers [in, out]."""
+    """Returns the weight [out, in] of one of ``count`` experts, stored in MXFP4 or as numbers [in, out]."""
     checkpoint, (outputs, inputs) = weights.checkpoint, size
     if not is_mxfp4(checkpoint, name):
         return checkpoint.load_row(name, (count, inputs, outputs), expert, weights.dtype, weights.device).T.contiguous()
@@ -84,5 +84,5 @@ def _load_expert(weights: WeightLoader, name: str, count: int, size: tuple[int, 
 
 
 def _apart(gate_up: torch.Tensor) -> torch.Tensor:
-    """The rows of the gate and then those of up, which are stored in turns."""
+    """Returns the rows of gate and then the rows of up, which are stored alternately."""
     return torch.cat((gate_up[::2], gate_up[1::2]))

@@ -1,4 +1,4 @@
-"""Llama 2 and 3 (Touvron et al. 2023), and what the architectures that follow it change."""
+"""Llama 2 and 3 (Touvron et al. 2023), and the methods that derived architectures override."""
 
 from pathlib import Path
 from typing import Any, ClassVar

@@ -1,4 +1,4 @@
-"""Loads the model of a folder: by the class of the registry that has its architecture, else by transformers' code."""
+"""Loads the model of a folder: with the registry's class for its architecture, or else with transformers' code."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import replace
@@ -33,8 +33,8 @@ from quire_engine.models.transformers_backend import TransformersConfig, Transfo
 
 
 def read_model_config(folder: Path, settings: ExecutorConfig | None = None) -> ModelConfig:
-    """Reads and checks ``config.json``, for an engine with these ``settings``. Raises ``ModelError`` for a model that
-    cannot be served.
+    """Reads and checks ``config.json`` for an engine with these ``settings``. Raises ``ModelError`` if the model cannot
+    be served.
     """
     raw, settings = read_config_json(folder), settings or ExecutorConfig()
     check_support(config_path(folder), raw)
@@ -53,14 +53,14 @@ def read_model_config(folder: Path, settings: ExecutorConfig | None = None) -> M
 
 
 def read_decoder_config(folder: Path) -> DecoderConfig:
-    """Reads the configuration of a model with code of its own. Raises ``ModelError``, also for others."""
+    """Reads the configuration of a model with own code. Raises ``ModelError``, also for models without."""
     return DecoderConfig.read(
         folder, lambda architecture, path, hf: decoder_class(architecture).config_fields(path, hf)
     )
 
 
 def decoder_class(architecture: str) -> type[DecoderModel]:
-    """Imports the class of an architecture that has code of its own."""
+    """Imports the class of an architecture with own code."""
     name = registered_name(architecture)
     assert name is not None, f"{architecture} has no code of its own"
     found: type[DecoderModel] = getattr(import_module(f"quire_engine.models.{ARCHITECTURES[name].module}"), name)
@@ -68,7 +68,7 @@ def decoder_class(architecture: str) -> type[DecoderModel]:
 
 
 def model_class(config: ModelConfig) -> type[Model]:
-    """Returns the class of the model that ``config`` describes, which says what it supports."""
+    """Returns the class of the model that ``config`` describes."""
     return decoder_class(config.architecture) if config.has_own_code else TransformersModel
 
 
@@ -83,7 +83,7 @@ def load_model(
     options: LoadOptions,
     check: Callable[[torch.dtype], object] | None = None,
 ) -> Model:
-    """The model of ``folder`` with its weights, as ``options`` say.
+    """Returns the model of ``folder`` with its weights, loaded according to ``options``.
 
     ``config`` is the folder's ``read_model_config``. ``check`` is called with the model's dtype before the weights are
     read, and may raise ``ModelError`` to refuse it. Raises ``ModelError``.

@@ -8,7 +8,7 @@ from quire_engine.models.llama import LlamaForCausalLM
 
 
 class MistralForCausalLM(LlamaForCausalLM):
-    """Llama without biases, whose layers may all have one window."""
+    """Llama without biases. All layers may have the same window."""
 
     @classmethod
     def config_fields(cls, path: Path, hf: Any) -> dict[str, Any]:

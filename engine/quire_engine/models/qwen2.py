@@ -9,7 +9,7 @@ from quire_engine.models.llama import LlamaForCausalLM
 
 
 class Qwen2ForCausalLM(LlamaForCausalLM):
-    """Llama with biases of queries, keys and values, some of whose layers may have a window."""
+    """Llama with biases of queries, keys and values. Some layers may have a window."""
 
     gguf = replace(LlamaForCausalLM.gguf, permutes_heads=False)
 

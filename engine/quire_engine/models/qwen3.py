@@ -11,7 +11,7 @@ _HEAD_NORMS = {"attn_q_norm": "self_attn.q_norm", "attn_k_norm": "self_attn.k_no
 
 
 class Qwen3ForCausalLM(LlamaForCausalLM):
-    """Llama with norms of query and key heads, some of whose layers may have a window."""
+    """Llama with norms of query and key heads. Some layers may have a window."""
 
     gguf = GgufTensors({**LlamaForCausalLM.gguf.names, **_HEAD_NORMS})
     qk_norm = True

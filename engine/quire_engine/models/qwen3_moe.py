@@ -11,7 +11,7 @@ from quire_engine.models.qwen3 import Qwen3ForCausalLM
 
 
 class Qwen3MoeForCausalLM(Qwen3ForCausalLM):
-    """Qwen3 with a mixture of experts in some layers, and with one window of all layers or none."""
+    """Qwen3 with a mixture of experts in some layers. All layers may have the same window."""
 
     @classmethod
     def config_fields(cls, path: Path, hf: Any) -> dict[str, Any]:
@@ -41,7 +41,7 @@ class Qwen3MoeForCausalLM(Qwen3ForCausalLM):
 
 
 def _moe_layers(path: Path, hf: Any) -> tuple[bool, ...]:
-    """Every ``decoder_sparse_step``-th layer, without those of ``mlp_only_layers``."""
+    """Returns whether each layer is MoE: every ``decoder_sparse_step``-th, except ``mlp_only_layers``."""
     step, dense = hf.decoder_sparse_step, hf.mlp_only_layers
     if not is_positive_int(step):
         raise ModelError(f"{path} says that decoder_sparse_step is {step!r}, and it must be a whole number above 0.")

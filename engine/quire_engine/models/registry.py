@@ -1,4 +1,4 @@
-"""The architectures that have code of their own, by the name that ``config.json`` gives them.
+"""The architectures with own code, by their name in ``config.json``.
 
 The table imports no model, so that processes without torch can read it. ``models/loader.py`` imports a class when it is
 needed.
@@ -8,16 +8,16 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 POOLED_FORMS = ("Model", "ForSequenceClassification")
-"""How the name of an architecture ends if its model pools prompts, in place of ForCausalLM."""
+"""Suffixes of the names of architectures that pool prompts, in place of ForCausalLM."""
 
 
 @dataclass(frozen=True, slots=True)
 class Architecture:
     """A decoder in ``quire_engine.models``: the file ``module`` has a class with the architecture's name.
 
-    ``model_type`` is its name in ``config.json``, and ``gguf`` its name in GGUF files; None if those are not read. A
-    model with another ``activation``, a key and a value, runs through transformers. Files may leave out
-    ``optional_sizes``, for which transformers has defaults.
+    ``model_type`` is its name in ``config.json``, and ``gguf`` its name in GGUF files; None if those are not supported.
+    A model with another ``activation`` (key, value) runs through transformers. Files may leave out ``optional_sizes``,
+    for which transformers has defaults.
     """
 
     module: str
@@ -45,9 +45,7 @@ ARCHITECTURES: Mapping[str, Architecture] = {
 
 
 def registered_name(architecture: str) -> str | None:
-    """Returns the key of ``ARCHITECTURES`` for an architecture or for a form of it that pools prompts; None if it has
-    no code of its own.
-    """
+    """Returns the key of ``ARCHITECTURES`` for an architecture or for its pooling form; None if it has no own code."""
     for form in POOLED_FORMS:
         if architecture.endswith(form):
             architecture = f"{architecture.removesuffix(form)}ForCausalLM"

@@ -1,9 +1,9 @@
 """Models without own code: any causal language model of transformers, unmodified, on paged KV memory.
 
-``TransformersConfig`` reads the folder and refuses what KV blocks or attention backends cannot serve.
-``TransformersModel.load`` loads the weights, and proves on two short sequences that paged attention changes nothing
-(see ``transformers_check``). transformers calls attention through two functions that are registered under own names:
-``paged_attention`` stores and attends in paged memory, ``probe_attention`` records what each layer requires.
+``TransformersConfig`` reads the folder and refuses models that KV blocks or attention backends cannot serve.
+``TransformersModel.load`` loads the weights and verifies on two short sequences that paged attention changes nothing
+(see ``transformers_check``). transformers calls attention through two registered functions: ``paged_attention`` stores
+keys and values in paged memory and attends there, ``probe_attention`` records what each layer requires.
 """
 
 import logging
@@ -44,7 +44,7 @@ log = logging.getLogger(__name__)
 MAX_PROBED_LENGTH = 1 << 20
 NUM_PROBE_TOKENS = 3
 PAGED_ATTENTION, PROBE_ATTENTION = "quire-paged", "quire-probe"
-# Arguments of attention that ask for nothing beyond a causal mask: positions, and options that are off anyway.
+# Arguments of attention that need no more than a causal mask: positions, and options that are off anyway.
 IGNORED_ARGUMENTS = {
     "dropout",
     "scaling",
@@ -66,13 +66,13 @@ class TransformersConfig(ModelConfig):
 
     @classmethod
     def read(cls, folder: Path) -> "TransformersConfig":
-        """Reads ``config.json``, and ``generation_config.json`` where there is one. Raises ``ModelError``, also for
-        models whose configuration shows that KV blocks or attention backends cannot serve them.
+        """Reads ``config.json``, and ``generation_config.json`` if it exists. Raises ``ModelError``, also if the
+        configuration shows that KV blocks or attention backends cannot serve the model.
         """
         path = folder / "config.json"
         raw = read_config_json(folder)
         architecture, config_class = _classes(path, architecture_of(path, raw), raw)
-        # Weights that are quantised are made plain numbers before transformers has them.
+        # Quantised weights are dequantised before transformers gets them.
         plain = {key: value for key, value in raw.items() if key not in ("quantization_config", "auto_map")}
         parsed = to_hf_config(path, plain, config_class)
         _check_text_only(path, parsed)
@@ -90,13 +90,13 @@ class TransformersConfig(ModelConfig):
 
     @property
     def keeps_state(self) -> bool:
-        """Whether some layers keep a state in place of keys and values."""
+        """Whether some layers keep a state instead of keys and values."""
         return any(kind in STATE_LAYER_TYPES for kind in _layer_types(self.hf_config))
 
 
 def _classes(path: Path, architecture: str, raw: dict[str, Any]) -> tuple[str, Any]:
-    """The name of the model's class, and the class of its configuration: those of its model type, as transformers has
-    it, if ``architecture`` is no other task's.
+    """Returns the name of the model's class and the class of its configuration, which transformers has for its model
+    type. Raises ``ModelError`` if ``architecture`` belongs to another task.
     """
     from transformers import CONFIG_MAPPING, __version__
     from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
@@ -122,7 +122,7 @@ def _model_class(path: Path, architecture: str, parsed: Any) -> Any:
     )
     if keeps_state and parsed.model_type not in STATE_MODEL_TYPES:
         raise ModelError(f"{path} names {architecture}, which keeps a state that KV blocks cannot hold.")
-    # The hybrids do not say that it can, and the probe finds out.
+    # The hybrid models do not declare attention backends; the probe checks them.
     if not (model_class._supports_attention_backend or keeps_state):
         raise ModelError(f"{path} names {architecture}, whose attention cannot be replaced by a paged one.")
     return model_class
@@ -162,10 +162,10 @@ def _max_length(path: Path, parsed: Any) -> int:
 
 
 def max_sequence_length(parsed: Any) -> int:
-    """The longest sequence in tokens, for the rope of every kind of layer.
+    """Returns the longest sequence in tokens, over the rope of every kind of layer.
 
-    With LongRoPE it is the original length: the frequencies change there, for all keys. With chunked attention (Llama
-    4) it is a chunk, in which such attention is causal.
+    With LongRoPE it is the original length, because the frequencies of all keys change there. With chunked attention
+    (Llama 4) it is one chunk, within which such attention is causal.
     """
     length = int(parsed.max_position_embeddings)
     if "chunked_attention" in _layer_types(parsed):
@@ -174,7 +174,7 @@ def max_sequence_length(parsed: Any) -> int:
 
 
 def _rope_parameters(parsed: Any) -> list[dict[str, Any]]:
-    """The rope parameters: one set for all layers, or one for each kind of layer."""
+    """Returns the rope parameters: one set for all layers, or one for each kind of layer."""
     parameters = getattr(parsed, "rope_parameters", None) or {}
     nested = [each for each in parameters.values() if isinstance(each, dict)]
     return nested or [parameters]
@@ -182,8 +182,8 @@ def _rope_parameters(parsed: Any) -> list[dict[str, Any]]:
 
 @dataclass(slots=True)
 class PagedAttentionContext:
-    """The attention of one step, passed through the model's keyword arguments, and for the index of each layer that has
-    attention what that is and its KV memory.
+    """The attention of one step, passed through the model's keyword arguments. ``layers`` has the attention and the KV
+    memory of each layer with attention, by the layer's index.
     """
 
     attention: AttentionBackend
@@ -193,7 +193,7 @@ class PagedAttentionContext:
 @dataclass(slots=True)
 class AttentionProbe:
     """Collects the attention of the layers, in the order of their calls: each layer's index, its attention and its
-    keys, which it may have from another layer.
+    keys, which may be another layer's.
     """
 
     indices: list[int] = field(default_factory=list)
@@ -201,7 +201,7 @@ class AttentionProbe:
     keys: list[torch.Tensor] = field(default_factory=list)
 
     def add(self, index: int, layer: LayerAttention, key: torch.Tensor) -> None:
-        """Adds the next layer. Its keys are those of an earlier one where they are the very same tensor."""
+        """Adds the next layer. If its keys are the same tensor as an earlier layer's, the layer shares them."""
         shared = next((place for place, other in enumerate(self.keys) if other is key), None)
         self.indices.append(index)
         self.layers.append(replace(layer, kv_layer=shared))
@@ -211,8 +211,8 @@ class AttentionProbe:
 class TransformersModel(Model):
     """An unmodified causal language model.
 
-    ``causal`` is the model with its weights, and is owned and modified by this object. Its decoder and its head are
-    called separately: the decoder for all tokens, the head for those whose logits are needed. Raises ``ModelError`` for
+    ``causal`` is the model with its weights; this object owns and modifies it. Its decoder and its head are called
+    separately: the decoder for all tokens, the head only for tokens whose logits are needed. Raises ``ModelError`` for
     an attention that no backend supports.
     """
 
@@ -231,14 +231,14 @@ class TransformersModel(Model):
                 return _make_checked(causal, config)
         except ModelError as error:
             reason = str(error)
-        except Exception as error:  # noqa: BLE001 - a model's code raises whatever it likes
+        except Exception as error:  # noqa: BLE001 - a model's code may raise anything
             reason = f"It does not run: {one_line(error)}."
         raise ModelError(f"{folder} holds a {config.architecture}, which cannot be served. {reason}")
 
     def __init__(self, causal: Any) -> None:
         self._causal = causal
         self._decoder: Any = causal.base_model.get_decoder()
-        if self._decoder is causal:  # Llama 4's text part, whose prefix is that of the whole model
+        if self._decoder is causal:  # Llama 4's text part, which has the prefix of the whole model
             self._decoder = getattr(causal, "model", causal)
         if self._decoder is causal:
             raise ModelError("It is not divided into a body and a head.")
@@ -256,12 +256,12 @@ class TransformersModel(Model):
         self, token_ids: torch.Tensor, positions: torch.Tensor, kv: Sequence[LayerKV], attention: AttentionBackend
     ) -> torch.Tensor:
         """See ``Model.forward``."""
-        layers = zip(self.attention_layers, kv, strict=False)  # the states come last
+        layers = zip(self.attention_layers, kv, strict=False)  # the KV memory of states comes last
         context = PagedAttentionContext(attention, dict(zip(self._indices, layers, strict=True)))
         if not self.state_bytes:
             output = self._run_decoder(token_ids, positions, quire_step=context)
         else:
-            (batch,) = attention.batches  # layers that keep a state are all in one group
+            (batch,) = attention.batches  # all layers that keep a state are in one group
             with self._states.step(batch, kv[0].pages.shape[3], kv[-1].pages):
                 output = self._run_decoder(token_ids, positions, quire_step=context)
         self._output_class = type(output)
@@ -281,7 +281,7 @@ class TransformersModel(Model):
     def _pass_through(self, *_: object, inputs_embeds: torch.Tensor, **__: object) -> Any:
         """Replaces the decoder inside ``causal``, and returns hidden states that were computed before.
 
-        So the scales, caps and biases that a model applies around its head are computed by its own code.
+        The model's own code then applies the scales, caps and biases around its head.
         """
         return self._output_class(last_hidden_state=inputs_embeds)
 
@@ -291,7 +291,7 @@ class TransformersModel(Model):
         )
 
     def _probe(self) -> AttentionProbe:
-        """What the layers ask of their attention."""
+        """Returns the attention that the layers require."""
         probe, positions = AttentionProbe(), torch.arange(NUM_PROBE_TOKENS, device=self._causal.device)
         self._causal.set_attn_implementation(PROBE_ATTENTION)
         self._run_decoder(positions, positions, quire_probe=probe)
@@ -300,8 +300,8 @@ class TransformersModel(Model):
 
 
 def _checked_layers(probe: AttentionProbe, others: Set[int]) -> tuple[LayerAttention, ...]:
-    """The attention of each layer but for the ``others``. Raises ``ModelError`` for what KV blocks and backends cannot
-    hold.
+    """Returns the attention of each layer except ``others``. Raises ``ModelError`` if KV blocks or backends do not
+    support it.
     """
     layers = probe.layers
     if not layers or probe.indices != [index for index in range(len(layers) + len(others)) if index not in others]:
@@ -319,7 +319,9 @@ def _checked_layers(probe: AttentionProbe, others: Set[int]) -> tuple[LayerAtten
 
 
 def _make_checked(causal: Any, config: TransformersConfig) -> TransformersModel:
-    """The model with paged attention, after a check that its logits are those of transformers' own attention."""
+    """Returns the model with paged attention. Raises ``ModelError`` if its logits differ from transformers' own
+    attention.
+    """
     sequences = sample_sequences(config.vocab_size, config.max_length)
     expected = [reference_logits(causal, tokens) for tokens in sequences]
     model = TransformersModel(causal)
@@ -328,13 +330,11 @@ def _make_checked(causal: Any, config: TransformersConfig) -> TransformersModel:
 
 
 def load_weights(config: Any, folder: Path, checkpoint: Checkpoint, dtype: torch.dtype) -> Any:
-    """transformers' model of ``config.model_class`` with all of its weights, which are those of ``checkpoint``. Raises
-    ``ModelError``.
-    """
+    """Returns a transformers ``config.model_class`` with the weights of ``checkpoint``. Raises ``ModelError``."""
     try:
         with _without_progress_bar():
             causal, report = config.model_class.from_pretrained(
-                None,  # no folder: what transformers would read there is given
+                None,  # no folder: everything that transformers would read there is passed
                 config=config.hf_config,
                 state_dict=lazy_state_dict(checkpoint, dtype),
                 dtype=dtype,
@@ -352,7 +352,7 @@ def load_weights(config: Any, folder: Path, checkpoint: Checkpoint, dtype: torch
 
 @contextmanager
 def _without_progress_bar() -> Iterator[None]:
-    """Turns transformers' progress bar off, which would garble the log."""
+    """Turns off transformers' progress bar, which would garble the log."""
     from transformers.utils import logging as hf_logging
 
     shown = hf_logging.is_progress_bar_enabled()
@@ -365,7 +365,7 @@ def _without_progress_bar() -> Iterator[None]:
 
 
 def register_attention() -> None:
-    """Registers both attention functions with transformers, under names of their own."""
+    """Registers both attention functions with transformers, under their own names."""
     from transformers import AttentionInterface, AttentionMaskInterface
 
     AttentionInterface.register(PAGED_ATTENTION, paged_attention)
@@ -383,12 +383,13 @@ def paged_attention(
     s_aux: torch.Tensor | None = None,
     **__: object,
 ) -> AttentionOutput:
-    """``query`` and ``key`` [1, (kv_)heads, T, head_dim], ``value`` [1, kv_heads, T, value_dim] -> [1, T, heads,
-    value_dim]. ``s_aux`` are sinks, as transformers calls them.
+    """Computes attention in paged memory: ``query`` and ``key`` [1, (kv_)heads, T, head_dim], ``value`` [1, kv_heads,
+    T, value_dim] -> [1, T, heads, value_dim]. ``s_aux`` are attention sinks, as transformers calls them.
 
-    KV memory has rows of one size: those of values, or of queries and keys, are filled up with zeros, which change
-    neither scores nor the first ``value_dim`` numbers of a result. transformers makes no mask for an attention function
-    without a mask function of the same name. None is needed, as the attention backend has the bounds of the sequences.
+    Rows of KV memory have one size. If keys and values differ in size, the smaller ones are padded with zeros, which
+    change no scores and not the first ``value_dim`` numbers of a result. Attention functions without a mask function of
+    the same name get no mask from transformers. None is needed, because the attention backend has the bounds of the
+    sequences.
     """
     index, size = module.layer_idx, value.shape[-1]
     layer, kv = quire_step.layers[index]
@@ -398,7 +399,7 @@ def paged_attention(
 
 
 def _rows(heads: torch.Tensor, size: int) -> torch.Tensor:
-    """[1, heads, T, n] as rows [T, heads, size]."""
+    """Returns [1, heads, T, n] as rows [T, heads, size], padded with zeros."""
     rows = heads[0].transpose(0, 1)
     return rows if rows.shape[-1] == size else pad(rows, (0, size - rows.shape[-1]))
 
@@ -446,7 +447,7 @@ def _check_extra_arguments(others: dict[str, Any]) -> None:
 
 
 def _probe_mask(*, mask_function: Callable[..., torch.Tensor], config: Any, **_: object) -> torch.Tensor:
-    """The mask of the ``probed_positions`` over all keys, [1, 1, rows, keys], which ``sliding_window_of`` analyses."""
+    """Returns the mask of the ``probed_positions`` over all keys, [1, 1, rows, keys], for ``sliding_window_of``."""
     keys = max_sequence_length(config)
     zero = torch.zeros(1, 1, 1, 1, dtype=torch.long)
     mask = mask_function(zero, zero, probed_positions(keys)[:, None], torch.arange(keys))
@@ -454,8 +455,8 @@ def _probe_mask(*, mask_function: Callable[..., torch.Tensor], config: Any, **_:
 
 
 def sliding_window_of(mask: torch.Tensor | None) -> int | None:
-    """The number of latest tokens that a token sees, itself included; None for all. Raises ``ModelError`` for a mask
-    that is neither causal nor a causal window.
+    """Returns the number of latest tokens that a token attends to, including itself; None for all. Raises
+    ``ModelError`` if the mask is not causal or a causal window.
     """
     if mask is None or not _is_probe_mask(mask):
         raise ModelError("Its attention has a mask of its own making, which the attention backends do not know.")
@@ -473,8 +474,8 @@ def _is_probe_mask(mask: torch.Tensor) -> bool:
 
 
 def probed_positions(keys: int) -> torch.Tensor:
-    """Positions at the beginning, in the middle and at the end of ``keys`` positions. No mask but a window looks like
-    one from all of them: chunked attention, for one, has chunks that end, and the last two positions are not both
-    equally far from the beginning of theirs.
+    """Returns positions at the beginning, in the middle and at the end of ``keys`` positions. Only a window looks like
+    a window from all of them. Chunked attention, for example, does not: the last two positions cannot both be equally
+    far from the start of their chunk.
     """
     return torch.tensor(sorted({0, min(1, keys - 1), keys // 3, keys // 2, max(0, keys - 2), keys - 1}))

@@ -1,8 +1,8 @@
-"""Checks, when a model is loaded, that it computes in paged memory what transformers computes without.
+"""Checks, when a model is loaded, that it computes the same in paged memory as in transformers alone.
 
-Two short sequences are run in chunks, in one batch and in blocks out of order. Failures that would be silent otherwise
-(a state beside the keys and values, positions counted by the model itself, a bias that only its own attention adds)
-show here as different logits.
+Two short sequences are run in chunks, in one batch and in blocks out of order. This shows failures that would otherwise
+be silent as different logits: a state in addition to keys and values, positions counted by the model itself, a bias
+that only its own attention adds.
 """
 
 from collections.abc import Sequence
@@ -35,24 +35,24 @@ class TokenRange(NamedTuple):
 
 
 def sample_sequences(vocab_size: int, max_length: int) -> list[torch.Tensor]:
-    """Two sequences of tokens from all over the vocabulary."""
+    """Returns two sequences of tokens from the whole vocabulary."""
     lengths = [min(length, max_length) for length in SAMPLE_LENGTHS]
     return [(torch.arange(length) * 7919 + 11 * length) % vocab_size for length in lengths]
 
 
 def reference_logits(causal: Any, tokens: torch.Tensor) -> torch.Tensor:
-    """The logits [T, vocabulary] of a sequence in float32, by transformers' own attention."""
+    """Returns the logits [T, vocabulary] of a sequence in float32, computed by transformers' own attention."""
     causal.set_attn_implementation("eager")
     logits: torch.Tensor = causal(input_ids=tokens[None].to(causal.device), use_cache=False).logits[0]
     return logits.float()
 
 
 def check_paged_logits(model: Model, sequences: Sequence[torch.Tensor], expected: Sequence[torch.Tensor]) -> None:
-    """Raises ``ModelError`` when the logits of ``model`` differ from the ``expected`` ones.
+    """Raises ``ModelError`` if the logits of ``model`` differ from the ``expected`` ones.
 
-    In few bits two implementations of attention round differently, and a router of experts may then choose differently
-    for some tokens: so whole sequences are judged by the median of their tokens. Chunks of a sequence round like the
-    whole of it, and are judged by every token.
+    With few bits, two implementations of attention round differently, and a router of experts may then choose
+    differently for some tokens. Whole sequences are therefore judged by the median over their tokens. Chunks of a
+    sequence round like the whole sequence, and are judged by every token.
     """
     reference = torch.cat(list(expected))
     whole, chunked = (
@@ -68,13 +68,14 @@ def check_paged_logits(model: Model, sequences: Sequence[torch.Tensor], expected
 
 
 def _relative_errors(logits: torch.Tensor, reference: torch.Tensor) -> torch.Tensor:
-    """The relative error of each row."""
+    """Returns the relative error of each row."""
     return (logits - reference).norm(dim=-1) / reference.norm(dim=-1)
 
 
 def _step_plans(first: int, second: int) -> tuple[list[list[TokenRange]], list[list[TokenRange]]]:
-    """Two ways to run two sequences of ``first`` and ``second`` tokens: one after the other, and in chunks. The first
-    sequence has three chunks, the last of them one token; the whole second one is in a batch with the first chunk.
+    """Returns two ways to run two sequences of ``first`` and ``second`` tokens: one after the other, and in chunks. The
+    first sequence has three chunks, the last of one token. The whole second sequence is in a batch with the first
+    chunk.
     """
     bounds = [0, first // 2, first - 1, first]
     chunked = [[TokenRange(0, start, end)] for start, end in pairwise(bounds) if start < end]
@@ -85,7 +86,7 @@ def _step_plans(first: int, second: int) -> tuple[list[list[TokenRange]], list[l
 def _paged_logits(
     model: Model, sequences: Sequence[torch.Tensor], steps: Sequence[Sequence[TokenRange]], device: torch.device
 ) -> torch.Tensor:
-    """Logits of all tokens of the first sequence, then of the second, in float32."""
+    """Returns the float32 logits of all tokens of the first sequence, then of the second."""
     layers, states = model.attention_layers, model.state_bytes
     layout = BlockLayout.of(layers, BLOCK_SIZE, model.dtype, states)
     kv = layout.views(torch.zeros(NUM_BLOCKS, layout.elements, dtype=model.dtype, device=device))

@@ -1,14 +1,14 @@
-"""Layers that keep a state in place of keys and values: gated delta nets (Qwen3-Next, Qwen3.5) and short convolutions
-(LFM2), as transformers has them, on the blocks of KV memory.
+"""Layers that keep a state instead of keys and values, on the blocks of the KV cache: gated delta nets (Qwen3-Next,
+Qwen3.5) and short convolutions (LFM2), as in transformers.
 
-A block has, behind what attention keeps of its tokens, the state of every such layer after the last of them. So a state
-is found, copied, swapped, stored and shared with the block of the same tokens, and nothing else has to know of it:
-whoever has the blocks of a prefix can go on behind it. (vLLM keeps the states of Mamba at the ends of blocks too.)
+A block stores, after the keys and values of its tokens, the state of every such layer after the block's last token. So
+a state is found, copied, swapped, stored and shared with the block of the same tokens, and no other code has to know of
+it. A sequence can continue from the blocks of a prefix. (vLLM also keeps Mamba states at the ends of blocks.)
 
-A step reads the state that each of its chunks begins with from the block before, or from its own where it begins in the
-middle, and writes one at every end of a block and at the end of the chunk. Unlike keys, a state is not what it was when
-it has been written: a step that failed, and is run again, must not go on from what it has left. So a block also has the
-number of tokens that its state has seen, and what a step began with is kept until its sequence goes on.
+A step reads the state before each of its chunks from the previous block, or from the chunk's own block if the chunk
+begins in the middle of it. It writes a state at every end of a block and at the end of the chunk. Unlike keys, a state
+is overwritten, and a failed step that runs again must not start from the state that it left behind. Each block
+therefore also has the number of tokens in its state, and the state before a step is kept until its sequence continues.
 """
 
 from collections import OrderedDict
@@ -26,14 +26,14 @@ from quire_engine.checkpoint.support import STATE_LAYER_TYPES
 from quire_engine.errors import ModelError
 
 STATE_MODEL_TYPES = ("lfm2", "lfm2_moe", "olmo_hybrid", "qwen3_5_moe_text", "qwen3_5_text", "qwen3_next")
-"""Models whose layers of these types are known to take their state from a cache as ``LayerState`` is one."""
+"""Models whose layers of these types are known to take their state from a cache like ``LayerState``."""
 
 _COUNT = torch.int64
 _LOST = -1  # the count of a state that is being written
 
 
 class LayerState:
-    """The state of one layer for sequences of equal length, as transformers' layers take it from a cache. None is the
+    """The state of one layer for sequences of equal length, with the interface of a cache in transformers. None is the
     state before the first token.
     """
 
@@ -42,50 +42,50 @@ class LayerState:
 
     @property
     def tensors(self) -> list[torch.Tensor]:
-        """The parts of the state that there are, [sequences, ...]."""
+        """The existing parts of the state, [sequences, ...]."""
         return [part for part in (self.conv, self.recurrent) if part is not None]
 
     def get_conv_state(self, *_: object, **__: object) -> torch.Tensor | None:
-        """The last columns of a convolution's input. Layers may change it in place."""
+        """Returns the last columns of a convolution's input. Layers may change it in place."""
         return self.conv
 
     def get_recurrent_state(self, *_: object, **__: object) -> torch.Tensor | None:
-        """The state of a recurrence."""
+        """Returns the state of a recurrence."""
         return self.recurrent
 
     def is_recording_past(self, *_: object) -> bool:
-        """Whether more than the last state is asked for."""
+        """Whether more than the last state is recorded: never."""
         return False
 
     def update_conv_state(self, states: torch.Tensor, *_: object, conv_kernel_size: int) -> torch.Tensor:
-        """Takes further columns [..., T] of the input, and returns them with those before."""
+        """Adds columns [..., T] of the input. Returns them with the columns before."""
         seen = states if self.conv is None else torch.cat((self.conv, states), -1)
         missing = max(0, conv_kernel_size - seen.shape[-1])
         self.conv = torch.nn.functional.pad(seen, (missing, 0))[..., -conv_kernel_size:].contiguous()
         return seen
 
     def update_recurrent_state(self, state: torch.Tensor, *_: object) -> torch.Tensor:
-        """Takes the state behind the last token."""
+        """Sets the state after the last token."""
         self.recurrent = state
         return state
 
 
 class StatePart(NamedTuple):
-    """A tensor of a layer's state for one sequence, and the byte of a block's state that it begins at."""
+    """A tensor of a layer's state for one sequence, and its byte offset in a block's state."""
 
     shape: tuple[int, ...]
     dtype: torch.dtype
     offset: int
 
     def view(self, states: torch.Tensor) -> torch.Tensor:
-        """This part of ``states`` [N, bytes], as [N, *shape]."""
+        """Returns this part of ``states`` [N, bytes], as [N, *shape]."""
         size = self.dtype.itemsize * torch.Size(self.shape).numel()
         return states[:, self.offset : self.offset + size].view(self.dtype).unflatten(1, self.shape)
 
 
 class Piece(NamedTuple):
-    """Tokens ``[start, end)`` of the batch, of one chunk, that lie in one block. ``chunk`` is the chunk's number, and
-    ``seen`` the tokens of its sequence up to ``end``.
+    """Tokens ``[start, end)`` of the batch that belong to one chunk and one block. ``chunk`` is the chunk's number, and
+    ``seen`` the number of tokens of its sequence up to ``end``.
     """
 
     chunk: int
@@ -97,8 +97,8 @@ class Piece(NamedTuple):
 
 @dataclass(slots=True)
 class _Step:
-    """The pieces of a step by their rounds: a chunk's second piece follows its first. ``begin`` [chunks, bytes] are the
-    states that chunks begin with, and ``has_past`` says which chunks have one.
+    """The pieces of a step by round: a chunk's second piece follows its first. ``begin`` [chunks, bytes] are the states
+    before the chunks, and ``has_past`` says which chunks have one.
     """
 
     rounds: list[list[Piece]]
@@ -108,8 +108,8 @@ class _Step:
 
 
 class StateLayers:
-    """The layers of one decoder that keep a state; ``modules`` are theirs, by the index of the layer. Their ``forward``
-    is replaced. Used by one thread.
+    """The layers of one decoder that keep a state. ``modules`` are their modules, by the index of the layer; their
+    ``forward`` is replaced. Use it from one thread.
     """
 
     def __init__(self, modules: dict[int, Any]) -> None:
@@ -125,13 +125,13 @@ class StateLayers:
 
     @property
     def indices(self) -> Set[int]:
-        """The layers that keep a state."""
+        """The indexes of the layers that keep a state."""
         return self._forwards.keys()
 
     @contextmanager
     def step(self, batch: AttentionBatch, block_size: int, states: torch.Tensor) -> Iterator[None]:
-        """The layers compute the step of ``batch`` inside, on the ``states`` [blocks, bytes] of all blocks. Raises
-        ``RuntimeError`` if a chunk's sequence has no state to go on from.
+        """Within this context the layers compute the step of ``batch``, on the ``states`` [blocks, bytes] of all
+        blocks. Raises ``RuntimeError`` if the state before a chunk is lost.
         """
         self._begin(batch, block_size, states)
         try:
@@ -149,7 +149,7 @@ class StateLayers:
         self._step = _Step(list(_rounds(pieces)), has_past, begin, states)
 
     def _end(self) -> None:
-        """All layers have computed: the states of the step are whole."""
+        """Marks the states of the step as complete, after all layers have computed."""
         step = self._step
         assert step is not None
         counts = step.states[:, : _COUNT.itemsize].view(_COUNT)[:, 0]
@@ -160,7 +160,7 @@ class StateLayers:
     def _load(
         self, batch: AttentionBatch, block_size: int, states: torch.Tensor, counts: torch.Tensor
     ) -> tuple[torch.Tensor, list[bool]]:
-        """The state that each chunk begins with, and which chunks have one. Raises ``RuntimeError`` if one is lost."""
+        """Returns the state before each chunk, and which chunks have one. Raises ``RuntimeError`` if one is lost."""
         starts = (batch.context_lens - batch.query_indptr.diff()).tolist()
         firsts = batch.page_indptr[:-1].tolist()
         last = [first + max(0, start - 1) // block_size for first, start in zip(firsts, starts, strict=True)]
@@ -191,7 +191,9 @@ class StateLayers:
         return forward
 
     def _probe(self, index: int, hidden_states: torch.Tensor) -> torch.Tensor:
-        """Runs a layer for tokens of one sequence, from its first on; the first time, finds what its state is."""
+        """Runs a layer for tokens of one sequence, from its first on. The first call finds the layout of the layer's
+        state.
+        """
         state = LayerState()
         out = self._call(index, hidden_states, state)
         if index not in self._parts:
@@ -202,7 +204,7 @@ class StateLayers:
         return out
 
     def _run(self, index: int, hidden: torch.Tensor, step: _Step) -> torch.Tensor:
-        """The layer's output [T, hidden] for the tokens of a step. Pieces of equal length are computed together."""
+        """Returns the layer's output [T, hidden] for the tokens of a step. Computes pieces of equal length together."""
         out = torch.empty_like(hidden)
         current = [part.view(step.begin) for part in self._parts[index]]
         stored = [part.view(step.states) for part in self._parts[index]]
@@ -227,15 +229,15 @@ class StateLayers:
         return out
 
     def _call(self, index: int, hidden_states: torch.Tensor, state: LayerState) -> torch.Tensor:
-        """The layer itself."""
+        """Runs the layer itself."""
         cache = {self._cache_names[index]: state}
         made: torch.Tensor = self._forwards[index](hidden_states=hidden_states, **cache)
         return made
 
 
 def state_modules(decoder: Any) -> dict[int, Any]:
-    """The modules of a decoder that keep a state, by the index of the layer. Raises ``ModelError`` for those that are
-    not known.
+    """Returns the modules of a decoder that keep a state, by the index of the layer. Raises ``ModelError`` for unknown
+    modules.
     """
     kinds = getattr(decoder.config, "layer_types", None) or ()
     layers = [index for index, kind in enumerate(kinds) if kind in STATE_LAYER_TYPES]
@@ -250,13 +252,13 @@ def _state_module(layer: Any, kind: str) -> Any:
 
 
 def _cache_name(module: Any) -> str:
-    """What the module calls the cache that it is given."""
+    """Returns the name of the module's cache argument."""
     names = signature(module.forward).parameters
     return next(name for name in ("cache_params", "past_key_values") if name in names)
 
 
 def pieces_of(batch: AttentionBatch, block_size: int) -> list[Piece]:
-    """The tokens of a step, cut at the ends of blocks."""
+    """Returns the tokens of a step, cut at the ends of blocks."""
     pieces: list[Piece] = []
     bounds, pages = batch.query_indptr.tolist(), batch.page_indptr.tolist()
     for chunk, ((first, end), context) in enumerate(zip(pairwise(bounds), batch.context_lens.tolist(), strict=True)):
@@ -271,7 +273,7 @@ def pieces_of(batch: AttentionBatch, block_size: int) -> list[Piece]:
 
 
 def _rounds(pieces: Sequence[Piece]) -> Iterator[list[Piece]]:
-    """The first pieces of all chunks, then the second ones, and so on."""
+    """Yields the first pieces of all chunks, then the second ones, and so on."""
     left: dict[int, list[Piece]] = {}
     for piece in pieces:
         left.setdefault(piece.chunk, []).append(piece)

@@ -1,7 +1,7 @@
-"""The weights of a folder as transformers takes them: tensors that are read when it asks for them.
+"""The weights of a folder for transformers: tensors that are read when it asks for them.
 
-It loads each tensor by ``tensor[...]``, on threads of its own, and converts and places one after the other, so a load
-needs the memory of the weights and of a few tensors.
+transformers loads each tensor by ``tensor[...]`` on its own threads, and converts and places them one at a time. A load
+therefore needs the memory of the weights and of a few tensors.
 """
 
 from types import EllipsisType
@@ -17,7 +17,7 @@ class LazyTensor(Protocol):
     """A tensor that is read by ``tensor[...]``."""
 
     def __getitem__(self, index: EllipsisType) -> torch.Tensor:
-        """All of it. Raises ``ModelError``."""
+        """Returns the whole tensor. Raises ``ModelError``."""
         ...
 
 
@@ -32,7 +32,7 @@ class _Stored:
 
 
 class _Mxfp4Experts:
-    """The matrices of a layer's experts [experts, in, out], which are stored in MXFP4 [experts, out, in]."""
+    """The matrices of a layer's experts [experts, in, out], which are stored in MXFP4 as [experts, out, in]."""
 
     def __init__(self, checkpoint: Checkpoint, name: str, dtype: torch.dtype) -> None:
         self._checkpoint, self._name, self._dtype = checkpoint, name, dtype
@@ -40,13 +40,13 @@ class _Mxfp4Experts:
     def __getitem__(self, index: EllipsisType) -> torch.Tensor:
         experts, outputs, inputs = mxfp4_shape(self._checkpoint, self._name)
         matrices = torch.empty(experts, inputs, outputs, dtype=self._dtype)
-        for expert in range(experts):  # one by one, as what is unpacked takes many times as much as what is packed
+        for expert in range(experts):  # one at a time: unpacked, an expert is many times larger
             matrices[expert] = load_mxfp4(self._checkpoint, self._name, expert, self._dtype).T
         return matrices
 
 
 def lazy_state_dict(checkpoint: Checkpoint, dtype: torch.dtype) -> dict[str, LazyTensor]:
-    """All tensors by name, those in MXFP4 as the numbers of ``dtype`` that they are."""
+    """Returns all tensors by name. Tensors in MXFP4 are converted to ``dtype``."""
     tensors: dict[str, LazyTensor] = {}
     for name in checkpoint.names:
         base = name.removesuffix(BLOCKS).removesuffix(SCALES)

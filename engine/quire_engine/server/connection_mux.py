@@ -1,4 +1,4 @@
-"""``ConnectionMux``: one port for TLS and for plain text, while a fleet changes from one to the other."""
+"""``ConnectionMux``: one port for TLS and for plain text, while a fleet migrates from one to the other."""
 
 import asyncio
 import shutil
@@ -8,14 +8,14 @@ from asyncio import StreamReader, StreamWriter
 from contextlib import suppress
 from pathlib import Path
 
-_TLS_HANDSHAKE = b"\x16"  # the type of the first record; no HTTP/2 connection begins with it
+_TLS_HANDSHAKE = b"\x16"  # the type of the first record; HTTP/2 connections never begin with it
 _FIRST_BYTE_SECONDS = 10.0
 _CHUNK = 1 << 18  # bytes
 
 
 class ConnectionMux:
-    """Passes connections on by their first byte, to a server of TLS or to one of plain text. Both listen on Unix
-    sockets in a folder that only this user can open: ``tls_address`` and ``plain_address``, as gRPC writes them.
+    """Passes each connection on by its first byte, to a TLS server or to a plain text server. Both listen on Unix
+    sockets in a folder that only this user can open: ``tls_address`` and ``plain_address``, in gRPC's notation.
     """
 
     def __init__(self) -> None:
@@ -26,8 +26,8 @@ class ConnectionMux:
         self._open: set[StreamWriter] = set()
 
     async def listen(self, host: str, port: int) -> int:
-        """Begins to accept connections, and returns the port. ``::`` takes IPv4 too. Raises ``OSError``, and is closed
-        then.
+        """Starts accepting connections and returns the port. ``::`` accepts IPv4 too. Raises ``OSError`` and closes
+        itself if it cannot listen.
         """
         try:
             family = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0][0]
@@ -72,7 +72,7 @@ class ConnectionMux:
 
 
 async def _copy(source: StreamReader, sink: StreamWriter) -> None:
-    """Copies until ``source`` ends, and closes ``sink``."""
+    """Copies until ``source`` ends, then closes ``sink``."""
     with suppress(OSError):
         while data := await source.read(_CHUNK):
             sink.write(data)

@@ -1,4 +1,4 @@
-"""``LoRARegistry``: the adapters of a running engine, by the names that requests ask for."""
+"""``LoRARegistry``: the adapters of a running engine, by the names that requests use."""
 
 import asyncio
 import logging
@@ -17,16 +17,16 @@ from quire_engine.errors import LoRAError, LoRANotFoundError
 log = logging.getLogger(__name__)
 
 MAX_LORAS = 4096
-"""Adapters that may be loaded at once: each is a name in every router, however few are in memory."""
+"""Adapters that may be loaded at once. Each is a name in every router, however few are in memory."""
 
 
 class LoRARegistry:
-    """Loads and unloads adapters. ``check`` reads an adapter's folder and returns the adapter with its digest; it runs
-    on a thread of its own. ``model_names`` are the model's own. What ``load`` reads lies below ``root``, if that is
-    given. Used on the event loop, but for ``load_now``.
+    """Loads and unloads adapters. ``check`` reads an adapter's folder on a separate thread and returns the adapter with
+    its digest. ``model_names`` are the names of the model itself. ``load`` only reads below ``root``, if that is given.
+    Use it on the event loop, except ``load_now``.
 
-    ``on_change`` is called when there are other adapters than before, ``on_active`` when others are in use, and
-    ``on_unused`` with the number of an unloaded one when its last request has ended.
+    ``on_change`` is called when the set of adapters changes, ``on_active`` when the set of adapters in use changes, and
+    ``on_unused`` with the id of an unloaded adapter when its last request has ended.
     """
 
     def __init__(
@@ -47,16 +47,16 @@ class LoRARegistry:
 
     @property
     def num_loaded(self) -> int:
-        """How many adapters requests may name. May be asked from any thread."""
+        """How many adapters requests may name. Thread-safe."""
         return len(self._loras)
 
     @property
     def active(self) -> list[str]:
-        """The names of the adapters that requests run with or wait for."""
+        """The names of the adapters that requests use or wait for."""
         return [lora.lora_name for lora in self._in_use]
 
     def to_proto(self) -> pb.Loras:
-        """All adapters."""
+        """Returns all adapters."""
         return pb.Loras(
             loras=[
                 pb.Lora(name=name, digest=lora.digest, path="" if lora in self._given else str(lora.lora_path))
@@ -65,17 +65,17 @@ class LoRARegistry:
         )
 
     def load_now(self, name: str, folder: Path) -> LoRARequest:
-        """Loads an adapter before the engine serves. Raises ``LoRAError``, or ``QuireError`` as ``load``."""
+        """Loads an adapter before the engine serves. Raises ``LoRAError``, or ``QuireError`` like ``load``."""
         self._check_name(name)
         lora = self._check(LoRARequest(name, self._last_id + 1, folder))
         self._given.add(lora)
         return self._add(lora)
 
     async def load(self, name: str, folder: str, digest: bytes = b"") -> LoRARequest:
-        """Loads an adapter. Raises ``QuireError``: INVALID for one that cannot be served or has not the ``digest`` that
-        is asked for, CONFLICT for a name that is another one's, and OVERLOADED if there are too many.
+        """Loads an adapter. Raises ``QuireError``: INVALID if it cannot be served or does not have the requested
+        ``digest``, CONFLICT if the name is taken, and OVERLOADED if there are too many.
         """
-        async with self._loading:  # one folder at a time is read into memory
+        async with self._loading:  # reads one folder at a time into memory
             self._check_name(name)
             if digest and (known := self._loras.get(name)) is not None and known.digest == digest:
                 return known
@@ -93,8 +93,8 @@ class LoRARegistry:
             return self._add(lora)
 
     async def unload(self, name: str) -> None:
-        """Unloads an adapter, and waits until its last request has ended; it is unloaded even if nobody waits. Raises
-        ``QuireError`` NOT_FOUND.
+        """Unloads an adapter, then waits until its last request has ended. It is unloaded even if this coroutine is
+        cancelled. Raises ``QuireError`` NOT_FOUND.
         """
         lora = self.find(name)
         del self._loras[name]
@@ -107,20 +107,20 @@ class LoRARegistry:
             await self._released.wait()
 
     def find(self, name: str, digest: bytes = b"") -> LoRARequest:
-        """The adapter that a request names. Raises ``QuireError`` NOT_FOUND, also for one with another digest."""
+        """Returns the adapter that a request names. Raises ``QuireError`` NOT_FOUND, also if the digest differs."""
         lora = self._loras.get(name)
         if lora is None or (digest and digest != lora.digest):
             raise QuireError(ErrorCode.NOT_FOUND, f"This engine has no adapter {name}.", param="model")
         return lora
 
     def acquire(self, lora: LoRARequest) -> None:
-        """Keeps an adapter that ``find`` has returned for a request, until that has ended."""
+        """Keeps an adapter that ``find`` returned for a request, until ``release``."""
         self._in_use[lora] += 1
         if self._in_use[lora] == 1:
             self.on_active()
 
     def release(self, lora: LoRARequest) -> None:
-        """Takes back one ``acquire``."""
+        """Undoes one ``acquire``."""
         self._in_use[lora] -= 1
         if not self._in_use[lora]:
             del self._in_use[lora]
@@ -130,12 +130,14 @@ class LoRARegistry:
                 self.on_unused(lora.lora_int_id)
 
     def _check_below_root(self, lora: LoRARequest) -> LoRARequest:
-        """As ``check``, of a folder that is below the root, links followed; a relative one is relative to it."""
+        """Calls ``check`` if the folder is below the root, after following links. A relative path is relative to the
+        root.
+        """
         if self._root is None:
             return self._check(lora)
         try:
             folder = (self._root / lora.lora_path).resolve()
-        except (OSError, RuntimeError, ValueError):  # a loop of links, or a name that none can have
+        except (OSError, RuntimeError, ValueError):  # a loop of links, or an invalid name
             folder = Path("/")
         if not folder.is_relative_to(self._root):
             raise LoRANotFoundError(f"{lora.lora_path} is not below --lora-root.")

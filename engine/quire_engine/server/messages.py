@@ -23,12 +23,12 @@ from quire_engine.core.request import Request, ResumedOutput
 from quire_engine.core.step_time_model import Pace
 
 _REQUEST_ID = re.compile(r"[A-Za-z0-9_-]{1,64}")
-PROMPT_LOGPROBS_PER_MESSAGE = 1024  # prompt tokens; a quarter of a MiB at most
+PROMPT_LOGPROBS_PER_MESSAGE = 1024  # prompt tokens; at most 0.25 MiB
 _TIER = {Tier.DEVICE: pb.KV_TIER_DEVICE, Tier.HOST: pb.KV_TIER_HOST}
 
 
 def request_from_proto(message: pb.Submit, key: str) -> Request:
-    """The request under the core's ``key``, with id and parameters checked, but without its adapter. Raises
+    """Returns the request under the core's ``key``, with id and parameters checked, without its adapter. Raises
     ``QuireError`` INVALID.
     """
     if not _REQUEST_ID.fullmatch(message.request_id):
@@ -50,8 +50,8 @@ def request_from_proto(message: pb.Submit, key: str) -> Request:
 
 
 def output_to_proto(output: EngineCoreOutput, request_id: str) -> list[pb.SequenceOutput]:
-    """One choice's output of a step, under the id that the router chose. Several messages if there are many prompt
-    log-probabilities; the last one has everything else.
+    """Returns the messages for one choice's output of a step, under the router's request id. Many prompt
+    log-probabilities need several messages; the last one has everything else.
     """
     starts = range(0, len(output.prompt_logprobs), PROMPT_LOGPROBS_PER_MESSAGE)
     *earlier, last = [_prompt_logprobs_message(output, request_id, start) for start in starts or [0]]
@@ -71,7 +71,7 @@ def output_to_proto(output: EngineCoreOutput, request_id: str) -> list[pb.Sequen
 
 
 def is_tokens(output: EngineCoreOutput) -> bool:
-    """Whether an output is tokens and nothing else, so that each can be a line of ``TokenColumns``."""
+    """Whether an output has only tokens, so that each can be a line of ``TokenColumns``."""
     return (
         bool(output.token_ids)
         and output.finish_reason is None
@@ -82,12 +82,12 @@ def is_tokens(output: EngineCoreOutput) -> bool:
 
 
 def refusal_to_proto(request_id: str, error: QuireError) -> list[pb.SequenceOutput]:
-    """The output that refuses a request which was not sent to the core."""
+    """Returns the output that refuses a request which was not sent to the core."""
     return output_to_proto(EngineCoreOutput("", finish_reason=FinishReason.ERROR, error=error), request_id)
 
 
 def abort_to_proto(request_id: str, request: Request) -> list[pb.SequenceOutput]:
-    """The final outputs of all choices of a request that was cancelled before it was sent to the core."""
+    """Returns the final outputs of all choices of a request that was cancelled before it was sent to the core."""
     resumed = {delivered.index: delivered for delivered in request.all_resumed_outputs}
     outputs: list[pb.SequenceOutput] = []
     for index in range(request.sampling.num_returned):
@@ -99,8 +99,8 @@ def abort_to_proto(request_id: str, request: Request) -> list[pb.SequenceOutput]
 
 
 def pool_to_proto(states: bytes, max_cells: int) -> pb.KvPool:
-    """A pool whose blocks have these ``BlockPool.block_states``, in at most ``max_cells`` cells. A cell of several
-    blocks is what most of them are; among equals the one that holds more.
+    """Returns a pool whose blocks have these ``BlockPool.block_states``, in at most ``max_cells`` cells. A cell of
+    several blocks has the state of most of them; ties go to the higher state.
     """
     size = -(-len(states) // max_cells) or 1
     counts = [states.count(state) for state in range(4)]
@@ -112,7 +112,7 @@ def pool_to_proto(states: bytes, max_cells: int) -> pb.KvPool:
 
 
 def load_to_proto(load: EngineLoad) -> pb.Load:
-    """The load, with its ``pace`` unless that is None."""
+    """Returns the load, with its ``pace`` unless that is None."""
     return pb.Load(
         running=load.running,
         waiting=load.waiting,
@@ -130,7 +130,7 @@ def load_to_proto(load: EngineLoad) -> pb.Load:
 
 
 def events_to_proto(events: Iterable[KVCacheEvent]) -> list[pb.KvEvent]:
-    """Changes of the prefix cache, in their order. Consecutive ones of one kind and tier are one message."""
+    """Returns changes of the prefix cache, in order. Consecutive changes of one kind and tier are one message."""
     return [
         changes_to_proto(kind, tier, [event.block_hash for event in alike])
         for (kind, tier), alike in groupby(events, key=lambda event: (type(event), event.tier))
@@ -138,14 +138,14 @@ def events_to_proto(events: Iterable[KVCacheEvent]) -> list[pb.KvEvent]:
 
 
 def changes_to_proto(kind: type[KVCacheEvent], tier: Tier, hashes: Sequence[bytes]) -> pb.KvEvent:
-    """Blocks of one tier that were all stored, or all removed."""
+    """Returns the message for blocks of one tier that were all stored, or all removed."""
     if kind is BlockStored:
         return pb.KvEvent(stored=pb.KvStored(block_hashes=hashes, tier=_TIER[tier]))
     return pb.KvEvent(removed=pb.KvRemoved(block_hashes=hashes, tier=_TIER[tier]))
 
 
 def cached_to_proto(stored: Sequence[BlockStored]) -> list[pb.KvStored]:
-    """All cached blocks, one message for each tier that has any."""
+    """Returns all cached blocks, one message for each tier that has any."""
     hashes = {tier: [each.block_hash for each in stored if each.tier is tier] for tier in Tier}
     return [pb.KvStored(block_hashes=cached, tier=_TIER[tier]) for tier, cached in hashes.items() if cached]
 

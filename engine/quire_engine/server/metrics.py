@@ -25,10 +25,11 @@ _RATIO_BUCKETS = (0.25, 0.5, 0.75, 0.9, 1, 1.1, 1.2, 1.5, 2, 4, 8)
 
 
 class EngineMetrics:
-    """Gauges and counters of one engine: ``quire_*``, and the ``vllm:*`` names that dashboards already read.
+    """Gauges and counters of one engine: ``quire_*``, and the ``vllm:*`` names that dashboards already use.
+
     ``loras`` are its adapters, in ``max_loras`` slots; None if it serves none. ``weights`` are the statistics of layers
-    that are read from disk; None if there are none. ``dp_stats`` are those of an engine of a group; None if it is
-    alone. ``startup`` are the phases of the start, to which more may be added.
+    on disk or in host memory; None without such layers. ``dp_stats`` are the statistics of a data-parallel engine; None
+    for others. ``startup`` are the phases of the start; more may be added later.
     """
 
     def __init__(
@@ -112,7 +113,7 @@ class EngineMetrics:
         self._vllm_usage = self._gauge("vllm:kv_cache_usage_perc", "KV cache in use, 0 to 1")
 
     def on_grammar(self, outcome: CompileOutcome, seconds: float) -> None:
-        """Counts a grammar that a request asked for, by outcome. May be called from any thread."""
+        """Counts a requested grammar, by outcome. Thread-safe."""
         self._grammars.labels(self._model, outcome).inc()
         if seconds:
             self._grammar_seconds.labels(self._model).observe(seconds)
@@ -165,7 +166,7 @@ class EngineMetrics:
         for totals in (self._totals, self._vllm_totals):
             for name, counter in totals.items():
                 yield counter, getattr(self._statistics, name)
-        # Copied first: the core's thread may add another reason meanwhile.
+        # Copied first, because the core's thread may add a reason meanwhile.
         for (mode, reason), count in list(self._statistics.preemptions.items()):
             yield self._preemptions.labels(self._model, mode, reason), count
         for failure, count in list(self._statistics.disk_failures.items()):
@@ -221,13 +222,13 @@ class EngineMetrics:
         return Counter(name, text, (model, *labels), registry=self.registry)
 
     def _gauge(self, name: str, text: str, labels: tuple[str, ...] = ()) -> Gauge:
-        model = "model_name" if name.startswith("vllm:") else "model"  # what dashboards made for vLLM ask for
+        model = "model_name" if name.startswith("vllm:") else "model"  # the label name in dashboards made for vLLM
         gauge = Gauge(name, text, (model, *labels), registry=self.registry)
         return gauge if labels else gauge.labels(self._model)
 
 
 class _DroppedSpans(Collector):
-    """Reads the counts when it is asked: an exporter drops spans between two steps too."""
+    """Reads the counts at each scrape, because an exporter also drops spans between steps."""
 
     def __init__(self, model: str, counts: Mapping[DropReason, int]) -> None:
         self._model = model
@@ -243,7 +244,7 @@ class _DroppedSpans(Collector):
 
 
 class _Startup(Collector):
-    """Reads the phases when it is asked: the last one ends with the first session."""
+    """Reads the phases at each scrape, because the last one ends with the first session."""
 
     def __init__(self, model: str, phases: Sequence[PhaseTime]) -> None:
         self._model = model
@@ -264,7 +265,7 @@ class _Startup(Collector):
 
 
 class _WakeUps(Collector):
-    """Reads the totals when it is asked."""
+    """Reads the totals at each scrape."""
 
     def __init__(self, model: str, stats: SchedulerStats) -> None:
         self._model = model
@@ -280,7 +281,7 @@ class _WakeUps(Collector):
 
 
 class _DummyPasses(Collector):
-    """Reads the count when it is asked: an engine that makes nothing but dummies has no steps."""
+    """Reads the count at each scrape, because an engine that only runs dummy batches has no steps."""
 
     def __init__(self, model: str, stats: DPStats) -> None:
         self._model = model
@@ -295,8 +296,8 @@ class _DummyPasses(Collector):
 
 
 class _LoRAs(Collector):
-    """The metrics of adapters, made when they are asked for: a gauge would keep a series for each set of names that was
-    in its labels once.
+    """The metrics of adapters, created at each scrape: a gauge would keep a series for every set of names that was once
+    in its labels.
     """
 
     def __init__(self, model: str, registry: LoRARegistry, max_loras: int) -> None:
@@ -306,7 +307,7 @@ class _LoRAs(Collector):
         self._last = LoRAStats(), time()
 
     def on_step(self, stats: LoRAStats) -> None:
-        """Takes the adapters of a step."""
+        """Records the adapters of a step."""
         self._last = stats, time()
 
     def collect(self) -> Iterator[GaugeMetricFamily]:
@@ -331,7 +332,7 @@ class _LoRAs(Collector):
 
 
 class _Weights(Collector):
-    """Reads the statistics when it is asked: a layer is read in the middle of a step."""
+    """Reads the statistics at each scrape, because layers are read in the middle of a step."""
 
     def __init__(self, model: str, stats: WeightStats) -> None:
         self._model = model
@@ -349,7 +350,7 @@ class _Weights(Collector):
         )
         read.add_metric((self._model,), stats.read_bytes)
         yield read
-        if not stats.host_bytes:  # a GPU waits by itself, and nobody knows for how long
+        if not stats.host_bytes:  # a GPU waits by itself, for an unknown time
             waited = CounterMetricFamily(
                 Metric.ENGINE_WEIGHT_WAIT_SECONDS, "Time that steps waited for weights", labels=("model",)
             )

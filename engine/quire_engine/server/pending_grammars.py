@@ -16,7 +16,7 @@ from quire_engine.structured_output.llguidance import CompiledGrammar
 log = logging.getLogger(__name__)
 
 GRAMMAR_TIMEOUT_SECONDS = 15.0
-"""How long a request waits for its grammar. Compiling one takes a second or two at most: the rest is queueing."""
+"""How long a request waits for its grammar. Compiling one takes at most a second or two; the rest is queueing."""
 
 Ready = Callable[[Request, list[tuple[int, ...]]], None]
 Failed = Callable[[Request, QuireError], None]
@@ -31,9 +31,9 @@ class _Waiting:
 
 
 class PendingGrammars:
-    """The requests whose grammars are being compiled. For each that is not withdrawn, calls either ``ready``, with the
-    grammar in the request and the choices cancelled meanwhile, or ``failed``. Calls ``withdrawn`` with the grammar of a
-    request that was withdrawn or timed out. Runs on the event loop.
+    """The requests whose grammars are being compiled. For each one that is not withdrawn, calls either ``ready``, with
+    the grammar in the request and the choices cancelled meanwhile, or ``failed``. Calls ``withdrawn`` with the grammar
+    of a request that was withdrawn or timed out. Runs on the event loop.
     """
 
     def __init__(self, ready: Ready, failed: Failed, withdrawn: Withdrawn) -> None:
@@ -43,7 +43,7 @@ class PendingGrammars:
         self._waiting: dict[str, _Waiting] = {}
 
     def start(self, request: Request, compiled: "Future[CompiledGrammar]") -> None:
-        """Adds a request that waits for ``compiled``. Calls back at once if it is done."""
+        """Adds a request that waits for ``compiled``. Calls back at once if that is done."""
         loop = asyncio.get_running_loop()
         timer = loop.call_later(GRAMMAR_TIMEOUT_SECONDS, self._time_out, request.request_id)
         self._waiting[request.request_id] = _Waiting(request, timer)
@@ -61,7 +61,7 @@ class PendingGrammars:
         return waiting.request
 
     def cancel(self, key: str, indexes: tuple[int, ...]) -> bool:
-        """Records choices that are cancelled. Returns False if the request does not wait here."""
+        """Records cancelled choices. Returns False if the request does not wait here."""
         if (waiting := self._waiting.get(key)) is None:
             return False
         waiting.cancelled.append(indexes)

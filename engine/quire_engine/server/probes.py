@@ -17,7 +17,7 @@ from quire_proto.local_hosts import CONTAINER_HOSTS, is_local_host, is_loopback
 log = logging.getLogger(__name__)
 
 MAX_CONNECTIONS = 64
-"""Each has a thread. For one more the oldest is closed: those who watch the engine ask once and read at once."""
+"""Each connection has a thread. One more closes the oldest: monitoring clients ask once and read at once."""
 _OK = HTTPStatus.OK, {"status": "ok"}
 _UNAVAILABLE = HTTPStatus.SERVICE_UNAVAILABLE, {"status": "unavailable"}
 _NO_PAGE = "There is no such page: an engine has metrics and probes here, and is reached by clients through a router."
@@ -26,8 +26,8 @@ _OTHER_HOST = HTTPStatus.FORBIDDEN, {"error": "this port is asked by names of th
 
 
 class ProbeServer:
-    """Serves ``/metrics``, and each of ``probes`` at its path as 200 or 503, on its own threads; on a loopback address
-    only under names of this machine. Raises ``OSError`` with the address if it cannot be listened on.
+    """Serves ``/metrics``, and each of ``probes`` at its path as 200 or 503, on its own threads. On a loopback address,
+    it only accepts host names of this machine. Raises ``OSError`` with the address if it cannot listen.
     """
 
     def __init__(
@@ -36,7 +36,7 @@ class ProbeServer:
         is_local = is_loopback(host)
 
         class Handler(MetricsHandler):
-            timeout = 10  # seconds, so that a silent client cannot occupy a thread for ever
+            timeout = 10  # seconds, so that a silent client cannot occupy a thread forever
 
             def do_GET(self) -> None:  # noqa: N802 - named by the library
                 path = self.path.partition("?")[0]
@@ -68,31 +68,31 @@ class ProbeServer:
 
 
 class _BoundedServer(ThreadingHTTPServer):
-    """Has at most ``MAX_CONNECTIONS``. A client that breaks off is no error."""
+    """Has at most ``MAX_CONNECTIONS``. A client that disconnects is not an error."""
 
     daemon_threads = True
     request_queue_size = MAX_CONNECTIONS
 
     def __init__(self, address: tuple[str, int], handler: type[MetricsHandler], family: socket.AddressFamily) -> None:
         self.address_family = family
-        self._open: dict[socket.socket, None] = {}  # the oldest first
+        self._open: dict[socket.socket, None] = {}  # oldest first
         self._changing = Lock()
         super().__init__(address, handler)
 
     def server_bind(self) -> None:
-        """``::`` takes IPv4 too, as gRPC's ports do."""
+        """``::`` accepts IPv4 too, like gRPC's ports."""
         if self.address_family == socket.AF_INET6:
             self.socket.setsockopt(socket.IPPROTO_IPV6, socket.IPV6_V6ONLY, 0)
         super().server_bind()
 
     def process_request(self, request: socket.socket, client_address: object) -> None:  # type: ignore[override]
-        """Starts the thread of a connection, and ends the oldest one if there are too many."""
+        """Starts the thread of a connection, and ends the oldest connection if there are too many."""
         with self._changing:
             if len(self._open) >= MAX_CONNECTIONS:
                 oldest = next(iter(self._open))
                 del self._open[oldest]
                 with suppress(OSError):
-                    oldest.shutdown(socket.SHUT_RDWR)  # its thread reads the end, and closes it
+                    oldest.shutdown(socket.SHUT_RDWR)  # its thread reads the end and closes it
             self._open[request] = None
         super().process_request(request, client_address)
 

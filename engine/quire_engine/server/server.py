@@ -47,16 +47,17 @@ CORE_END_SECONDS = 5.0
 
 
 class EngineServer:
-    """One engine on the network. The metrics port is plain HTTP; the gRPC port uses TLS if ``config.tls`` is set, and
-    asks for a token if ``config.engine_token_file`` is.
-    ``dropped_spans`` counts the spans that do not reach a collector; None if none are exported. ``loras`` are its
-    adapters; None if it serves none. ``weights`` are the statistics of layers that are read from disk, None if none
-    are. An engine of a group is ``data_parallel``: told to stop it tells the others, and takes part in their steps
-    until all have finished their requests. ``startup`` has timed the phases until now. ``sleeper``
-    gives memory back while the engine sleeps; without one it does not. ``recorder`` gets all steps; None where nothing
-    is recorded.
+    """One engine on the network. The metrics port is plain HTTP. The gRPC port uses TLS if ``config.tls`` is set, and
+    requires a token if ``config.engine_token_file`` is set.
 
-    Raises ``TlsError`` if the files of ``config.tls`` cannot be used, and ``TokenError`` if the file of tokens cannot.
+    ``dropped_spans`` counts the spans that do not reach a collector; None if none are exported. ``loras`` are its
+    adapters; None if it serves none. ``weights`` are the statistics of layers on disk or in host memory; None without
+    such layers. ``data_parallel`` is set for an engine of a group: when it is asked to stop, it stops the others too,
+    and takes part in their steps until all have finished their requests. ``startup`` has timed the phases so far.
+    ``sleeper`` frees memory while the engine sleeps; without one it never sleeps. ``recorder`` gets all steps; None if
+    they are not recorded.
+
+    Raises ``TlsError`` if the files of ``config.tls`` cannot be used, and ``TokenError`` if the token file cannot.
     """
 
     def __init__(
@@ -149,12 +150,12 @@ class EngineServer:
         self._tracing.export_startup(self._startup.phases)
 
     async def _until_leaving(self) -> None:
-        """Waits for a signal, the end of the core, or until another engine of the group was asked to stop."""
+        """Waits for a signal, for the end of the core, or until another engine of the group was asked to stop."""
         if self._lockstep is None:
             await self._until_stopped()
             return
         await _first_completed(self._until_stopped(), asyncio.to_thread(self._lockstep.wait_until_leaving))
-        if self._lockstep.wait_for_loss(0) is not None:  # nobody leaves in order: the core fails with it
+        if self._lockstep.wait_for_loss(0) is not None:  # no engine leaves in order: the core fails too
             await self._until_stopped()
         elif not (self._stop_requested.is_set() or self._core_ended.is_set()):
             log.info("another engine of the group is stopping: this one stops with it")
@@ -166,7 +167,7 @@ class EngineServer:
 
     @property
     def _end_timeout(self) -> float:
-        """Seconds in which the core ends; that of a group takes part in what others have to finish."""
+        """Seconds in which the core must end. In a group this includes the time in which others finish."""
         config, others_end = self._config, 0.0
         if self._lockstep is not None:
             others_end = config.shutdown_delay + config.shutdown_timeout
@@ -210,7 +211,7 @@ class EngineServer:
                 self._loop.call_soon_threadsafe(self._core_ended.set)
 
     def _publish(self, step: EngineCoreOutputs) -> None:
-        """Runs on the core's thread. Hands the step to the event loop, which keeps their order."""
+        """Hands a step to the event loop, which keeps their order. Runs on the core's thread."""
         self._loop.call_soon_threadsafe(self._on_step, step)
 
     def _on_step(self, step: EngineCoreOutputs) -> None:
@@ -226,7 +227,7 @@ class EngineServer:
         (self._stop_now if self._stop_requested.is_set() else self._stop_requested).set()
 
     async def _drain_delay(self) -> None:
-        """Serves on for ``shutdown_delay`` while routers see that this engine is not ready. Ends early on a second
+        """Keeps serving for ``shutdown_delay`` while routers see that this engine is not ready. Ends early on a second
         signal, or if the core has ended.
         """
         if self._config.shutdown_delay:
@@ -237,7 +238,7 @@ class EngineServer:
 
     async def _drain(self) -> None:
         """Refuses new requests and waits for running ones to end, for at most ``shutdown_timeout`` and while the core
-        runs. Where it has failed, nothing ends in order, and routers are not told so.
+        runs. Does nothing if the core has failed: then nothing ends in order, and routers are not told.
         """
         if self._failure is not None:
             return
@@ -254,7 +255,7 @@ class EngineServer:
             await self._health.set(name, status)
 
     def _probes(self) -> dict[str, Callable[[], bool]]:
-        """The probes by path. ``/live`` fails when the engine has to be restarted."""
+        """Returns the probes by path. ``/live`` fails when the engine has to be restarted."""
         return {
             "/started": lambda: self._started,
             "/ready": lambda: self._ready,

@@ -23,7 +23,7 @@ log = logging.getLogger(__name__)
 OPEN_TIMEOUT = 10.0
 INSPECT_TIMEOUT = 5.0
 MAX_CELLS = 1024
-_MAX_DETAILS = 512  # characters, each of at most 12 bytes when it is percent-encoded
+_MAX_DETAILS = 512  # characters, each of at most 12 bytes when percent-encoded
 _SESSION_ID = re.compile(r"[A-Za-z0-9_-]{1,64}")
 
 _Requests = AsyncIterator[pb.SessionRequest]
@@ -44,7 +44,7 @@ class EngineServicer(engine_pb2_grpc.EngineServicer):
     async def Describe(  # noqa: N802 - named by the contract
         self, request: pb.DescribeRequest, context: ServicerContext[pb.DescribeRequest, pb.DescribeResponse]
     ) -> pb.DescribeResponse:
-        """What this engine serves."""
+        """Returns what this engine serves."""
         del request, context
         return self._description
 
@@ -71,7 +71,7 @@ class EngineServicer(engine_pb2_grpc.EngineServicer):
     async def Inspect(  # noqa: N802 - named by the contract
         self, request: pb.InspectRequest, context: ServicerContext[pb.InspectRequest, pb.InspectResponse]
     ) -> pb.InspectResponse:
-        """What each block holds between two steps, and totals since the start."""
+        """Returns the state of each block between two steps, and totals since the start."""
         cells = min(request.max_cells or MAX_CELLS, MAX_CELLS)
         try:
             async with asyncio.timeout(INSPECT_TIMEOUT):
@@ -102,7 +102,7 @@ class EngineServicer(engine_pb2_grpc.EngineServicer):
     async def UnloadLora(  # noqa: N802 - named by the contract
         self, request: pb.UnloadLoraRequest, context: ServicerContext[pb.UnloadLoraRequest, pb.UnloadLoraResponse]
     ) -> pb.UnloadLoraResponse:
-        """Unloads an adapter, and waits for its last request."""
+        """Unloads an adapter and waits for its last request."""
         try:
             await self._sessions.loras.unload(request.lora_name)
         except QuireError as error:
@@ -133,13 +133,13 @@ class EngineServicer(engine_pb2_grpc.EngineServicer):
     async def IsSleeping(  # noqa: N802 - named by the contract
         self, request: pb.IsSleepingRequest, context: ServicerContext[pb.IsSleepingRequest, pb.IsSleepingResponse]
     ) -> pb.IsSleepingResponse:
-        """Whether the engine sleeps."""
+        """Returns whether the engine sleeps."""
         del request, context
         return pb.IsSleepingResponse(is_sleeping=self._sleep.is_sleeping)
 
     async def _read_commands(self, session: RouterSession, number: int, requests: _Requests) -> None:
-        """Handles the router's commands. When the router half-closes, the stream to it continues; when a command cannot
-        be read or handled, the stream ends, because later ones could depend on it.
+        """Handles the router's commands. If the router half-closes, the stream to it continues. If a command cannot be
+        read or handled, the stream ends, because later commands could depend on it.
         """
         try:
             async for message in requests:
@@ -170,7 +170,7 @@ class EngineServicer(engine_pb2_grpc.EngineServicer):
 
 
 def _shortened(message: str) -> str:
-    """A message without its middle where it is so long, as with a name out of a file, that gRPC would refuse the
+    """Cuts the middle out of a long message, for example one with a file's name, because gRPC would refuse the
     trailers: percent-encoded they may have 8 KiB.
     """
     half = _MAX_DETAILS // 2
@@ -178,8 +178,8 @@ def _shortened(message: str) -> str:
 
 
 async def _first_open(requests: _Requests) -> pb.Open:
-    """The ``Open`` that must come first. Raises ``QuireError`` INVALID if something else comes, DEADLINE if
-    nothing does.
+    """Returns the ``Open`` that must come first. Raises ``QuireError`` INVALID if another message comes, DEADLINE if
+    none comes.
     """
     try:
         async with asyncio.timeout(OPEN_TIMEOUT):

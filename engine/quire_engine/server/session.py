@@ -1,5 +1,5 @@
-"""One router's session: its live requests, the batches that it has not acknowledged, and what it is to hear of the
-engine with the next one (``CacheChanges``).
+"""One router's session: its live requests, its unacknowledged batches, and the changes to send with the next batch
+(``CacheChanges``).
 """
 
 import asyncio
@@ -17,32 +17,32 @@ from quire_engine.server.messages import changes_to_proto
 MAX_UNACKNOWLEDGED = 8192
 MAX_UNACKNOWLEDGED_BYTES = 16 << 20
 MAX_BATCH_BYTES = 1 << 20
-"""A longer batch is split, so that no step can exceed what a router receives as one message."""
+"""A longer batch is split, so that no step exceeds the largest message that a router receives."""
 
 UPDATE_INTERVAL = 0.2
-"""Seconds from one batch to the next of a session without outputs, unless its router asks for others. Routers need the
-engine's load and cache contents, but not every step: otherwise a router would pay for all steps of a fleet.
+"""Seconds between batches of a session without outputs, unless its router sets another interval. Routers need the
+engine's load and cache contents, but not at every step: otherwise every router would process all steps of a fleet.
 """
 
 MAX_UPDATE_INTERVAL = 60.0
 
 
 class SessionOverflowError(Exception):
-    """The router does not read, or does not acknowledge: the batches kept for it reached their limit."""
+    """The router does not read or acknowledge: the batches kept for it have reached their limit."""
 
 
 class CacheChanges:
-    """What changed in the prefix cache from one batch of a session to the next. Of a block that was stored and removed
-    again, or the reverse, nothing is left: a pool stores only what it does not have, and removes only what it has. So
+    """The changes of the prefix cache between two batches of a session. A block that was stored and removed again, or
+    the reverse, cancels out: a pool stores only blocks that it does not have, and removes only blocks that it has. So
     there are never more changes than blocks in the cache before and now.
     """
 
     def __init__(self) -> None:
-        self._pending: dict[Tier, dict[bytes, bool]] = {tier: {} for tier in Tier}  # by hash, whether it was stored
+        self._pending: dict[Tier, dict[bytes, bool]] = {tier: {} for tier in Tier}  # hash -> whether it was stored
         self._device, self._host = self._pending[Tier.DEVICE], self._pending[Tier.HOST]
 
     def add(self, events: Iterable[KVCacheEvent]) -> None:
-        """Adds the changes of a step, in their order."""
+        """Adds the changes of a step, in order."""
         device, host = self._device, self._host
         for event in events:
             pending = device if event.tier is Tier.DEVICE else host
@@ -50,8 +50,8 @@ class CacheChanges:
                 pending[event.block_hash] = isinstance(event, BlockStored)
 
     def take(self) -> list[pb.KvEvent]:
-        """Returns the changes and forgets them. What was removed comes first, so that a router that applies them in
-        order never counts more blocks than the engine has.
+        """Returns the changes and forgets them. Removals come first, so that a router that applies the changes in order
+        never counts more blocks than the engine has.
         """
         changes: list[pb.KvEvent] = []
         for kind, is_stored in ((BlockRemoved, False), (BlockStored, True)):
@@ -66,10 +66,11 @@ class CacheChanges:
 class Session:
     """Numbers a session's batches from 1 and keeps each until the router acknowledges it.
 
-    ``requests`` maps the live requests' ids, as the router chose them, to their keys in the core. ``draining`` is sent
-    with every later batch, and with the next one ``loras`` and ``active_loras``, which are the engine's adapters and
-    those in use, where they have changed. A batch without outputs that is not urgent is sent ``update_interval``
-    seconds after the one before; ``update_due`` is when. With ``updates.off`` no batch has load or cache contents.
+    ``requests`` maps the ids of live requests, as the router chose them, to their keys in the core. ``draining`` is
+    sent with every later batch. ``loras`` and ``active_loras``, the engine's adapters and the ones in use, are sent
+    with the next batch if they have changed. A batch without outputs that is not urgent is sent ``update_interval``
+    seconds after the one before; ``update_due`` is that time. With ``updates.off``, batches have no load or cache
+    contents.
     """
 
     def __init__(
@@ -115,7 +116,7 @@ class Session:
             self._unacknowledged_bytes -= self._unacknowledged.popleft().ByteSize()
 
     def set_updates(self, updates: pb.SetUpdates) -> None:
-        """Applies what the router asks for. Whether updates are off does not change."""
+        """Applies the router's settings, except whether updates are off, which stays."""
         before, asked = self.update_interval, updates.interval_seconds
         self.update_interval = min(asked, MAX_UPDATE_INTERVAL) if isfinite(asked) and asked > 0 else UPDATE_INTERVAL
         self.update_due += self.update_interval - before
@@ -136,9 +137,9 @@ class Session:
         *,
         now: float = 0.0,
     ) -> None:
-        """Adds a batch with what was deferred, or with the ``events`` of its step where nothing was; split if it is too
-        large. ``step`` is 0 for a batch without a step; ``now`` is in seconds of the clock of ``update_due``. Raises
-        ``SessionOverflowError`` when too many batches are kept already.
+        """Adds a batch with the deferred changes or, if there are none, with the ``events`` of its step. Splits it if
+        it is too large. ``step`` is 0 for a batch without a step. ``now`` is in seconds on the clock of ``update_due``.
+        Raises ``SessionOverflowError`` if too many batches are kept already.
         """
         assert not (events and self.has_deferred), "they follow what was deferred"
         if self.updates_off:
@@ -168,8 +169,8 @@ class Session:
     def snapshot(
         self, load: pb.Load, cached: Sequence[pb.KvStored], loras: LoRARegistry, *, resumed: bool
     ) -> pb.SessionResponse:
-        """The first message of a stream: the sequence that it starts after, the load, the cached blocks and the
-        engine's adapters.
+        """Returns the first message of a stream: the sequence after which it starts, the load, the cached blocks and
+        the engine's adapters.
         """
         sequence = self.acknowledged if resumed else self.sequence
         return pb.SessionResponse(
@@ -196,7 +197,7 @@ class Session:
         return number == self._stream
 
     def break_stream(self, number: int) -> None:
-        """Ends stream ``number`` and no newer one."""
+        """Ends stream ``number``, but not a newer one."""
         self._broken = number
         self._changed.set()
 
@@ -210,7 +211,8 @@ class Session:
             sent = self.sequence
             for batch in reversed(unsent):
                 yield batch
-            # A newer stream may have cleared the event meanwhile, so the event alone does not say that nothing changed.
+            # A newer stream may have cleared the event meanwhile, so the event alone does not show that nothing
+            # changed.
             while sent == self.sequence and self._is_open(number):
                 self._changed.clear()
                 await self._changed.wait()
@@ -225,8 +227,8 @@ class Session:
 
 
 def _split(whole: pb.StepBatch) -> Iterator[pb.StepBatch]:
-    """Yields batches with at most ``MAX_BATCH_BYTES`` of outputs, or with a single output; the tokens, which follow
-    the outputs, and the events are in the last.
+    """Yields batches with at most ``MAX_BATCH_BYTES`` of outputs, or with a single output. The last one has the tokens,
+    which follow the outputs, and the events.
     """
     part = pb.StepBatch(sequence=whole.sequence, step=whole.step, load=whole.load, draining=whole.draining)
     if whole.HasField("loras"):

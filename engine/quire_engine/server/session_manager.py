@@ -1,9 +1,9 @@
 """All sessions of an engine, and the requests that they submitted.
 
-``SessionManager`` sends each step's outputs to the sessions whose requests they belong to, and aborts the requests of
-sessions that have ended.
+``SessionManager`` sends each step's outputs to the sessions of their requests, and aborts the requests of sessions that
+have ended.
 
-Everything here runs on the event loop; the core's thread hands its steps over with ``call_soon_threadsafe``, which
+Everything here runs on the event loop. The core's thread hands its steps over with ``call_soon_threadsafe``, which
 keeps their order.
 """
 
@@ -50,16 +50,16 @@ from quire_engine.structured_output.compiler import GrammarCompiler
 log = logging.getLogger(__name__)
 MAX_SESSIONS = 256
 HEARTBEAT_INTERVAL = 0.25
-"""Seconds. At most twice as long a router that waits for tokens hears nothing of an engine that is alive: heartbeats
-come from the event loop, which no step of the core's thread holds up.
+"""Seconds. A router that waits for tokens hears from a live engine within two intervals, even during a long step:
+heartbeats come from the event loop, not from the core's thread.
 """
 
 
 @dataclass(slots=True)
 class LiveRequest:
-    """A request as its router knows it. ``handle`` names its choices in ``TokenColumns``, 0 if the router does not read
-    them. ``lora`` is its adapter. ``started`` is set with its first output, which is a message: it says more than a
-    token.
+    """A request as its router knows it. ``handle`` names its choices in ``TokenColumns``; 0 if the router does not read
+    them. ``lora`` is its adapter. ``started`` is set with its first output, which is sent as a message because it has
+    more than tokens.
     """
 
     session: Session
@@ -71,7 +71,7 @@ class LiveRequest:
 
 @dataclass(slots=True)
 class _SessionStep:
-    """What a step has for one session."""
+    """The part of a step for one session."""
 
     outputs: list[pb.SequenceOutput] = field(default_factory=list)
     handles: list[int] = field(default_factory=list)
@@ -81,7 +81,7 @@ class _SessionStep:
     def add(self, live: LiveRequest, output: EngineCoreOutput) -> None:
         if live.handle and live.started and is_tokens(output):
             handle, position = live.handle + output.index, output.position
-            for token_id in output.token_ids:  # several, where drafts were right
+            for token_id in output.token_ids:  # several if drafts were accepted
                 self.handles.append(handle)
                 self.token_ids.append(token_id)
                 self.positions.append(position)
@@ -152,20 +152,20 @@ class SessionManager:
         return len(self._live)
 
     async def wait_idle(self) -> None:
-        """Returns once no request is live."""
+        """Waits until no request is live."""
         while self._live:
             self._ended.clear()
             await self._ended.wait()
 
     def drain(self) -> None:
-        """Refuses new requests from now on, and sends every session that at once. Running requests continue."""
+        """Refuses new requests from now on, and tells every session at once. Running requests continue."""
         self.draining = True
         for session in list(self._sessions.values()):
             session.draining = True
             self._send(session, 0, [], [])
 
     async def send_heartbeats(self) -> None:
-        """Sends a batch to each session with requests that got none in an interval, as during a long step.
+        """Sends a batch to each session with requests that got none in an interval, for example during a long step.
         Never returns.
         """
         while True:
@@ -183,7 +183,7 @@ class SessionManager:
         """Opens or resumes a session. Returns the session, the number of its new stream, and the snapshot to send
         first.
 
-        Raises ``QuireError`` OVERLOADED when there are too many sessions.
+        Raises ``QuireError`` OVERLOADED if there are too many sessions.
         """
         session = self._sessions.get(message.session_id)
         if session is not None and session.can_resume(message.last_sequence):
@@ -196,7 +196,7 @@ class SessionManager:
         return await self._open_new(message)
 
     def detach(self, session: Session, number: int) -> None:
-        """Handles the end of stream ``number``: without a newer one, the session closes after the grace period, or at
+        """Handles the end of stream ``number``. Without a newer one, the session closes after the grace period, or at
         once if it is finished.
         """
         if self._sessions.get(session.session_id) is not session or not session.is_attached(number):
@@ -220,13 +220,13 @@ class SessionManager:
             self._tracing.on_abandoned(key)
             if self._pending_grammars.withdraw(key) is None:
                 self.core.send(AbortRequest(key))
-            if live.lora is not None:  # after the abort, as the core may then free it
+            if live.lora is not None:  # after the abort, because the core may then free it
                 self.loras.release(live.lora)
         self._ended.set()
 
     @contextmanager
     def falling_asleep(self) -> Iterator[None]:
-        """Inside this context every session hears that the engine is falling asleep, until it does."""
+        """Within this context every session hears that the engine is falling asleep, until it sleeps."""
         self._num_falling_asleep += 1
         self._set_sleep_state(self._load)
         self._send_load()
@@ -269,13 +269,13 @@ class SessionManager:
             self.core.send(AbortRequest(key, indexes))
 
     def set_updates(self, session: Session, updates: pb.SetUpdates) -> None:
-        """Changes how often a session hears of the engine."""
+        """Changes how often a session gets updates."""
         session.set_updates(updates)
         self._send_updates()
 
     def publish(self, step: EngineCoreOutputs) -> None:
         """Sends every session its outputs of a step at once, with the engine's load and the changes of its cache. A
-        session without outputs hears of these with its next update.
+        session without outputs gets the load and the changes with its next update.
         """
         self._step = step.trace.step
         before = self._load.sleep_state
@@ -299,10 +299,12 @@ class SessionManager:
         if self._load.sleep_state != before:
             self._send_load()
         self._send_updates()
-        self._tracing.on_step(step)  # last: should tracing raise, the tokens have been sent
+        self._tracing.on_step(step)  # last: if tracing raises, the tokens have been sent
 
     def _send_updates(self) -> None:
-        """Sends the updates that are due, which is at once after a pause, and others when they are."""
+        """Sends the updates that are due, and sets a timer for the next ones. An update after a pause is due at
+        once.
+        """
         loop, next_due = asyncio.get_running_loop(), inf
         for session in list(self._sessions.values()):
             if session.has_deferred and session.update_due <= loop.time():
@@ -379,7 +381,7 @@ class SessionManager:
             self._send(session, 0, [], [])
 
     def _send_active_loras(self) -> None:
-        """Has every session hear which adapters are in use, with its next batch."""
+        """Adds the adapters in use to the next batch of every session."""
         for session in self._sessions.values():
             session.active_loras = pb.ActiveLoras(names=self.loras.active)
             session.has_deferred = True
@@ -394,7 +396,7 @@ class SessionManager:
         found: asyncio.Future[tuple[bytes, bytes]] = loop.create_future()
 
         def resolve(device: bytes, host: bytes) -> None:
-            if not found.done():  # else nobody waits any more
+            if not found.done():  # otherwise the caller has gone
                 found.set_result((device, host))
 
         def reply(device: bytes, host: bytes) -> None:
@@ -427,8 +429,8 @@ class SessionManager:
         stored: list[BlockStored],
         opened: "asyncio.Future[tuple[Session, int, pb.SessionResponse]]",
     ) -> None:
-        """Runs on the loop between the step before the snapshot and the step after it, so that the session
-        misses none.
+        """Registers a session. Runs on the loop between the step before the snapshot and the step after it, so that the
+        session misses none.
         """
         if opened.cancelled():
             return

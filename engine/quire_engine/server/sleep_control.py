@@ -1,4 +1,4 @@
-"""``SleepControl``: puts an engine to sleep when its requests have ended, and wakes it up. The words are vLLM's:
+"""``SleepControl``: puts an engine to sleep when its requests have ended, and wakes it up. The names are vLLM's:
 ``sleep``, ``wake_up`` and ``is_sleeping``.
 """
 
@@ -15,8 +15,8 @@ _POLL_SECONDS = 0.05
 
 
 class SleepControl:
-    """Used on the event loop. Routers are told that the engine sleeps as soon as it is to: they send it nothing new
-    then, so that what runs comes to an end. What they had sent by then, and what comes all the same, is run.
+    """Puts the engine to sleep and wakes it up. Use it on the event loop. Routers hear at once that the engine is to
+    sleep, and then send no new requests, so that the running ones end. Requests that arrive all the same are run.
     """
 
     def __init__(self, sessions: SessionManager, core: EngineCore) -> None:
@@ -26,18 +26,18 @@ class SleepControl:
 
     @property
     def is_sleeping(self) -> bool:
-        """Whether the memory is given back."""
+        """Whether the engine has freed its memory."""
         return self._core.is_sleeping
 
     async def sleep(self, wait_seconds: float) -> None:
-        """Returns when the engine sleeps. Raises ``QuireError``: OVERLOADED where there are requests still after
-        ``wait_seconds``, UNAVAILABLE where it cannot sleep or is woken up meanwhile.
+        """Returns when the engine sleeps. Raises ``QuireError``: OVERLOADED if requests are left after
+        ``wait_seconds``, UNAVAILABLE if it cannot sleep or is woken up meanwhile.
         """
         loop, num_wake_ups = asyncio.get_running_loop(), self._num_wake_ups
         deadline = loop.time() + min(max(0.0, wait_seconds), MAX_WAIT_SECONDS)  # 0 for NaN
         with self._sessions.falling_asleep():
             while True:
-                # A request whose grammar is compiled is not in the core yet.
+                # A request whose grammar is being compiled is not in the core yet.
                 error = _busy() if self._sessions.in_progress else await self._ask(Sleep)
                 if error is None:
                     return
@@ -48,7 +48,7 @@ class SleepControl:
                     raise QuireError(ErrorCode.UNAVAILABLE, "The engine was woken up before it slept.")
 
     async def wake_up(self) -> None:
-        """Returns when the engine is awake. Raises ``QuireError`` UNAVAILABLE where it cannot be."""
+        """Returns when the engine is awake. Raises ``QuireError`` UNAVAILABLE if it cannot wake up."""
         self._num_wake_ups += 1
         if (error := await self._ask(WakeUp)) is not None:
             raise error

@@ -1,4 +1,4 @@
-"""``TokenInterceptor``: asks each call of the engine's port for its token."""
+"""``TokenInterceptor``: requires a token from every call to the engine's port."""
 
 import logging
 from collections.abc import Awaitable, Callable
@@ -15,8 +15,8 @@ _WRONG = "This token is none of the engine's: router and engine need an --engine
 
 
 class TokenInterceptor(grpc.aio.ServerInterceptor):
-    """Refuses calls without one of ``tokens`` before their messages are read: of every method, those of health and
-    reflection, and unknown ones too.
+    """Refuses calls without one of ``tokens`` before their messages are read. This covers every method, including
+    health, reflection and unknown ones.
     """
 
     def __init__(self, tokens: EngineTokens) -> None:

@@ -1,10 +1,9 @@
-"""Exports the engine's spans from the core's records, off the step loop. Costs nothing when tracing is disabled.
+"""Exports the engine's spans from the core's records, off the step loop. Costs nothing if tracing is disabled.
 
-A request's spans hang below the router's attempt. A step is a root of its own, because a batch has many parents, and
-is *linked* to the requests in it. Steps are traced one in an interval, and whenever they are slow, swap, preempt or
-fail, within a rate. With an interval of 1 every step is traced, without a rate, as one compact span: phases are
-attributes, where the others have a child for each, what is 0 is left out, and only requests that were not in the step
-before are linked.
+A request's spans are children of the router's attempt. A step is a root span, because a batch has many parents; it is
+*linked* to its requests. Steps are traced once per interval, and whenever they are slow, swap, preempt or fail, within
+a rate limit. With an interval of 1 every step is traced, without a rate limit, as one compact span. Its phases are
+attributes instead of child spans, zeros are left out, and only requests that were not in the step before are linked.
 """
 
 from collections import Counter
@@ -37,8 +36,8 @@ class _TracedRequest:
 
 
 class TraceExporter:
-    """Keeps the trace contexts of traced requests, and exports the spans of requests and steps. A step that was to be
-    traced and was not, for the rate, is counted in ``dropped``.
+    """Keeps the trace contexts of traced requests, and exports the spans of requests and steps. Steps that were not
+    traced because of the rate limit are counted in ``dropped``.
     """
 
     def __init__(
@@ -55,7 +54,7 @@ class TraceExporter:
         self._tracer = tracer or trace.get_tracer("quire.engine")
         self._dropped = Counter[DropReason]() if dropped is None else dropped
         self._traced: dict[str, _TracedRequest] = {}
-        self._linked: set[str] = set()  # the requests of the last step that was exported
+        self._linked: set[str] = set()  # the requests of the last exported step
         self._average_duration = 0.0
         self._tokens = MAX_STEPS_PER_SECOND
         self._refilled = monotonic()
@@ -154,8 +153,8 @@ class TraceExporter:
             self._span(phase.span, context, phase.start, phase.end)
 
     def _export_choice(self, traced: _TracedRequest, output: EngineCoreOutput) -> None:
-        """Exports the spans of a choice. The choices of a request share waiting and prefill, exported with the
-        first.
+        """Exports the spans of a choice. The choices of a request share its waiting and prefill spans, which are
+        exported with the first choice.
         """
         times = output.timings
         if times is None:
@@ -200,7 +199,7 @@ class TraceExporter:
         span.end(times.finished)
 
     def _export_swaps(self, traced: _TracedRequest, times: SequenceTimings) -> None:
-        """Exports the swaps. A ``swap_out`` lasts as long as the sequence was off the device."""
+        """Exports the swaps. A ``swap_out`` span lasts as long as the sequence was off the device."""
         for index, event in enumerate(times.events):
             attributes = {Attribute.BLOCKS: event.blocks}
             if event.name == "swap_out":
@@ -242,7 +241,7 @@ def _preemption(event: SequenceEvent) -> dict[str, str | int | float]:
 
 @dataclass(frozen=True, slots=True)
 class _Phase:
-    """A part of a step: its span or its attribute, and when it began and ended, in nanoseconds since the epoch."""
+    """A part of a step: its span or its attribute, and when it began and ended, in nanoseconds since 1970."""
 
     span: str
     attribute: str
@@ -252,7 +251,7 @@ class _Phase:
 
 
 def _phases(step: StepTrace) -> list[_Phase]:
-    """The phases of a step in order. The pause is before the forward pass."""
+    """Returns the phases of a step in order. The pause is before the forward pass."""
     phases, now = list[_Phase](), step.started
     for span, attribute, seconds in (
         (Span.STEP_SCHEDULE, Attribute.STEP_SCHEDULE_SECONDS, step.schedule),

@@ -1,1 +1,1 @@
-"""A whole engine on virtual time: traces, the real core on a latency model, and what it measures."""
+"""A whole engine on virtual time: request traces, the real core on a latency model, and the resulting figures."""

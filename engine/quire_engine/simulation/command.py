@@ -18,7 +18,7 @@ from quire_engine.simulation.trace import Arrival, TraceError, read_trace
 
 
 def simulate(arguments: Sequence[str]) -> None:
-    """Runs the subcommand. Exits with 2 for wrong settings, 1 with one sentence for a file that it cannot read
+    """Runs the subcommand. Exits with 2 for wrong settings, and with 1 and one sentence for a file that it cannot read
     or write.
     """
     config = read_settings(SimulationConfig, arguments)
@@ -59,12 +59,12 @@ def _simulate_variant(config: SimulationConfig, variant: Variant, arrivals: Sequ
 
 
 def _compares_engines(config: SimulationConfig) -> bool:
-    """Whether more is compared than the order in which one engine admits."""
+    """Whether runs differ in more than one engine's order of admission."""
     return max(len(config.batching), len(config.memory)) > 1
 
 
 def _as_json(config: SimulationConfig, reports: Mapping[str, SimulationReport]) -> str:
-    """The settings and the report of each run, as JSON."""
+    """Returns the settings and the report of each run, as JSON."""
     varied = {"compare", "scheduling_policy", "batching", "memory"}
     settings = config.model_dump(mode="json", exclude={"as_json", "plot", *varied})
     settings |= {"latency": asdict(config.latency), "capacity": asdict(config.kv_cache_config)}

@@ -1,5 +1,5 @@
-"""Engines side by side that differ in their batching or their memory: a line for each run (``make_comparison``), and
-its KV slots as stacked bars beside its speed (``draw_comparison``).
+"""Compares engines that differ in their batching or their memory: a table with a line per run (``make_comparison``),
+and a picture of KV slots as stacked bars, with the speed below (``draw_comparison``).
 """
 
 from collections.abc import Callable, Mapping
@@ -20,7 +20,7 @@ COLUMNS: Mapping[str, Callable[[SimulationReport], str]] = {
     "preempted": lambda r: str(r.preemptions_by_swap + r.preemptions_by_recompute),
     "completed": lambda r: f"{r.completed} of {r.requests}",
 }
-CLASSES = {  # of KV slots, from the bottom of a bar: what the legend says, and a colour
+CLASSES = {  # of KV slots, from the bottom of a bar: legend and colour
     "tokens": ("token", "#4477aa"),
     "reserved": ("reserved for a later token", "#66ccee"),
     "internal": ("internal fragmentation", "#ee6677"),
@@ -29,7 +29,7 @@ CLASSES = {  # of KV slots, from the bottom of a bar: what the legend says, and 
 
 
 def make_comparison(reports: Mapping[str, SimulationReport]) -> str:
-    """The reports as a table with a line for each run."""
+    """Returns the reports as a table with a line per run."""
     lines = [["", *COLUMNS]]
     lines += [[name, *(cell(report) for cell in COLUMNS.values())] for name, report in reports.items()]
     widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
@@ -42,7 +42,7 @@ def _format_line(line: list[str], widths: list[int]) -> str:
 
 
 def draw_comparison(path: Path, reports: Mapping[str, SimulationReport]) -> None:
-    """Writes one picture with two bars for each run, in the format of the file's suffix. Raises as ``draw_plots``."""
+    """Writes one picture with two bars per run, in the format of the file's suffix. Raises like ``draw_plots``."""
     from matplotlib.figure import Figure
 
     figure = Figure(figsize=(2.5 + 1.1 * len(reports), 6.5), layout="constrained")

@@ -1,5 +1,5 @@
-"""The simulator's settings: those of the engine's scheduler and KV blocks, and presets of the latency and memory of a
-device with a model, whose sources are in ``docs/benchmarks.md``.
+"""The simulator's settings: the settings of the engine's scheduler and KV blocks, and presets of the latency and memory
+of a device with a model. The sources of the presets are in ``docs/benchmarks.md``.
 """
 
 from collections.abc import Mapping
@@ -37,8 +37,8 @@ BATCHINGS: tuple[Batching, ...] = get_args(Batching)
 MEMORIES: tuple[Memory, ...] = get_args(Memory)
 PresetName = Literal["cpu", "a100-8b", "h100-8b"]
 MAX_BLOCKS = 1 << 24
-"""Of a pool: a block takes some two hundred bytes of the simulator."""
-# Bounds beyond which the clock, in nanoseconds, would not be a number.
+"""Of a pool: the simulator needs about 200 bytes per block."""
+# Bounds beyond which the clock, in nanoseconds, would overflow.
 Seconds = Annotated[units.Seconds | None, Field(ge=0, le=1e6)]
 PerSecond = Annotated[float | None, Field(ge=1e-6, allow_inf_nan=False)]
 
@@ -46,7 +46,7 @@ PerSecond = Annotated[float | None, Field(ge=1e-6, allow_inf_nan=False)]
 @dataclass(frozen=True, slots=True)
 class Preset:
     """A device with a model on it. ``token_bytes``: keys and values of one token in all layers. ``kv_bytes``: the
-    device's memory for them. ``max_model_len``: tokens of one sequence.
+    device's memory for the KV cache. ``max_model_len``: tokens of one sequence.
     """
 
     latency: LatencyModel
@@ -103,7 +103,7 @@ PRESETS: Mapping[PresetName, Preset] = {
 
 
 class SimulatedEngineConfig(CliSettings, CoreArgs):
-    """The settings of a simulated engine: its limits and its memory, which are the engine's, and the latency of its
+    """The settings of a simulated engine: its limits and its memory, as in a real engine, and the latency of its
     steps.
     """
 
@@ -173,7 +173,7 @@ class SimulatedEngineConfig(CliSettings, CoreArgs):
 
     @property
     def kv_cache_config(self) -> KVCacheConfig:
-        """The pools. The device has the null block in addition to the blocks asked for."""
+        """The pools. The device has the null block in addition to the requested blocks."""
         block_bytes = self._preset.token_bytes * self.block_size
         kv_bytes = self.num_stages * (self.kv_cache_memory or self._preset.kv_bytes)
         blocks = self.num_gpu_blocks_override or kv_bytes // block_bytes
@@ -196,7 +196,7 @@ class SimulatedEngineConfig(CliSettings, CoreArgs):
 
     @property
     def num_stages(self) -> int:
-        """The stages of a pipeline, each on a device of its own."""
+        """The stages of a pipeline, each on its own device."""
         return 1
 
     @property
@@ -205,7 +205,7 @@ class SimulatedEngineConfig(CliSettings, CoreArgs):
 
 
 class Variant(NamedTuple):
-    """What a run differs in from others of the same trace."""
+    """How a run differs from other runs of the same trace."""
 
     policy: Policy
     batching: Batching
@@ -213,11 +213,10 @@ class Variant(NamedTuple):
 
 
 class SimulationConfig(SimulatedEngineConfig):
-    """Runs a trace of requests through the engine's own scheduler and memory, in virtual time: a formula says how long
-    a step takes, and no model is needed.
+    """Runs a trace of requests through the engine's own scheduler and memory, in virtual time. A formula says how long
+    a step takes, so no model is needed.
 
-    Where several names are given to --compare, --batching or --memory, each policy runs with each batching and each
-    memory.
+    If --compare, --batching or --memory has several names, each policy runs with each batching and each memory.
     """
 
     model_config = SettingsConfigDict(cli_prog_name="quire-engine simulate")
@@ -286,9 +285,7 @@ class SimulationConfig(SimulatedEngineConfig):
 
     @property
     def variants(self) -> dict[str, Variant]:
-        """The runs to simulate, in the order of their names: those parts of them in which they differ, or else the
-        policy.
-        """
+        """The runs to simulate, in order. A name has the parts in which the runs differ, or else the policy."""
         choices = (self.compare or [self.scheduling_policy], self.batching, self.memory)
         varied = [index for index, names in enumerate(choices) if len(names) > 1] or [0]
         runs = [Variant(*names) for names in product(*choices)]  # type: ignore[arg-type]  # the names were checked

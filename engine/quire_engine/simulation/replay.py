@@ -1,5 +1,5 @@
-"""The command ``quire-engine replay``: runs recorded steps again, on a model or on the simulated executor, and says
-whether they draw the same tokens and how long they take beside what they took.
+"""The command ``quire-engine replay``: runs recorded steps again, on a model or on the simulated executor. It reports
+whether they sample the same tokens, and how long they take compared with the recording.
 """
 
 import sys
@@ -66,7 +66,7 @@ def _replay_on_model(engine: RecordedEngine, steps: Iterator[RecordedStep], flag
 
 
 def _load(engine: RecordedEngine, flags: Sequence[str]) -> Executor:
-    """The model, with as much KV memory as the recorded one. Raises ``ModelError``."""
+    """Loads the model, with at least as much KV memory as the recorded engine. Raises ``ModelError``."""
     capacity, config = engine.capacity, read_settings(EngineConfig, flags)
     given = {
         "kv_cache_memory": capacity.device_blocks * capacity.block_bytes,
@@ -93,8 +93,9 @@ def _load(engine: RecordedEngine, flags: Sequence[str]) -> Executor:
 
 @dataclass(slots=True)
 class ReplayReport:
-    """Seconds of each step as recorded and as replayed, of steps that compute prompts and of others,
-    and the tokens that were compared and those that were the same. ``ended`` says why it ended early.
+    """The result of a replay. ``with_prompts`` and ``decoding`` have the recorded and the replayed seconds of each
+    step, of steps that compute prompts and of other steps. ``num_compared`` sampled tokens were compared, and
+    ``num_equal`` of them were the same. ``ended`` says why the replay ended early.
     """
 
     with_prompts: list[tuple[float, float]] = field(default_factory=list)
@@ -106,7 +107,7 @@ class ReplayReport:
     ended: str = ""
 
     def __str__(self) -> str:
-        """The report as a table."""
+        """Returns the report as a table."""
         both = self.with_prompts + self.decoding
         lines = [f"{len(both):,} steps, {self.num_tokens:,} tokens computed; seconds:"]
         lines.append(f"{'':<22}{'steps':>8}{'recorded':>10}{'p50':>9}{'p99':>9}{'replayed':>11}{'p50':>9}{'p99':>9}")
@@ -133,9 +134,9 @@ def run_steps(
     *,
     compares: bool = True,
 ) -> ReplayReport:
-    """Runs all steps, one after the other, on the tokens that ``executor`` draws, be they the recorded ones or not;
-    unless it makes them up, it ``compares`` them. ``clock`` tells seconds. Raises ``RecordingError``, and
-    ``ExecutorError``.
+    """Runs all steps in order, on the tokens that ``executor`` samples, even if they differ from the recorded ones.
+    With ``compares``, compares the two; turn it off for an executor that makes up tokens. ``clock`` returns seconds.
+    Raises ``RecordingError`` and ``ExecutorError``.
     """
     report, rows_with_grammar = ReplayReport(), set[int]()
     for step in steps:

@@ -1,5 +1,5 @@
-"""The figures of a simulation (``make_report``), as a table with a column for each policy (``make_table``), and as
-plots of the queue, the TTFT and the KV memory (``draw_plots``).
+"""The figures of a simulation (``make_report``), as a table with a column per policy (``make_table``), and as plots of
+the queue, the TTFT and the KV memory (``draw_plots``).
 """
 
 from bisect import bisect, insort
@@ -47,7 +47,7 @@ class Percentiles:
 
 @dataclass(frozen=True, slots=True)
 class TimeAverage:
-    """Mean over time, idle time included, and maximum."""
+    """Mean over time, including idle time, and maximum."""
 
     mean: float
     max: float
@@ -55,8 +55,8 @@ class TimeAverage:
 
 @dataclass(frozen=True, slots=True)
 class SimulatorSpeed:
-    """The simulator's speed in real time: the only figures in which two equal runs differ. ``plan_commit`` is the
-    scheduler's time in each step, in seconds.
+    """The simulator's speed in real time, the only figures in which two equal runs differ. ``plan_commit`` is the
+    scheduler's time per step, in seconds.
     """
 
     wall_seconds: float
@@ -66,8 +66,8 @@ class SimulatorSpeed:
 
 @dataclass(frozen=True, slots=True)
 class LatencyOfSome:
-    """What some of the requests took, in seconds: how long each was away in all after preemptions, from its arrival to
-    its last token, and its longest gap between two tokens.
+    """Latencies of some of the requests, in seconds: ``away`` is the total time away after preemptions, ``e2el`` the
+    time from the arrival to the last token, and ``longest_gap`` the longest time between two tokens.
     """
 
     requests: int
@@ -89,15 +89,16 @@ class LatencyOfSome:
 
 @dataclass(frozen=True, slots=True)
 class SimulationReport:
-    """One policy on one trace. Times are virtual seconds, rates per virtual second, parts between 0 and 1.
+    """One policy on one trace. Times are virtual seconds, rates are per virtual second, fractions are between 0 and 1.
 
     ``errors`` counts failed and refused requests by code. ``waiting`` is the time from arrival to first admission,
     ``ttft`` and ``e2el`` from arrival to first and last token of completed requests. ``queue`` counts waiting requests,
-    swapped out ones included. ``overtakes`` are the later arrivals that were admitted before a request. The hit rates
-    are parts of all prompt tokens, by the tier of the hit.
-    ``preempted`` and ``untouched`` are the completed requests that gave way at least once, and the others.
-    ``slots`` are the parts of the device's KV slots in each class, over time, in which an idle engine's are free, and
-    ``waste`` the part of the slots of used blocks that has no token.
+    including swapped ones. ``overtakes`` counts the later arrivals that were admitted before a request. The hit rates
+    are fractions of all prompt tokens, by the tier of the hit.
+
+    ``preempted`` are the completed requests that were preempted at least once, and ``untouched`` the others. ``slots``
+    are the fractions of the device's KV slots in each class, over time; all slots of an idle engine are free. ``waste``
+    is the fraction of the slots of used blocks without a token.
     """
 
     requests: int
@@ -184,8 +185,8 @@ def make_report(recorder: SimulationRecorder) -> SimulationReport:
 
 
 def overtakes(admissions: Sequence[int]) -> list[int]:
-    """For each rank of arrival in ``admissions``, which are in the order of admission: how many greater ones
-    precede it.
+    """Returns, for each rank of arrival in ``admissions`` (in order of admission), how many greater ranks precede
+    it.
     """
     counts: list[int] = []
     seen: list[int] = []
@@ -196,7 +197,7 @@ def overtakes(admissions: Sequence[int]) -> list[int]:
 
 
 def _slots(recorder: SimulationRecorder, seconds: float) -> KVSlots:
-    """The part of all slots in each class, over ``seconds``."""
+    """Returns the fraction of all slots in each class, over ``seconds``."""
     memory, used = recorder.scheduler.kv_cache_manager, recorder.slot_seconds
     total = memory.device_pool.num_blocks * memory.block_size * seconds
     tokens, reserved, internal = (_ratio(part, total) for part in (used.tokens, used.reserved, used.internal))
@@ -204,7 +205,7 @@ def _slots(recorder: SimulationRecorder, seconds: float) -> KVSlots:
 
 
 def _preemptions_by_reason(stats: SchedulerStats) -> Mapping[str, int]:
-    """Preemptions by reason, over all modes."""
+    """Returns preemptions by reason, over all modes."""
     reasons: Counter[str] = Counter()
     for (_, reason), count in stats.preemptions.items():
         reasons[reason.value] += count
@@ -222,7 +223,7 @@ def _time_average(values: Sequence[float] | Floats, samples: StepSamples) -> Tim
 
 
 def _over_time(values: Sequence[float] | Floats, samples: StepSamples) -> float:
-    """The integral over time, in which each value lasts for its step."""
+    """Returns the integral over time; each value lasts for its step."""
     return float(np.dot(np.asarray(values, dtype=np.float64), np.asarray(samples.duration)))
 
 
@@ -231,7 +232,7 @@ def _ratio(part: float, whole: float) -> float:
 
 
 def make_table(reports: Mapping[str, SimulationReport]) -> str:
-    """The reports as a table: one row for each figure, one column for each name."""
+    """Returns the reports as a table: one row per figure, one column per name."""
     rows = [["", *reports]]
     for name, cell in _ROWS:
         rows.append([name, *(cell(report) for report in reports.values())])
@@ -315,9 +316,8 @@ def check_can_plot() -> None:
 
 
 def draw_plots(path: Path, recorders: Mapping[str, SimulationRecorder]) -> None:
-    """Writes one picture with a line for each policy, in the format of the file's suffix. Raises ``ImportError``
-    without matplotlib, which is in the extra ``plot``, and ``OSError`` or ``ValueError`` for a file that cannot be
-    written.
+    """Writes one picture with a line per policy, in the format of the file's suffix. Raises ``ImportError`` without
+    matplotlib, which is in the extra ``plot``, and ``OSError`` or ``ValueError`` for a file that cannot be written.
     """
     from matplotlib.figure import Figure
 
@@ -357,6 +357,6 @@ def _label(axes: "Axes", horizontal: str, vertical: str) -> None:
 
 
 def _downsample(values: npt.ArrayLike) -> npt.NDArray[np.float64]:
-    """Evenly spaced values, about ``POINTS`` at most."""
+    """Returns evenly spaced values, about ``POINTS`` at most."""
     array = np.asarray(values, dtype=np.float64)
     return array[:: max(1, len(array) // POINTS)]

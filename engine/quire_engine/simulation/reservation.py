@@ -1,10 +1,10 @@
-"""KV memory by reservation, as engines had it before paging, behind the scheduler's own memory interface; and what each
-KV slot is good for, with either memory.
+"""KV memory by reservation, as in engines before paging, behind the scheduler's own memory interface; and the use of
+each KV slot, with either memory.
 
-A sequence that is admitted gets one contiguous range of slots, each of which holds one token: the first hole that is
-large enough. It keeps all of them until it ends, so nothing ever has to be preempted, and what waits has to wait for a
-hole. How much is reserved is what the vLLM paper compares paging with, as Orca's variants Max, Pow2 and Oracle (Kwon et
-al., SOSP 2023, sections 3.1 and 6.1; there the ranges come from a buddy allocator).
+An admitted sequence gets one contiguous range of slots, each for one token, from the first hole that is large enough.
+It keeps all of them until it ends. So nothing is ever preempted, and waiting sequences wait for a hole. The
+reservations are those with which the vLLM paper compares paging: Orca's variants Max, Pow2 and Oracle (Kwon et al.,
+SOSP 2023, sections 3.1 and 6.1; there the ranges come from a buddy allocator).
 """
 
 from bisect import bisect
@@ -19,25 +19,28 @@ from quire_engine.core.request import Sequence as RunningSequence
 
 Memory = Literal["paged", "max", "pow2", "oracle"]
 Reservation = Callable[[int, int, int], int]
-"""Slots to reserve for a sequence that begins with ``num_prompt_tokens``, ends with ``max_tokens``, and could have had
-``max_model_len``. The last token ends the sequence and is never computed, so ``max_tokens - 1`` slots are enough.
+"""Returns the slots to reserve for a sequence that starts with ``num_prompt_tokens``, ends with ``max_tokens``, and
+could have had ``max_model_len``. The last token ends the sequence and is never computed, so ``max_tokens - 1`` slots
+are enough.
 """
 
 
 def reserve_max(num_prompt_tokens: int, max_tokens: int, max_model_len: int) -> int:
-    """As many as any sequence can need."""
+    """Returns as many as any sequence can need."""
     del num_prompt_tokens, max_tokens
     return max_model_len
 
 
 def reserve_pow2(num_prompt_tokens: int, max_tokens: int, max_model_len: int) -> int:
-    """The prompt, and for the output the next power of two, as if its length were known within a factor of two."""
+    """Returns the prompt's length plus the output's next power of two, as if its length were known within a factor of
+    two.
+    """
     num_output = max_tokens - num_prompt_tokens
     return min(num_prompt_tokens + (1 << (num_output - 1).bit_length()), max_model_len)
 
 
 def reserve_oracle(num_prompt_tokens: int, max_tokens: int, max_model_len: int) -> int:
-    """What the sequence will have needed at its end, as if that were known."""
+    """Returns what the sequence will need until its end, as if that were known."""
     del num_prompt_tokens, max_model_len
     return max_tokens - 1
 
@@ -46,21 +49,21 @@ RESERVATIONS: Mapping[Memory, Reservation] = {"max": reserve_max, "pow2": reserv
 
 
 class FirstFit:
-    """Hands out ranges of the integers ``start .. end - 1``, each from the first hole that is large enough.
+    """Allocates ranges of the integers ``start .. end - 1``, each from the first hole that is large enough.
 
-    ``holes`` are the free ranges as (start, end), ascending, and no two of them touch. All is linear in their number,
-    which is at most one more than that of the ranges handed out.
+    ``holes`` are the free ranges as (start, end), in ascending order; no two of them touch. All operations are linear
+    in their number, which is at most one more than the number of allocated ranges.
     """
 
     def __init__(self, start: int, end: int) -> None:
         self.holes = [(start, end)] if start < end else []
 
     def find(self, length: int) -> int | None:
-        """The index of the hole that the next range of this length comes from. Returns None if none is large enough."""
+        """Returns the index of the hole for the next range of this length; None if none is large enough."""
         return next((index for index, (start, end) in enumerate(self.holes) if end - start >= length), None)
 
     def allocate(self, length: int) -> int:
-        """Takes a range of this length, above 0, and returns its start. There must be a hole for it."""
+        """Allocates a range of this length, above 0, and returns its start. A hole must be large enough."""
         index = self.find(length)
         assert index is not None, f"no hole has {length} slots"
         start, end = self.holes[index]
@@ -68,7 +71,7 @@ class FirstFit:
         return start
 
     def free(self, start: int, length: int) -> None:
-        """Gives a range back, which grows together with the holes beside it."""
+        """Frees a range and merges it with adjacent holes."""
         end, index = start + length, bisect(self.holes, (start, start))
         first, last = index, index
         if index and self.holes[index - 1][1] == start:
@@ -79,11 +82,11 @@ class FirstFit:
 
 
 class ReservingKVCacheManager(KVCacheManager):
-    """Reserves contiguous slots: a block has one slot, and a table's blocks follow each other. It has no prefix cache
-    and no host pool, and takes only sequences that are never forked.
+    """Reserves contiguous slots: a block has one slot, and a table's blocks are contiguous. It has no prefix cache and
+    no host pool, and supports only sequences that are never forked.
 
-    ``until_batch_ends``: what a sequence held is free when no other holds anything any more, as in engines that ran
-    static batches. ``ended`` are the tables that are held though their sequences have ended.
+    With ``until_batch_ends``, the slots of ended sequences are freed only when no sequence holds any, as in engines
+    with static batches. ``ended`` are the tables of ended sequences whose slots are still held.
     """
 
     def __init__(
@@ -99,14 +102,14 @@ class ReservingKVCacheManager(KVCacheManager):
         self._slots = FirstFit(1, 1 + capacity.usable_tokens)
 
     def num_free_blocks_after(self, table: BlockTable, hits: Sequence[CachedBlocks], num_tokens: int) -> int:
-        """As many as there are if there is a hole for the table's reservation, else below 0: what runs has all of its
-        slots already, so that none need to be left for it.
+        """Returns the size of the pool if a hole fits the table's reservation, else -1. Running sequences have all
+        their slots already, so nothing has to stay free for them.
         """
         del hits, num_tokens
         return -1 if self._slots.find(self._reservation(table)) is None else self.device_pool.num_blocks
 
     def attach_cached_blocks(self, table: BlockTable, hits: Sequence[CachedBlocks]) -> int:
-        """Reserves the table's slots; there are no ``hits``, and nothing of the table is computed."""
+        """Reserves the table's slots. There are never ``hits``, so nothing of the table is computed."""
         length = self._reservation(table)
         start = self._slots.allocate(length)
         (group,) = table.groups
@@ -118,18 +121,18 @@ class ReservingKVCacheManager(KVCacheManager):
         return len(hits)
 
     def allocate_slots(self, table: BlockTable, num_computed_tokens: int, num_tokens: int) -> None:
-        """Does nothing, as the slots are there."""
+        """Does nothing, because the slots are reserved."""
         assert num_computed_tokens < num_tokens <= table.num_blocks, "more than was reserved"
 
     def free_unused_blocks(self, table: BlockTable, num_computed_tokens: int) -> None:
-        """Does nothing: what is reserved stays."""
+        """Does nothing: reserved slots stay."""
 
     def fork(self, table: BlockTable) -> BlockTable:
         """Raises ``NotImplementedError``: a contiguous range has one owner."""
         raise NotImplementedError("Memory by reservation has one output for each request.")
 
     def free(self, table: BlockTable) -> None:
-        """See ``KVCacheManager.free``. With ``until_batch_ends`` the slots stay in use until all can be given back."""
+        """See ``KVCacheManager.free``. With ``until_batch_ends`` the slots stay in use until all can be freed."""
         if not table.num_blocks:
             return
         self.ended.append(table.copy())
@@ -144,7 +147,7 @@ class ReservingKVCacheManager(KVCacheManager):
         self.ended.clear()
 
     def check_integrity(self) -> None:
-        """Asserts that the holes are the free blocks, besides the integrity of the pool."""
+        """Asserts that the holes are the free blocks, and the integrity of the pool."""
         super().check_integrity()
         free = [slot for slot in range(1, 1 + self.device_pool.num_blocks) if self.device_pool.is_free(slot)]
         assert free == [slot for start, end in self._slots.holes for slot in range(start, end)]
@@ -156,13 +159,11 @@ class ReservingKVCacheManager(KVCacheManager):
 
 @dataclass(slots=True)
 class KVSlots:
-    """The KV slots of the device by what they are good for. A slot has room for one token, and every slot is in one
-    class.
+    """The KV slots of the device by their use. A slot has room for one token, and every slot is in exactly one class.
 
-    ``tokens`` hold a token of a sequence that runs, or get it in the step that is computed. ``reserved`` are held for a
-    token that the sequence has later. ``internal`` is internal fragmentation: held, and no token of a sequence that
-    runs will ever be there. ``external`` is external fragmentation: free, but too small for what waits, or not asked
-    for.
+    ``tokens`` hold a token of a running sequence, or get it in the current step. ``reserved`` are held for a later
+    token of the sequence. ``internal`` is internal fragmentation: held, but a token of a running sequence will never be
+    there. ``external`` is external fragmentation: free, but too small for the waiting sequences or not requested.
     """
 
     tokens: float = 0
@@ -177,7 +178,7 @@ class KVSlots:
 
     @property
     def waste(self) -> float:
-        """The part of the slots that are held which has no token; 0 if none is held."""
+        """The fraction of held slots without a token; 0 if none is held."""
         held = self.tokens + self.reserved + self.internal
         return (self.reserved + self.internal) / held if held else 0.0
 
@@ -192,9 +193,9 @@ class KVSlots:
 def count_slots(
     memory: KVCacheManager, running: Iterable[RunningSequence], ended: Iterable[BlockTable] = ()
 ) -> KVSlots:
-    """Counts the device's slots while a step is computed that has been scheduled. ``running`` are all sequences on the
-    device, ``ended`` the tables whose sequences have ended. A block that is shared must be full, as those of the prefix
-    cache are. O(running + ended).
+    """Counts the device's slots while a scheduled step is computed. ``running`` are all sequences on the device,
+    ``ended`` the tables whose sequences have ended. A shared block must be full, as in the prefix cache. O(running +
+    ended).
     """
     size, pool = memory.block_size, memory.device_pool
     reserved = empty = 0

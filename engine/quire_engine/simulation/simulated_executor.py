@@ -1,5 +1,5 @@
-"""``SimulatedExecutor``: executes steps without a model. ``LatencyModel``, a formula, says how long a step takes, and
-tokens and log-probabilities are a pure function of a seed and a position, so that a run can be repeated. Needs no
+"""``SimulatedExecutor``: executes steps without a model. A formula, ``LatencyModel``, says how long a step takes.
+Tokens and log-probabilities are a pure function of a seed and a position, so that runs are reproducible. Needs no
 torch.
 """
 
@@ -32,11 +32,11 @@ class LatencyModel:
     """The roofline of a step: each part takes as long as the slower of computing and reading memory.
 
     ``tokens_per_second``: tokens that the linear layers compute when many share a step. ``weights_seconds``: reading
-    all weights once, the least time of a step that computes. ``context_seconds``: reading the keys and values of
-    one token of context. ``pair_seconds``: computing the attention of one token to one token of its context.
-    ``draw_seconds``: the logits and the draw of one token. ``overhead_seconds``: all other costs of a step.
-    ``bytes_per_second``: copying blocks between the pools, one way. ``jitter``: the part by which a step may be
-    longer or shorter. ``disk_bytes_per_second``: reading or writing blocks on disk, beside the steps.
+    all weights once, the least time of a step that computes. ``context_seconds``: reading the keys and values of one
+    token of context. ``pair_seconds``: computing the attention of one token to one token of its context.
+    ``draw_seconds``: the logits and the sampling of one token. ``overhead_seconds``: all other costs of a step.
+    ``bytes_per_second``: copying blocks between the pools, one way. ``jitter``: the fraction by which a step may be
+    longer or shorter. ``disk_bytes_per_second``: reading or writing blocks on disk, parallel to the steps.
     """
 
     tokens_per_second: float
@@ -60,18 +60,18 @@ class LatencyModel:
 
     @property
     def rates(self) -> Rates:
-        """The rates that an engine would measure at start."""
+        """The rates that an engine would measure at its start."""
         return Rates(self.tokens_per_second, self.bytes_per_second)
 
     def empty_disk(self, num_blocks: int, block_bytes: int) -> DiskContents | None:
-        """A disk with nothing on it, as an executor would open it; None for one without blocks."""
+        """Returns an empty disk, as an executor would open it; None if ``num_blocks`` is 0."""
         block_seconds = block_bytes / self.disk_bytes_per_second
         disk = DiskContents(num_blocks, block_seconds=block_seconds, block_bytes=block_bytes)
         return disk if num_blocks else None
 
     def timings(self, scheduler_output: SchedulerOutput, block_size: int, block_bytes: int) -> StepTimings:
-        """Seconds of each part of the step, before jitter and without the overhead. Blocks that are swapped ahead are
-        copied beside the forward pass.
+        """Returns the seconds of each part of the step, before jitter and without the overhead. Blocks that are swapped
+        ahead are copied during the forward pass.
         """
         return StepTimings(
             swap=scheduler_output.num_swapped_blocks * block_bytes / self.bytes_per_second
@@ -97,13 +97,13 @@ class SimulatedExecutor:
     """Samples tokens as a model might, and spends the time that a device would take with ``sleep(seconds)``: a virtual
     clock's, or ``time.sleep``.
 
-    The next token depends only on the last token, its position and, unless greedy, the seed: equal prompts with equal
-    parameters have equal outputs, as with a model. There are no logits, so what changes logits (penalties, biases, bad
-    words, grammars) has no effect; ``min_tokens`` has. With ``depth`` 2 it overlaps steps: the overhead of one passes
-    while another is computed.
+    The next token depends only on the last token, its position and, unless greedy, the seed. Equal prompts with equal
+    parameters thus have equal outputs, as with a model. Logits are not simulated, so parameters that change logits
+    (penalties, biases, bad words, grammars) have no effect, except ``min_tokens``. With ``depth`` 2 it overlaps steps:
+    the overhead of one passes while another is computed.
 
-    With ``num_stages`` above 1 it is a pipeline of as many devices, each of which has that part of the model and spends
-    that part of a step's time; the first one draws the tokens. ``clock`` tells the time in seconds that passes in
+    With ``num_stages`` above 1 it is a pipeline of that many devices. Each has an equal part of the model and spends an
+    equal part of a step's time; the first one samples the tokens. ``clock`` returns the time in seconds that passes in
     ``sleep``.
     """
 
@@ -138,7 +138,7 @@ class SimulatedExecutor:
 
     @property
     def rates(self) -> Rates:
-        """Those of the latency model."""
+        """The rates of the latency model."""
         return self._latency.rates
 
     def execute_model(self, scheduler_output: SchedulerOutput) -> ModelOutput:
@@ -155,7 +155,7 @@ class SimulatedExecutor:
         return SimulatedStep(self, scheduler_output, self._pass_stages(scheduler_output) if is_pipeline else None)
 
     def compute(self, scheduler_output: SchedulerOutput) -> ModelOutput:
-        """The output of the step, without its timings."""
+        """Returns the output of the step, without timings."""
         model_output, draw = ModelOutput([0] * scheduler_output.num_draws), 0
         for number, chunk in enumerate(scheduler_output.chunks):
             row = self._rows[chunk.row]
@@ -176,8 +176,8 @@ class SimulatedExecutor:
     def spend_time(
         self, scheduler_output: SchedulerOutput, model_output: ModelOutput, computed: float | None = None
     ) -> None:
-        """Sleeps for the time of the step, and writes its timings into ``model_output``. In a pipeline the last stage
-        has ``computed`` it at that time.
+        """Sleeps for the time of the step, and writes its timings into ``model_output``. In a pipeline, ``computed`` is
+        when the last stage has computed the step.
         """
         timings, overhead = self._timings(scheduler_output)
         model_output.timings = timings
@@ -189,8 +189,8 @@ class SimulatedExecutor:
         self._sleep(device + overhead if self.depth == 1 else max(device, overhead))
 
     def _begin(self, scheduler_output: SchedulerOutput) -> None:
-        """Brings the rows up to date, and begins the step's transfers to and from the disk, which last beside this step
-        and later ones.
+        """Updates the rows, and starts the step's transfers to and from the disk, which run parallel to this and later
+        steps.
         """
         for row in scheduler_output.freed_rows:
             self._rows.pop(row, None)
@@ -203,7 +203,7 @@ class SimulatedExecutor:
         self._disk.submit(scheduler_output.copies, self._clock())
 
     def _timings(self, scheduler_output: SchedulerOutput) -> tuple[StepTimings, float]:
-        """The seconds of each part of a step, and its overhead."""
+        """Returns the seconds of each part of a step, and its overhead."""
         timings = self._latency.timings(scheduler_output, self._capacity.block_size, self._capacity.block_bytes)
         factor = 1 + self._latency.jitter * (2 * uniform(self._seed, scheduler_output.step) - 1)
         timings.swap *= factor
@@ -212,7 +212,7 @@ class SimulatedExecutor:
         return timings, self._latency.overhead_seconds * factor
 
     def _pass_stages(self, scheduler_output: SchedulerOutput) -> float:
-        """Sends a step through the stages, each of which begins when it is free. Returns when the last one is done."""
+        """Sends a step through the stages, each of which starts when it is free. Returns when the last one is done."""
         timings, _ = self._timings(scheduler_output)
         seconds, done = (timings.swap + timings.forward) / self._num_stages, self._clock()
         for stage, free in enumerate(self._stages_free):
@@ -227,10 +227,10 @@ class SimulatedExecutor:
         return self._disk.take(self._clock())
 
     def remove_lora(self, lora_id: int) -> None:
-        """Nothing is held for adapters."""
+        """Does nothing, because adapters have no memory here."""
 
     def close(self) -> None:
-        """Does nothing, as nothing is allocated."""
+        """Does nothing, because nothing is allocated."""
 
     def _sample(self, row: "SimulatedRow", choice: int, position: int, draw: int, model_output: ModelOutput) -> None:
         request, last = row.sample_requests[choice], row.token_ids[position - 1]
@@ -253,7 +253,9 @@ class SimulatedExecutor:
             model_output.logprobs[draw] = TokenLogprobs(ranking[0][1], top)
 
     def _ranking(self, context_hash: int, count: int, banned: frozenset[int]) -> Ranking:
-        """The ``count`` most probable tokens of a hashed context, or all of a smaller vocabulary, best first."""
+        """Returns the ``count`` most probable tokens of a hashed context, or all of a smaller vocabulary, best
+        first.
+        """
         ranking: Ranking = []
         for offset in range(self._vocab_size):
             token_id = (context_hash + offset) % self._vocab_size
@@ -264,7 +266,7 @@ class SimulatedExecutor:
         return ranking
 
     def _score(self, row: "SimulatedRow", chunk: ScheduledChunk) -> list[TokenLogprobs]:
-        """Log-probabilities of the tokens of the prompt that follow those of the chunk."""
+        """Returns log-probabilities of the prompt tokens that follow the chunk's tokens."""
         ends = range(chunk.start + 1, min(chunk.end + 1, row.sample_requests[0].num_prompt_tokens))
         return [
             self._score_one(
@@ -281,20 +283,20 @@ class SimulatedExecutor:
 
 @dataclass(slots=True)
 class SimulatedRow:
-    """What is known of a sequence. ``prompt_logprobs`` as in ``NewRequest.num_prompt_logprobs``."""
+    """The known state of a sequence. ``prompt_logprobs`` as in ``NewRequest.num_prompt_logprobs``."""
 
     token_ids: list[int]
     sample_requests: tuple[SampleRequest, ...]
     prompt_logprobs: int | None
 
     def put(self, index: int, token_id: int) -> None:
-        """Writes a token over an older one, or behind all of them."""
+        """Replaces the token at ``index``, or appends it."""
         self.token_ids[index : index + 1] = [token_id]
 
 
 class SimulatedStep:
-    """A step in flight. Its output is computed in ``sample_tokens``, and its time passes in ``get_output``. The last
-    stage of a pipeline has ``computed`` it at that time.
+    """A step in flight. ``sample_tokens`` computes its output, and its time passes in ``get_output``. In a pipeline,
+    ``computed`` is when the last stage has computed the step.
     """
 
     def __init__(
@@ -316,7 +318,9 @@ class SimulatedStep:
 
 
 def _logprob(context_hash: int, rank: int) -> float:
-    """The log-probability of the token at ``rank``: strictly decreasing, and the probabilities sum to less than 1."""
+    """Returns the log-probability of the token at ``rank``. It strictly decreases, and the probabilities sum to less
+    than 1.
+    """
     return -1.0 - uniform(context_hash) - 2.0 * log1p(rank)
 
 
@@ -328,7 +332,7 @@ MIX_A, MIX_B = 0xBF58476D1CE4E5B9, 0x94D049BB133111EB
 
 
 def splitmix(seed: int, *values: int) -> int:
-    """A pseudo-random number below 2^64 that depends on the arguments only, on every machine: the values are folded
+    """Returns a pseudo-random number below 2^64 that depends only on the arguments, on every machine. Folds the values
     into one key, which then passes through the finaliser of SplitMix64 (Steele, Lea and Flood).
     """
     key = seed + GOLDEN
@@ -340,5 +344,5 @@ def splitmix(seed: int, *values: int) -> int:
 
 
 def uniform(seed: int, *values: int) -> float:
-    """As ``splitmix``, uniform in [0, 1)."""
+    """Like ``splitmix``, uniform in [0, 1)."""
     return (splitmix(seed, *values) >> 11) / (1 << 53)

@@ -1,4 +1,4 @@
-"""``Simulation``: runs the engine's own core, scheduler and pools on virtual time. Requests arrive at their times of a
+"""``Simulation``: runs the engine's own core, scheduler and pools on virtual time. Requests arrive at the times of a
 trace, and the simulated executor says how long steps take. ``SimulationRecorder`` records the times of each request and
 the state after each step.
 """
@@ -31,15 +31,15 @@ from quire_engine.simulation.simulated_executor import LatencyModel, SimulatedEx
 from quire_engine.simulation.step_policies import STEP_POLICIES, Batching
 from quire_engine.simulation.trace import Arrival
 
-NANOSECONDS = 1_000_000_000  # of a second
+NANOSECONDS = 1_000_000_000  # per second
 INSPECTION_STEPS = 256  # between two searches for leaked blocks
 STUCK_AFTER = 1000  # steps that take no time
 
 
 class Simulation:
-    """One engine for one run, which ``recorder`` records. ``memory``: how its KV memory is handed out; what is reserved
-    has no prefix cache and no host pool, and with static ``batching`` is held until the end of the batch. The disk has
-    ``num_disk_blocks`` blocks, and nothing is on it at the start.
+    """One engine for one run, which ``recorder`` records. ``memory`` says how its KV memory is allocated. Reserved
+    memory has no prefix cache and no host pool, and with static ``batching`` is held until the end of the batch. The
+    disk has ``num_disk_blocks`` blocks and is empty at the start.
     """
 
     def __init__(
@@ -96,8 +96,8 @@ class Simulation:
         return self.recorder
 
     def _step_until(self, time: float) -> None:
-        """Steps while there is work and the clock is before ``time``. Requests that arrive during a step wait
-        for its end.
+        """Runs steps while there is work and the clock is before ``time``. Requests that arrive during a step wait for
+        its end.
         """
         idle_steps = 0
         while self.scheduler.has_work and self.clock.seconds < time:
@@ -111,7 +111,7 @@ class Simulation:
                 self.clock.advance_to(time)
 
     def _spend(self, seconds: float) -> None:
-        """Lets the time of a step pass, in which the slots are as the step was scheduled."""
+        """Lets the time of a step pass, and records the slots of the scheduled step for that time."""
         self.recorder.record_slots(seconds)
         self.clock.sleep(seconds)
 
@@ -136,10 +136,10 @@ class Simulation:
 
 
 class SimulationRecorder:
-    """Records arrivals and steps. ``admissions`` are ranks of requests in the order of their first admission,
-    ``token_gaps`` the seconds between two tokens of one request, ``slot_seconds`` the KV slots times the seconds in
-    which steps were computed, ``leaked_blocks`` the most that were ever found, and ``wall_seconds`` the duration of the
-    whole run in real time.
+    """Records arrivals and steps. ``admissions`` are ranks of requests in the order of their first admission.
+    ``token_gaps`` are the seconds between two tokens of one request. ``slot_seconds`` are the KV slots times the
+    seconds of the steps. ``leaked_blocks`` is the most that were found at any time. ``wall_seconds`` is the real
+    duration of the whole run.
     """
 
     def __init__(self, scheduler: Scheduler) -> None:
@@ -172,7 +172,7 @@ class SimulationRecorder:
             self.check_leaks()
 
     def record_slots(self, seconds: float) -> None:
-        """Records what the slots are good for while a step is computed."""
+        """Records the use of the slots while a step is computed."""
         self.slot_seconds.add(count_slots(self._memory, self.scheduler.running, self._ended), seconds)
 
     def check_leaks(self) -> None:
@@ -218,9 +218,9 @@ class SimulationRecorder:
 
 @dataclass(slots=True)
 class RequestRecord:
-    """The times of one request, in seconds since the start; None if it has not happened. ``rank`` is its index in the
-    order of arrivals, ``error`` the code with which it ended, ``longest_gap`` the longest time between two tokens, and
-    ``timings`` are the engine's own.
+    """The times of one request, in seconds since the start; None for events that have not happened. ``rank`` is its
+    index in the order of arrivals, ``error`` the code with which it ended, ``longest_gap`` the longest time between two
+    tokens, and ``timings`` the engine's own record.
     """
 
     rank: int
@@ -236,13 +236,13 @@ class RequestRecord:
 
     @property
     def was_preempted(self) -> bool:
-        """Whether it gave way at least once."""
+        """Whether the request was preempted at least once."""
         return self.timings is not None and self.timings.num_preemptions > 0
 
 
 @dataclass(slots=True)
 class StepSamples:
-    """One entry for each step: when it ended and its duration, in seconds, and the engine's state at its end.
+    """One entry per step: when it ended and its duration, in seconds, and the engine's state at its end.
     ``host_seconds`` is the real time of scheduling and output processing.
     """
 
@@ -261,7 +261,7 @@ class VirtualClock:
         self._now = 0
 
     def __call__(self) -> int:
-        """The time in nanoseconds, as from ``time.time_ns``."""
+        """Returns the time in nanoseconds, like ``time.time_ns``."""
         return self._now
 
     @property

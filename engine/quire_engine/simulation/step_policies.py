@@ -12,8 +12,8 @@ Batching = Literal["continuous", "static", "phased"]
 
 
 def static_batching(batch: BatchScheduler, scheduler_output: SchedulerOutput, budget: StepBudget) -> None:
-    """Makes a batch of all that wait and fit, and admits nothing until its last sequence has ended. The batch has room
-    for all its prompts from its first step on, unless their layers have windows, however many steps they take.
+    """Makes a batch of all waiting sequences that fit, and admits nothing until its last sequence has ended. From its
+    first step on, the batch has memory for all its prompts, however many steps they take; not if layers have windows.
     """
     batch.schedule_running(batch.running_of_step(), scheduler_output, budget)
     batch.schedule_preempted(scheduler_output, budget)
@@ -34,7 +34,7 @@ def static_batching(batch: BatchScheduler, scheduler_output: SchedulerOutput, bu
 
 
 def phased_batching(batch: BatchScheduler, scheduler_output: SchedulerOutput, budget: StepBudget) -> None:
-    """Computes prompts alone as long as there are some that fit into memory, or else one token of each sequence."""
+    """Computes only prompts while any fit into memory, otherwise one token of each sequence."""
     prefills = [each for each in batch.running_of_step() if _is_prefill(each)]
     batch.schedule_running(prefills, scheduler_output, budget)
     batch.schedule_preempted(scheduler_output, budget, _is_prefill)

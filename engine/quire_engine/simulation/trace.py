@@ -1,7 +1,7 @@
 """Reads traces of requests in two public formats, Azure's and Mooncake's.
 
 Traces have lengths instead of texts, so prompts are generated: from the row's number, or from the trace's hash ids of
-prefix blocks, so that prompts share exactly the prefixes that the traced ones shared.
+prefix blocks. Prompts then share exactly the prefixes that the traced ones shared.
 """
 
 import csv
@@ -17,7 +17,7 @@ from typing import Any, TextIO
 
 from quire_engine.simulation.simulated_executor import uniform
 
-MOONCAKE_BLOCK = 512  # tokens of a hash id
+MOONCAKE_BLOCK = 512  # tokens per hash id
 MOONCAKE_BUCKET = 3.0  # seconds to which timestamps are rounded
 MAX_TOKENS = 1 << 24
 
@@ -27,7 +27,7 @@ MOONCAKE_KEYS = ("timestamp", "input_length", "output_length", "hash_ids")
 
 
 class TraceError(Exception):
-    """The file cannot be read as a trace. The text names the file, the line, and what is expected there."""
+    """The file cannot be read as a trace. The text names the file, the line, and the expected contents."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,8 +46,8 @@ class Arrival:
     lora_name: str = ""
 
     def prompt(self, vocab_size: int) -> Sequence[int]:
-        """The prompt's token ids. A block repeats the digits of its id, so that blocks with different ids differ in
-        their first two tokens.
+        """Returns the prompt's token ids. A block repeats the digits of its id, so that blocks with different ids
+        differ in their first two tokens.
         """
         tokens = array("i")
         for prefix_id in self.prefix_ids:
@@ -60,11 +60,11 @@ class Arrival:
 def read_trace(
     path: Path, *, start: int = 0, limit: int | None = None, rate: float = 1.0, seed: int = 0
 ) -> list[Arrival]:
-    """The ``limit`` requests from row ``start`` on, in the order of their times, the first at 0 and all ``rate`` times
-    as fast as they were. Raises ``TraceError``.
+    """Returns the ``limit`` requests from row ``start`` on, in the order of their times. The first is at 0, and all
+    arrive ``rate`` times as fast as in the trace. Raises ``TraceError``.
 
-    A ``.jsonl`` file is read as Mooncake's, anything else as Azure's. ``seed`` spreads the arrivals of a Mooncake trace
-    inside of its buckets of three seconds; a row's time does not depend on the other rows that are read.
+    A ``.jsonl`` file is read as Mooncake's, any other as Azure's. ``seed`` spreads the arrivals of a Mooncake trace
+    within its buckets of 3 seconds. A row's time does not depend on which other rows are read.
     """
     stop = None if limit is None else start + limit
     try:
@@ -81,7 +81,7 @@ def read_trace(
 
 
 def _azure(file: TextIO) -> Iterator[Arrival]:
-    """Rows of ``AZURE_COLUMNS``. Prefixes are unknown, so none is shared."""
+    """Yields rows of ``AZURE_COLUMNS``. Prefixes are unknown, so none is shared."""
     rows = csv.DictReader(file)
     missing = [name for name in AZURE_COLUMNS if name not in (rows.fieldnames or ())]
     if missing:
@@ -100,8 +100,8 @@ def _azure(file: TextIO) -> Iterator[Arrival]:
 
 
 def _mooncake(file: TextIO, seed: int) -> Iterator[Arrival]:
-    """Lines of JSON with ``timestamp`` in milliseconds, ``input_length``, ``output_length`` and ``hash_ids``, and with
-    ``lora_name`` for a request with an adapter, which Mooncake's own have not.
+    """Yields lines of JSON with ``timestamp`` in milliseconds, ``input_length``, ``output_length`` and ``hash_ids``,
+    and optionally ``lora_name`` for an adapter, which Mooncake's own traces do not have.
     """
     for row, line in enumerate(file):
         try:
@@ -119,12 +119,12 @@ def _mooncake(file: TextIO, seed: int) -> Iterator[Arrival]:
 
 
 def _reason(error: Exception) -> str:
-    """What is wrong with a row, in the words of what refused it."""
+    """Returns what is wrong with a row, in the words of the error."""
     return "it is not JSON" if isinstance(error, json.JSONDecodeError) else str(error)
 
 
 def _arrival(time: float, num_prompt: int, num_output: int, prefix_ids: tuple[int, ...], block: int) -> Arrival:
-    """Checks the values. Prompt and output have at least one token each, as an engine needs that."""
+    """Checks the values. Gives prompt and output at least one token each, as an engine needs."""
     if not (isfinite(time) and max(num_prompt, num_output) <= MAX_TOKENS):
         raise ValueError(f"a time must be finite and a length at most {MAX_TOKENS}")
     if len(prefix_ids) * block < num_prompt:

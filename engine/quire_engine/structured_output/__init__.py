@@ -1,1 +1,1 @@
-"""Grammars that outputs follow: tried out in a sandbox, compiled by llguidance, matched as bitmasks."""
+"""Grammars that outputs follow: tried in a sandbox, compiled by llguidance, matched as bitmasks."""

@@ -1,6 +1,6 @@
-"""Compiles the grammars that requests ask for: ``GrammarCompiler`` compiles each once, on threads of its own and within
-bounds; ``ModelGrammars`` is its backend, which translates a grammar for llguidance, tries it in a sandbox, and
-compiles it for the model's vocabulary.
+"""Compiles the grammars of requests. ``GrammarCompiler`` compiles each grammar once, on its own threads and within
+limits. ``ModelGrammars`` is its backend: it translates a grammar for llguidance, tries it in a sandbox, and compiles it
+for the model's vocabulary.
 """
 
 import logging
@@ -34,8 +34,8 @@ from quire_engine.structured_output.tenant_turns import Job, TenantTurns
 log = logging.getLogger(__name__)
 NUM_THREADS = 2
 MAX_PENDING = 256
-PENDING_SHARE, ALIVE_SHARE = 1 / 8, 1 / 2  # of them that one tenant may have, where tenants have salts
-# The bounds of the cache, and of all grammars in use.
+PENDING_SHARE, ALIVE_SHARE = 1 / 8, 1 / 2  # fractions of these that one tenant with a salt may have
+# The limits of the cache, and of all grammars in use.
 MAX_CACHED = 1024
 MAX_CACHED_BYTES = 32 << 20
 MAX_ALIVE_BYTES = 64 << 20
@@ -57,10 +57,10 @@ Observer = Callable[[CompileOutcome, float], None]
 
 
 class GrammarCompiler:
-    """The grammars of one model, each compiled once. May be used from any thread.
+    """The grammars of one model, each compiled once. Thread-safe.
 
-    ``observer`` is called with the outcome of each submitted grammar, and the seconds that compiling it took, on any
-    thread; it must return quickly. ``max_alive_bytes`` of grammars may be in use at once; None means
+    ``observer`` is called on any thread with the outcome of each submitted grammar and the seconds that compiling it
+    took. It must return quickly. ``max_alive_bytes`` limits the grammars in use at once; None means
     ``MAX_ALIVE_BYTES``.
     """
 
@@ -71,7 +71,7 @@ class GrammarCompiler:
         self._max_alive_bytes = max_alive_bytes
         self._backend = backend
         self._turns = TenantTurns(NUM_THREADS, "grammars")
-        self._lock = RLock()  # a grammar's finalizer may run on a thread that holds the lock
+        self._lock = RLock()  # an RLock, because a grammar's finalizer may run on the thread that holds it
         self._cache: OrderedDict[Structured, Future[CompiledGrammar]] = OrderedDict()
         self._waiters: Counter[Structured] = Counter()
         self._jobs: dict[Structured, Job] = {}
@@ -79,9 +79,10 @@ class GrammarCompiler:
         self._alive_bytes: Counter[bytes] = Counter()
 
     def submit(self, structured: Structured, tenant: bytes = b"") -> "Future[CompiledGrammar]":
-        """A future of the compiled grammar, shared by equal grammars, whose turn comes with those of a ``tenant``, a
-        cache salt. It fails with ``QuireError`` INVALID for an invalid grammar. Call ``withdraw`` to stop waiting.
-        Raises ``QuireError`` OVERLOADED when too many grammars are pending or in use, in all or of the tenant.
+        """Returns a future of the compiled grammar, which equal grammars share. Grammars are compiled in turns of their
+        ``tenant``, a cache salt. The future fails with ``QuireError`` INVALID for an invalid grammar. Call ``withdraw``
+        to stop waiting. Raises ``QuireError`` OVERLOADED if too many grammars are pending or in use, in total or for
+        the tenant.
         """
         with self._lock:
             self._waiters[structured] += 1
@@ -90,7 +91,7 @@ class GrammarCompiler:
                 if cached.done():
                     del self._waiters[structured]
                 elif (job := self._jobs.get(structured)) is not None:
-                    self._turns.submit(tenant, job)  # its first tenant may have many before it
+                    self._turns.submit(tenant, job)  # its first tenant may have many jobs before it
                 self.observer(CompileOutcome.KNOWN, 0.0)
                 return cached
             if self._is_full(tenant):
@@ -106,7 +107,7 @@ class GrammarCompiler:
         return future
 
     def _is_full(self, tenant: bytes) -> bool:
-        """Whether too many grammars are pending or in use: in all, or of a tenant with a salt, which has a share."""
+        """Whether too many grammars are pending or in use, in total or for a tenant with a salt, which has a share."""
         max_alive = MAX_ALIVE_BYTES if self._max_alive_bytes is None else self._max_alive_bytes
         for counts, most, share in (
             (self._num_pending, MAX_PENDING, PENDING_SHARE),
@@ -117,8 +118,8 @@ class GrammarCompiler:
         return False
 
     def prepare(self) -> None:
-        """Has a thread import what grammars need. A start does without it, but a request must not be the first to open
-        those files: there may be no descriptors left by then.
+        """Imports the grammar library on a thread. The engine starts without it, but the first request must not open
+        its files: the process may have run out of descriptors by then.
         """
         self._turns.submit(b"", Job(import_llguidance))
 
@@ -143,7 +144,7 @@ class GrammarCompiler:
             grammar = self._backend.compile(structured)
             outcome = CompileOutcome.COMPILED
         except QuireError as error:
-            # Without its traceback: the error is cached, and the frames reference the whole grammar.
+            # Without its traceback: the error is cached, and its frames would keep the whole grammar.
             rejected = error.about(error.param)
             outcome = CompileOutcome.REFUSED
         finally:
@@ -190,7 +191,7 @@ def _subtract(counts: Counter[bytes], tenant: bytes, count: int) -> None:
 
 
 def _is_cacheable(done: "Future[CompiledGrammar]") -> bool:
-    """Whether compiling again would have the same result."""
+    """Whether compiling again would give the same result."""
     if done.cancelled():
         return False
     error = done.exception()
@@ -202,13 +203,13 @@ def _result_or_none(settled: "Future[CompiledGrammar]") -> CompiledGrammar | Non
 
 
 def _num_bytes(structured: Structured, grammar: CompiledGrammar | None) -> int:
-    """Bytes in memory: the text, the least that a grammar takes, and the measured size of this one."""
+    """Returns bytes in memory: the text, the minimum that a grammar takes, and this one's measured size."""
     return len(structured.text) + 1024 + (0 if grammar is None else grammar.num_bytes)
 
 
 class ModelGrammars:
-    """Compiles grammars for the model in ``folder``. The tokenizer is read, and sandboxes start, with the first
-    grammar. May be used from any thread; ``num_sandboxes`` grammars can be tried at once.
+    """Compiles grammars for the model in ``folder``. Reads the tokenizer and starts sandboxes with the first grammar.
+    Thread-safe; ``num_sandboxes`` grammars can be tried at once.
     """
 
     def __init__(
@@ -225,9 +226,9 @@ class ModelGrammars:
             self._idle_sandboxes.put(sandbox)
 
     def compile(self, structured: Structured) -> CompiledGrammar:
-        """May take seconds. Raises ``QuireError`` INVALID for a grammar that is invalid, needs too much time or memory,
-        or is not supported with this model, and OVERLOADED when trying it timed out, or a file, process or memory could
-        not be had.
+        """Compiles a grammar, which may take seconds. Raises ``QuireError`` INVALID if the grammar is invalid, needs
+        too much time or memory, or is not supported with this model. Raises OVERLOADED if the sandbox timed out, or if
+        a file, process or memory was not available.
         """
         try:
             definition = to_llguidance(structured)
@@ -244,13 +245,13 @@ class ModelGrammars:
         return grammar
 
     def close(self) -> None:
-        """Ends the processes."""
+        """Ends the sandbox processes."""
         for sandbox in self._sandboxes:
             sandbox.close()
 
     def _check_in_sandbox(self, definition: str) -> tuple[int, str]:
-        """See ``GrammarSandbox.check``. Tries again when the sandbox was lost. Raises ``QuireError`` OVERLOADED when it
-        was lost ``ATTEMPTS`` times.
+        """See ``GrammarSandbox.check``. Tries again if the sandbox was lost. Raises ``QuireError`` OVERLOADED after
+        ``ATTEMPTS`` losses.
         """
         sandbox = self._idle_sandboxes.get()
         try:

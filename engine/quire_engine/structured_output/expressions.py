@@ -1,5 +1,5 @@
-"""Regular expressions as data: what texts an expression matches, and how JSON writes them. Each character is spelt in
-one way, so that the strings of JSON that two expressions allow can be intersected and subtracted as texts.
+"""Regular expressions as data: the texts that an expression matches, and their spelling in JSON. Each character has one
+spelling, so that sets of JSON strings can be intersected and subtracted as texts.
 """
 
 import math
@@ -12,11 +12,11 @@ MAX_CODE_POINT = 0x10FFFF
 _MAX_LENGTH = 4096  # of texts whose lengths are counted
 SURROGATES = (0xD800, 0xDFFF)
 _SHORT = {8: "b", 9: "t", 10: "n", 12: "f", 13: "r", 34: '"', 92: "\\\\"}
-"""What stands behind the backslash, as a regular expression, of characters that JSON has short escapes for."""
+"""The regular expression after the backslash, for characters with a short escape in JSON."""
 _ESCAPED = (*range(32), 34, 92)
 _ESCAPES = r'\\["\\bfnrt]|\\u00(?:0[0-7be-f]|1[0-9a-f])'
 CHARACTER = rf'(?:[^"\\\x00-\x1f]|{_ESCAPES})'
-"""Any character of a string of JSON."""
+"""Any character of a JSON string."""
 
 
 class PatternError(ValueError):
@@ -25,28 +25,28 @@ class PatternError(ValueError):
 
 @dataclass(frozen=True, slots=True)
 class Characters:
-    """One character of these ranges of code points."""
+    """One character from these ranges of code points."""
 
     ranges: Ranges
 
 
 @dataclass(frozen=True, slots=True)
 class InOrder:
-    """Expressions one after the other."""
+    """Expressions one after another."""
 
     parts: tuple["Expression", ...]
 
 
 @dataclass(frozen=True, slots=True)
 class Choice:
-    """One of some expressions."""
+    """Any one of several expressions."""
 
     options: tuple["Expression", ...]
 
 
 @dataclass(frozen=True, slots=True)
 class Repeat:
-    """An expression ``least`` to ``most`` times, without end if ``most`` is None."""
+    """An expression repeated ``least`` to ``most`` times; without a limit if ``most`` is None."""
 
     part: "Expression"
     least: int
@@ -65,7 +65,7 @@ EMPTY = InOrder(())
 
 
 def complement(ranges: Ranges) -> Ranges:
-    """All other characters."""
+    """Returns all other characters."""
     result, at = [], 0
     for low, high in normal((*ranges, SURROGATES)):
         if at < low:
@@ -77,7 +77,7 @@ def complement(ranges: Ranges) -> Ranges:
 
 
 def normal(ranges: Ranges) -> Ranges:
-    """The ranges in their order, without overlaps."""
+    """Returns the ranges sorted and without overlaps."""
     result: list[tuple[int, int]] = []
     for low, high in sorted(ranges):
         if result and low <= result[-1][1] + 1:
@@ -100,7 +100,7 @@ def matches(expression: Expression, text: str) -> bool:
 
 
 def _ends(expression: Expression, text: str, starts: frozenset[int]) -> frozenset[int]:
-    """Where the expression may end in ``text`` if it begins at one of ``starts``."""
+    """Returns the positions at which the expression may end in ``text`` if it begins at one of ``starts``."""
     match expression:
         case Characters(ranges=ranges):
             return frozenset(at + 1 for at in starts if at < len(text) and _includes(ranges, ord(text[at])))
@@ -124,7 +124,7 @@ def _repeated_ends(repeat: Repeat, text: str, starts: frozenset[int]) -> frozens
             if starts <= found:
                 break
             found |= starts
-        elif starts == before:  # it matches nothing too, so that more of it changes nothing
+        elif starts == before:  # the part also matches the empty text, so more repetitions change nothing
             return found | starts
     return found
 
@@ -134,7 +134,9 @@ def _includes(ranges: Ranges, code: int) -> bool:
 
 
 def span(expression: Expression) -> tuple[int, float] | None:
-    """The shortest and the longest of the texts that the expression matches; None if there is none."""
+    """Returns the lengths of the shortest and of the longest text that the expression matches; None if it matches
+    none.
+    """
     match expression:
         case Characters(ranges=ranges):
             return (1, 1) if ranges else None
@@ -154,7 +156,7 @@ def span(expression: Expression) -> tuple[int, float] | None:
 
 
 def lengths(expression: Expression, most: int) -> int:
-    """The lengths of the texts that the expression matches, up to ``most``, as bits."""
+    """Returns the lengths of the texts that the expression matches, up to ``most``, as a bit mask."""
     mask = (2 << most) - 1
     match expression:
         case Characters(ranges=ranges):
@@ -198,7 +200,7 @@ def _multiples(part: int, least: int, most: int | None, mask: int) -> int:
 
 
 def has_length(expression: Expression, least: int, most: int | None) -> bool:
-    """Whether the expression matches a text of such a length."""
+    """Whether the expression matches a text of ``least`` to ``most`` characters."""
     known = span(expression)
     if known is None or known[1] < least or (most is not None and known[0] > most):
         return False
@@ -208,7 +210,7 @@ def has_length(expression: Expression, least: int, most: int | None) -> bool:
 
 
 def all_texts(expression: Expression, limit: int) -> list[str] | None:
-    """Every text that the expression matches; None where they are more than ``limit``."""
+    """Returns every text that the expression matches; None if there are more than ``limit``."""
     match expression:
         case Characters(ranges=ranges):
             count = sum(high - low + 1 for low, high in ranges)
@@ -238,7 +240,7 @@ def _bounded(parts: Iterator[list[str] | None], limit: int) -> list[str] | None:
 
 
 def samples(expression: Expression, limit: int = 64) -> list[str]:
-    """Some of the texts that the expression matches."""
+    """Returns some of the texts that the expression matches."""
     return list(islice(dict.fromkeys(_samples(expression)), limit))
 
 
@@ -262,7 +264,7 @@ def _samples(expression: Expression) -> Iterator[str]:
 
 
 def quoted_regex(expression: Expression) -> str:
-    """The regular expression of the texts as JSON spells them, without the quotes."""
+    """Returns the regular expression of the texts in JSON spelling, without the quotes."""
     match expression:
         case Characters(ranges=ranges):
             return _quoted_set(ranges)
@@ -276,7 +278,7 @@ def quoted_regex(expression: Expression) -> str:
 
 
 def quoted_text(text: str) -> str:
-    """A text as JSON spells it here, with its quotes. Raises ``PatternError`` for half of a surrogate pair."""
+    """Returns a text in JSON spelling, with quotes. Raises ``PatternError`` for half of a surrogate pair."""
     spelt = []
     for character in text:
         code = ord(character)
@@ -287,7 +289,7 @@ def quoted_text(text: str) -> str:
 
 
 def _spelling(code: int) -> tuple[str, str]:
-    """How JSON spells a character that it escapes, and the regular expression of that."""
+    """Returns the JSON spelling of an escaped character, and the regular expression that matches it."""
     short = _SHORT.get(code)
     text = f"\\{short[-1]}" if short else f"\\u{code:04x}"
     return text, text.replace("\\", "\\\\")

@@ -1,9 +1,9 @@
-"""The ``format``s of JSON Schema that grammars enforce, as patterns of the whole text. Where a standard leaves a choice
-that clients' parsers do not all take (leap seconds, a small ``t`` or ``z``), grammars write what all of them take.
+"""The ``format``s of JSON Schema that grammars enforce, as patterns of the whole text. If a standard leaves a choice
+that not all parsers accept (leap seconds, a lower-case ``t`` or ``z``), grammars write the form that all accept.
 """
 
 _YEAR = "(?:000[1-9]|00[1-9][0-9]|0[1-9][0-9]{2}|[1-9][0-9]{3})"
-_OF_FOUR = "(?:0[48]|[2468][048]|[13579][26])"  # the multiples of four below a hundred, without zero
+_OF_FOUR = "(?:0[48]|[2468][048]|[13579][26])"  # multiples of four below a hundred, without zero
 _LEAP_YEAR = f"(?:[0-9]{{2}}{_OF_FOUR}|{_OF_FOUR}00)"
 _DATE = (
     f"(?:{_YEAR}-(?:(?:0[13578]|1[02])-(?:0[1-9]|[12][0-9]|3[01])|(?:0[469]|11)-(?:0[1-9]|[12][0-9]|30)"
@@ -22,7 +22,7 @@ _GROUP = "[0-9A-Fa-f]{1,4}"
 
 
 def _groups(least: int, most: int) -> str:
-    """So many groups of an IPv6 address, with colons between."""
+    """Returns the pattern of ``least`` to ``most`` groups of an IPv6 address, separated by colons."""
     some = f"{_GROUP}(?::{_GROUP}){{{max(least, 1) - 1},{most - 1}}}" if most else ""
     return f"(?:{some})?" if most and not least else some
 

@@ -1,8 +1,8 @@
-"""JSON Schemas as grammars in llguidance's dialect of Lark: ``json_grammar`` writes the nodes of a ``SchemaReader`` as
+"""JSON Schemas as grammars in llguidance's dialect of Lark. ``json_grammar`` writes the nodes of a ``SchemaReader`` as
 rules, with a terminal for each string, number and name.
 
-The library can compile schemas itself, but reads their numbers as doubles, spells one name in several ways, and lets an
-object begin a property that no name is left for.
+The library can compile schemas itself. But it reads their numbers as doubles, spells one name in several ways, and lets
+an object begin a property for which no name is left.
 """
 
 import json
@@ -34,18 +34,18 @@ from quire_engine.structured_output.schema_shapes import (
     is_possible,
 )
 
-# One space, or one line break with its indentation: JSON as models write it, without endless whitespace.
+# One space, or one line break with indentation: JSON as models write it, without endless whitespace.
 WHITESPACE = r"( |\n[ \t]{0,32})"
 _HEADER = f'%llguidance {{"ignore_once": true}}\n%ignore /{WHITESPACE}/'
 _COMMA = '","'
 _MAX_STATES = 4000  # of one object whose properties are counted
-MAX_RULES = 8000  # which take 0.6 s of a processor, and more memory than a grammar may have
+MAX_RULES = 8000  # take 0.6 s of processor time, and more memory than a grammar may have
 _MAX_CHARS = 1 << 22
 
 
 def json_grammar(schema: Any) -> str:
-    """The grammar of the values of ``schema``. Raises ``SchemaError`` for one that cannot be enforced or satisfied, and
-    ``RecursionError`` for one that is nested too deeply.
+    """Returns the grammar of the values of ``schema``. Raises ``SchemaError`` if it cannot be enforced or satisfied,
+    and ``RecursionError`` if it is nested too deeply.
     """
     avoid = schema.get(AVOID) if isinstance(schema, Mapping) else None
     marks = [each for each in avoid if isinstance(each, str) and each] if isinstance(avoid, list) else []
@@ -67,7 +67,9 @@ class _Writer:
         self._size = 0
 
     def grammar(self, root: Node, nodes: Sequence[Node]) -> str:
-        """The grammar of ``root``, with a rule for each of ``nodes``. Raises ``SchemaError`` for too many rules."""
+        """Returns the grammar of ``root``, with a rule for each of ``nodes``. Raises ``SchemaError`` for too many
+        rules.
+        """
         count = sum(_count_rules(shape) for node in nodes if node.is_possible for shape in node.shapes)
         if count > MAX_RULES:
             raise SchemaError(
@@ -97,7 +99,7 @@ class _Writer:
         return self._terminals[value]
 
     def _options(self, node: Node) -> Iterator[str]:
-        """What a node may be: rules of arrays and objects, and one terminal for the rest."""
+        """Yields the alternatives of a node: rules of arrays and objects, and one terminal for the rest."""
         scalars: list[str] = []
         for shape in filter(is_possible, node.shapes):
             if isinstance(shape, ArrayShape):
@@ -110,7 +112,7 @@ class _Writer:
             yield self._terminal(" | ".join(dict.fromkeys(scalars)))
 
     def _scalar(self, shape: Shape, scalars: list[str]) -> Iterator[str]:
-        """Adds terminals of a shape to ``scalars``. Yields what is not a terminal."""
+        """Adds terminals of a shape to ``scalars``. Yields alternatives that are not terminals."""
         if isinstance(shape, LiteralShape):
             for value in shape.values:
                 if isinstance(value, list | Mapping):
@@ -130,7 +132,7 @@ class _Writer:
                 yield self._new_rule(f"%json {json.dumps({**(shape.schema() or {}), **settings})}")
 
     def _pieces(self, value: Any) -> Iterator[str]:
-        """The texts of a value, between which there may be space."""
+        """Yields the texts of a value, between which whitespace is allowed."""
         if isinstance(value, Mapping):
             yield "{"
             for place, (name, each) in enumerate(value.items()):
@@ -149,7 +151,7 @@ class _Writer:
             yield self._string(value) if isinstance(value, str) else json.dumps(value)
 
     def _string(self, text: str) -> str:
-        """A text in JSON; where it would contain what is to be avoided, with escapes."""
+        """Returns a string in JSON, with escapes for texts that must be avoided."""
         written = quoted_text(text)
         for mark in self._avoid:
             written = written.replace(mark, f"\\u{ord(mark[0]):04x}{mark[1:]}")
@@ -191,7 +193,7 @@ class _Writer:
         return f'"[" {following} "]"'
 
     def _more_items(self, shape: ArrayShape, count: int, most: int | None) -> str:
-        """What follows ``count`` items."""
+        """Returns the rule for the items after the first ``count``."""
         item, least = f"n{shape.rest.number}", max(0, shape.least - count)
         left = None if most is None else most - count
         if left == 0:
@@ -228,7 +230,9 @@ class _Writer:
     def _from_member(
         self, member: str, is_required: bool, shape: ObjectShape, ways: Sequence[str | None], count: int
     ) -> str | None:
-        """The rule of this member and what follows, after ``count`` members. None where nothing can follow."""
+        """Returns the rule of this member and the following ones, after ``count`` members; None if no completion
+        exists.
+        """
         options = []
         after = ways[min(count + 1, len(ways) - 1)]
         if after is not None and (shape.most is None or count < shape.most):
@@ -240,8 +244,8 @@ class _Writer:
         return self._new_rule(" | ".join(options)) if options else None
 
     def _more_members(self, shape: ObjectShape, other: str, count: int) -> str | None:
-        """What follows the object's own members, of which it has ``count``. Names may come twice, so that only one of
-        the others is sure to count.
+        """Returns the rule for properties after the object's own members, of which it has ``count``; None if no
+        completion exists. Names may repeat, so only one of the other properties is sure to count.
         """
         least = max(0, shape.least - count)
         left = None if shape.most is None else shape.most - count
@@ -255,7 +259,7 @@ class _Writer:
         return several if least else f"({several})?"
 
     def _name(self, each: NameClass, own: Sequence[str]) -> str:
-        """The terminal of the names in a class."""
+        """Returns the terminal of the names in a class."""
         if len(each.within) == 1 and not each.without:
             texts = all_texts(each.within[0], MAX_NAMES)
             if texts is not None:
@@ -284,7 +288,7 @@ def _times(item: str, least: int, most: int | None) -> str:
 
 
 def _count_rules(shape: Shape) -> int:
-    """How many rules a shape takes at most, beside those of its nodes."""
+    """Returns how many rules a shape needs at most, in addition to its nodes' rules."""
     if isinstance(shape, ArrayShape):
         return len(shape.first)
     if not isinstance(shape, ObjectShape):
@@ -296,6 +300,6 @@ def _count_rules(shape: Shape) -> int:
 
 
 def _max_counted(shape: ObjectShape, num_members: int) -> int:
-    """Up to how many properties it matters how many there are: whether there is one, or the bounds."""
+    """Returns up to which number properties have to be counted: 1 to know if there is one, or the bounds."""
     is_counted = shape.least or shape.most is not None
     return min(num_members, max(shape.least, shape.most or 0) + 1 if is_counted else 1)

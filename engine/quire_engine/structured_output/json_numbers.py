@@ -1,10 +1,10 @@
-"""Numbers of JSON as regular expressions: ``NumberShape`` holds what a schema asks of a number and writes the texts
-that satisfy it.
+"""JSON numbers as regular expressions: ``NumberShape`` holds a schema's constraints on a number and writes the texts
+that satisfy them.
 
-Bounds are read exactly: an integer of any size as it is, and a float as the decimal that its shortest text names, as
-long as doubles can tell such decimals apart. Texts have at most ``INTEGER_DIGITS`` and ``FRACTION_DIGITS`` digits, so
-that no number is endless. All texts of one number have the same scale, a power of ten, so that an exclusive bound is
-the inclusive bound of its neighbour.
+Bounds are read exactly. An integer may have any size. A float is the decimal of its shortest text, as long as doubles
+can distinguish such decimals. Texts have at most ``INTEGER_DIGITS`` and ``FRACTION_DIGITS`` digits, so that no number
+is endless. All texts of one shape have the same scale, a power of ten, so that an exclusive bound equals the inclusive
+bound of its neighbour.
 """
 
 import math
@@ -16,18 +16,18 @@ from typing import Any
 
 INTEGER_DIGITS = 40  # integers of 128 bits have 39
 FRACTION_DIGITS = 20
-MAX_FRACTION_DIGITS = 60  # where bounds need more than the usual
+MAX_FRACTION_DIGITS = 60  # if bounds need more than the usual
 MAX_LITERALS = 512
-# A multiple is found by a state for each remainder.
+# Multiples are recognised with one state per remainder.
 MAX_REMAINDERS = 4096
 _EXACT = 1 << 53  # up to here a double is the decimal that was written
 _MOST = Fraction(10**INTEGER_DIGITS)
-_BEYOND = _MOST * 10**99  # no text with an exponent is as far
+_BEYOND = _MOST * 10**99  # beyond every text with an exponent
 _ANY = rf"-?(?:0|[1-9][0-9]{{0,{INTEGER_DIGITS - 1}}})(?:\.[0-9]{{1,{FRACTION_DIGITS}}})?(?:[eE][+-]?[0-9]{{1,2}})?"
 
 
 def exact(value: float) -> Fraction:
-    """The value of a number in a schema. Raises ``ValueError`` for one that is beyond a double."""
+    """Returns the value of a number in a schema. Raises ``ValueError`` if it exceeds a double."""
     if isinstance(value, int):
         return Fraction(value)
     if not math.isfinite(value):
@@ -36,13 +36,13 @@ def exact(value: float) -> Fraction:
 
 
 def is_number(value: Any) -> bool:
-    """Whether ``value`` is a number of JSON, which a truth value is not."""
+    """Whether ``value`` is a JSON number; booleans are not."""
     return isinstance(value, int | float) and not isinstance(value, bool)
 
 
 @dataclass(frozen=True, slots=True)
 class Bound:
-    """The end of a range, which is part of it unless it is ``exclusive``."""
+    """The end of a range, which includes it unless it is ``exclusive``."""
 
     value: Fraction
     exclusive: bool = False
@@ -50,7 +50,7 @@ class Bound:
 
 @dataclass(frozen=True, slots=True)
 class NumberShape:
-    """What schemas ask of a number: ``low`` and ``high`` are the tightest bounds, and the number is a multiple of
+    """A schema's constraints on a number: ``low`` and ``high`` are the tightest bounds, and the number is a multiple of
     ``step``.
     """
 
@@ -69,7 +69,7 @@ class NumberShape:
         )
 
     def accepts(self, value: float) -> bool:
-        """Whether a number satisfies it."""
+        """Whether a number satisfies the constraints."""
         number, low, high = exact(value), self.low, self.high
         if low is not None and (number < low.value or (low.exclusive and number == low.value)):
             return False
@@ -78,8 +78,9 @@ class NumberShape:
         return self.step is None or (number / self.step).denominator == 1
 
     def limits(self) -> tuple[int, int, Fraction]:
-        """The least and the greatest multiple of a step that satisfy it, and the step: that of the texts where it asks
-        for none. The greatest is less than the least where no number satisfies it.
+        """Returns the least and the greatest multiple of a step that satisfy the constraints, and the step. Without a
+        constraint on the step, it is the scale of the texts. The greatest is less than the least if no number satisfies
+        them.
         """
         step = self.step or Fraction(1, 10 ** self._fraction_digits())
         low = Bound(-_MOST, exclusive=True) if self.low is None or self.low.value < -_MOST else self.low
@@ -91,19 +92,21 @@ class NumberShape:
 
     @property
     def is_empty(self) -> bool:
-        """Whether no number satisfies it."""
+        """Whether no number satisfies the constraints."""
         least, greatest, _ = self.limits()
         return least > greatest
 
     def literals(self) -> list[str] | None:
-        """The texts of the numbers that satisfy it, where they are few multiples; None where a range is shorter."""
+        """Returns the texts of the numbers that satisfy the constraints, if they are a few multiples; None if a range
+        is shorter to write.
+        """
         least, greatest, step = self.limits()
         if self.step is None or _power_of_ten(step) is not None or greatest - least >= MAX_LITERALS:
             return None
         return [_decimal(number * step) for number in range(least, greatest + 1)]
 
     def regex(self) -> str | None:
-        """The regular expression of its texts. None where multiples cannot be written so."""
+        """Returns the regular expression of the texts; None if multiples cannot be written as one."""
         least, greatest, step = self.limits()
         power = _power_of_ten(step)
         above = self.low is None or self.low.value < -_BEYOND
@@ -114,8 +117,8 @@ class NumberShape:
         return "|".join(_signed(least, greatest, power))
 
     def schema(self) -> dict[str, Any] | None:
-        """A schema of multiples for llguidance, with bounds that are multiples too. None where it would read the
-        numbers in another way, or would need too much time.
+        """Returns a schema of multiples for llguidance, with bounds that are multiples too. None if the library would
+        read the numbers differently or need too much time.
         """
         least, greatest, step = self.limits()
         unit = 10 ** _decimals(step)
@@ -129,8 +132,8 @@ class NumberShape:
         }
 
     def _fraction_digits(self) -> int:
-        """The digits after the point: enough for the bounds, and few enough for a double to tell an exclusive bound
-        from the next number.
+        """Returns the number of digits after the point: enough for the bounds, and few enough for a double to
+        distinguish an exclusive bound from the next number.
         """
         bounds = [bound for bound in (self.low, self.high) if bound is not None]
         digits = min(MAX_FRACTION_DIGITS, max(FRACTION_DIGITS, *(_decimals(bound.value) for bound in bounds), 0))
@@ -143,7 +146,7 @@ class NumberShape:
 
 
 def read_bound(schema: Mapping[str, Any], keyword: str) -> NumberShape:
-    """What a keyword of ``schema`` asks of a number. Raises ``ValueError``."""
+    """Returns the constraint of a keyword of ``schema`` on a number. Raises ``ValueError``."""
     value, old_style = schema[keyword], {"exclusiveMinimum": "minimum", "exclusiveMaximum": "maximum"}
     if value is False and keyword in old_style:
         return NumberShape()
@@ -169,7 +172,7 @@ def _common_multiple(steps: list[Fraction]) -> Fraction | None:
 
 
 def _decimals(value: Fraction) -> int:
-    """Digits after the point; ``MAX_FRACTION_DIGITS`` of an endless fraction."""
+    """Returns the number of digits after the point; ``MAX_FRACTION_DIGITS`` for an endless fraction."""
     return next((n for n in range(MAX_FRACTION_DIGITS) if 10**n % value.denominator == 0), MAX_FRACTION_DIGITS)
 
 
@@ -191,7 +194,7 @@ def _plain(value: Fraction) -> float:
 
 
 def _signed(least: int, greatest: int, power: int) -> Iterator[str]:
-    """Regular expressions of the numbers from ``least`` to ``greatest`` times ten to the ``power``."""
+    """Yields regular expressions of the numbers from ``least`` to ``greatest``, times ten to the ``power``."""
     if least < 0:
         negative = "|".join(_unsigned(max(1, -greatest), -least, power))
         yield f"-(?:{negative})"
@@ -223,7 +226,7 @@ def _unsigned(least: int, greatest: int, power: int) -> Iterator[str]:
 
 
 def _whole(least: int, greatest: int) -> str:
-    """Integers without leading zeros."""
+    """Returns the regular expression of integers without leading zeros."""
     parts, full = [], []
     for length in range(len(str(least)), len(str(greatest)) + 1):
         low, high = max(least, 10 ** (length - 1) if length > 1 else 0), min(greatest, 10**length - 1)
@@ -237,7 +240,7 @@ def _whole(least: int, greatest: int) -> str:
 
 
 def _fixed(least: int, greatest: int, length: int) -> str:
-    """Numbers of exactly ``length`` digits, leading zeros included."""
+    """Returns the regular expression of numbers with exactly ``length`` digits, including leading zeros."""
     if length == 0:
         return ""
     if least == 0 and greatest == 10**length - 1:
@@ -246,7 +249,9 @@ def _fixed(least: int, greatest: int, length: int) -> str:
 
 
 def _digit_by_digit(least: int, greatest: int, length: int, rest: Any) -> str:
-    """The first digit and the ``rest`` that may follow each, digits with equal rests together."""
+    """Returns the regular expression of the first digit and the ``rest`` that may follow it. Groups digits with equal
+    rests.
+    """
     unit = 10 ** (length - 1)
     groups: dict[str, list[int]] = {}
     for digit in range(least // unit, greatest // unit + 1):
@@ -261,15 +266,15 @@ def _digit_class(digits: list[int]) -> str:
 
 
 def _fraction(least: int, greatest: int, places: int) -> str:
-    """The point and the digits behind it, at most ``places``, of a fraction from ``least`` to ``greatest`` units of the
-    last place; nothing where it may be zero.
+    """Returns the regular expression of the point and up to ``places`` digits, for fractions of ``least`` to
+    ``greatest`` units of the last place. Optional if the fraction may be zero.
     """
     some = _digit_by_digit(least, greatest, places, _shorter)
     return rf"\.{some}" if least else rf"(?:\.{some})?"
 
 
 def _shorter(least: int, greatest: int, places: int) -> str:
-    """At most ``places`` digits, where those that are missing are zeros."""
+    """Returns the regular expression of at most ``places`` digits, whose missing digits count as zeros."""
     if places == 0:
         return ""
     if least == 0 and greatest == 10**places - 1:

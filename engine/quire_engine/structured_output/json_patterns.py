@@ -1,5 +1,5 @@
-"""Patterns of JSON Schema: ``parse_pattern`` reads one, in the syntax of ECMAScript, as an expression that matches the
-whole text. Constructs that no automaton has (look-around, back-references, word boundaries) are refused.
+"""Patterns of JSON Schema: ``parse_pattern`` reads one, in ECMAScript syntax, as an expression that matches the whole
+text. Constructs without a finite automaton (look-around, back-references, word boundaries) are refused.
 """
 
 import unicodedata
@@ -45,7 +45,7 @@ _CONTROLS = {"n": 10, "r": 13, "t": 9, "f": 12, "v": 11, "0": 0}
 
 @lru_cache(maxsize=16)
 def _category(name: str) -> Ranges:
-    """The characters of a general category of Unicode, such as ``L`` or ``Nd``."""
+    """Returns the characters of a general category of Unicode, such as ``L`` or ``Nd``."""
     found = ((code, code) for code in range(MAX_CODE_POINT + 1) if unicodedata.category(chr(code)).startswith(name))
     ranges = normal(tuple(found))
     if not ranges or len(name) > 2 or name.startswith("Cs"):
@@ -62,7 +62,7 @@ class _PatternReader:
         self._depth = 0
 
     def read(self) -> Expression:
-        """The whole pattern."""
+        """Returns the whole pattern as an expression."""
         expression = self._choice()
         if self._at < len(self._text):
             raise PatternError("a bracket is closed that was not opened")
@@ -236,12 +236,14 @@ def _single(code: int) -> Ranges:
 
 
 def parse_pattern(text: str) -> Expression:
-    """The expression of the whole texts in which ``text`` finds a match. Raises ``PatternError``."""
+    """Returns the expression of the whole texts in which ``text`` finds a match. Raises ``PatternError``."""
     return _found(_PatternReader(text).read())
 
 
 def _found(expression: Expression) -> Expression:
-    """The expression of the whole text from one that is to be found in it, by the anchors at its ends."""
+    """Turns an expression that is searched in a text into one of the whole text, according to the anchors at its
+    ends.
+    """
     options: list[Expression] = []
     for begun, rest in _split(expression, begins=True):
         for ended, middle in _split(rest, begins=False):
@@ -252,7 +254,7 @@ def _found(expression: Expression) -> Expression:
 
 
 def _split(expression: Expression, *, begins: bool) -> list[tuple[bool, Expression]]:
-    """The expression as those of its alternatives that have an anchor at this end, without it, and the others."""
+    """Splits an expression into its alternatives with an anchor at this end (which is removed), and the others."""
     with_anchor, without = list[Expression](), list[Expression]()
     for anchored, each in _alternatives(expression, begins):
         (with_anchor if anchored else without).append(each)
@@ -278,7 +280,7 @@ def _alternatives(expression: Expression, begins: bool) -> Iterator[tuple[bool, 
                 return
             for anchored, each in _alternatives(end, begins):
                 whole = (each, *rest) if begins else (*rest, each)
-                if anchored:  # a second one at the same place changes nothing
+                if anchored:  # a second anchor at the same place changes nothing
                     yield from ((True, inner) for _, inner in _alternatives(InOrder(whole), begins))
                 else:
                     yield False, InOrder(whole)

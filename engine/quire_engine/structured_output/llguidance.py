@@ -1,20 +1,19 @@
-"""llguidance behind the engine's ``Grammar`` and ``GrammarMatcher``: ``Guidance`` compiles definitions for a
+"""Implements the engine's ``Grammar`` and ``GrammarMatcher`` with llguidance. ``Guidance`` compiles definitions for a
 vocabulary, ``to_llguidance`` translates each kind of ``Structured`` into such a definition, and ``to_lark`` rewrites
 EBNF. Errors of the library become sentences for a client.
 
-The library's work is bounded twice: by its own limits on each step, and by the processor time that one output may use,
-because the limits count what is built and not what is tried.
+The library's work is limited twice: by its own limits on each step, and by a limit on the processor time of all outputs
+of a grammar. The second is needed because the library's limits count what it builds, not what it tries.
 
-Whatever the library would ignore, or would read in its own way, is rejected here: its settings inside a schema, a
-number of properties that repeated names could reach, a backslash with nothing behind it.
+Definitions that the library would ignore or misread are rejected here: its settings inside a schema, a number of
+properties that repeated names could reach, a backslash at the end.
 
 Grammars in EBNF may be in the dialects of llama.cpp (GBNF), XGrammar and SGLang. llguidance's converter translates them
-to Lark's notation. Constructs that it reads in another way, or would write so that its own compiler reads them in
-another way, are first rewritten in plainer terms: escapes, characters that mean something in a regular expression, the
-point, and alternatives on lines of their own. Time and depth of the conversion are not bounded: it runs only in the
-sandbox, which may die of it.
+to Lark's notation. Constructs that the converter or the compiler behind it would misread are first rewritten in simpler
+terms: escapes, characters with a meaning in regular expressions, the point, and alternatives on separate lines. Time
+and depth of the conversion are not limited, so it runs only in the sandbox, which may die of it.
 
-The library is imported with the first grammar: an engine that gets none starts without it.
+The library is imported with the first grammar, so that engines without grammars start faster.
 """
 
 import json
@@ -42,23 +41,23 @@ def _reject_constant(name: str) -> None:
 
 T = TypeVar("T")
 MAX_TOKEN_ID = 1 << 31
-# A tenth of the library's own limit on the work of one step: an ambiguous grammar ends sooner, and no other notices.
+# 10 % of the library's own limit on the work of one step: an ambiguous grammar ends sooner, and no other is affected.
 STEP_MAX_ITEMS = 5_000
-# Seconds of processor time that all outputs of a grammar may use together: at first, and for each of their tokens. JSON
-# needs a tenth of it. So a grammar that is too slow to follow costs others a third of a second, however many outputs
-# follow it.
+# Seconds of processor time that all outputs of a grammar may use together: initially, and for each of their tokens.
+# JSON needs 10 % of it. A grammar that is too slow therefore costs other requests 0.3 s, however many outputs follow
+# it.
 BUDGET_SECONDS = 0.3
 BUDGET_SECONDS_PER_TOKEN = 0.001
-# Seconds of processor time after which a matcher is rebuilt from its tokens. Its memory grows with the time that it
-# works, by tens of MiB a second at worst.
+# Seconds of processor time after which a matcher is rebuilt from its tokens. Its memory grows while it works, by tens
+# of MiB per second at worst.
 MATCHER_RESET_SECONDS = 0.25
 # Tokens that are accepted between two readings of the clock.
 ACCEPT_BATCH = 64
-# Tokens that are tried after compiling: a grammar that is too large fails at its beginning.
+# Tokens that are tried after compiling: a grammar that is too large fails at its start.
 NUM_PROBE_STEPS = 4
 MAX_REASON = 200
 EBNF, JSON, LARK = "ebnf:", "json:", "lark:"
-"""Prefixes of definitions that the sandbox still has to ``prepare``: in EBNF, a schema, in Lark's notation with schemas
+"""Prefixes of definitions that the sandbox still has to ``prepare``: EBNF, a schema, and Lark's notation with schemas
 inside.
 """
 _SUBJECTS = {
@@ -91,7 +90,7 @@ class UnusableTokenizerError(Exception):
 
 
 class Guidance:
-    """Compiles grammars for one vocabulary. May be used from any thread."""
+    """Compiles grammars for one vocabulary. Thread-safe."""
 
     def __init__(self, tokenizer: str, vocab_size: int, eos_token_ids: Collection[int]) -> None:
         """``tokenizer`` is the text of a ``tokenizer.json``. Raises ``UnusableTokenizerError``."""
@@ -102,8 +101,8 @@ class Guidance:
 
     @classmethod
     def load(cls, path: Path, vocab_size: int, eos_token_ids: Collection[int]) -> "Guidance":
-        """Reads the ``tokenizer.json`` at ``path``. Raises ``UnusableTokenizerError`` if there is none, and ``OSError``
-        if it exists but cannot be read now.
+        """Reads the ``tokenizer.json`` at ``path``. Raises ``UnusableTokenizerError`` if it is missing or not UTF-8,
+        and ``OSError`` if it exists but cannot be read now.
         """
         try:
             text = path.read_text(encoding="utf-8")
@@ -112,7 +111,7 @@ class Guidance:
         return cls(text, vocab_size, eos_token_ids)
 
     def compile(self, definition: str) -> "CompiledGrammar":
-        """Compiles an llguidance ``definition``, and tries its first tokens. Raises ``RejectedError``."""
+        """Compiles an llguidance ``definition`` and tries its first tokens. Raises ``RejectedError``."""
         from llguidance import LLMatcher
 
         try:
@@ -144,21 +143,21 @@ class Guidance:
 def _make_tokenizer(text: str, vocab_size: int, eos_token_ids: list[int]) -> "LLTokenizer":
     from llguidance import LLTokenizer
 
-    if not text.lstrip().startswith("{"):  # the library takes anything else for the name of a model
+    if not text.lstrip().startswith("{"):  # the library takes any other text for the name of a model
         raise UnusableTokenizerError("The tokenizer is not a JSON object.")
     if not eos_token_ids:
         raise UnusableTokenizerError("The model has no end-of-sequence token, so that no grammar could end.")
     try:
         try:
             return LLTokenizer(text, n_vocab=vocab_size, eos_token=eos_token_ids)
-        except ValueError:  # it may have tokens that the model lacks; the bitmasks are then cut
+        except ValueError:  # the tokenizer may have tokens that the model lacks; bitmasks are then cut
             return LLTokenizer(text, eos_token=eos_token_ids)
     except ValueError as error:
         raise UnusableTokenizerError(f"The tokenizer cannot be used: {error}") from None
 
 
 class TimeBudget:
-    """The processor time that the outputs of one grammar have used and may use. Used by one thread."""
+    """The processor time that the outputs of one grammar have used and may use. Use it from one thread."""
 
     __slots__ = ("_spent", "_tokens")
 
@@ -167,11 +166,11 @@ class TimeBudget:
         self._tokens = 0
 
     def credit(self, tokens: int) -> None:
-        """Allows the time for so many accepted tokens."""
+        """Adds the time for ``tokens`` accepted tokens to the budget."""
         self._tokens += tokens
 
     def charge(self, seconds: float) -> None:
-        """Adds used time. Raises ``GrammarError`` when the budget is used up."""
+        """Charges used time. Raises ``GrammarError`` when the budget is used up."""
         self._spent += seconds
         if self._spent > BUDGET_SECONDS + BUDGET_SECONDS_PER_TOKEN * self._tokens:
             raise GrammarError("it takes too long to follow.")
@@ -194,7 +193,7 @@ class CompiledGrammar:
 
 
 class GuidanceMatcher:
-    """The state of one output in a grammar. A ``GrammarMatcher``."""
+    """A ``GrammarMatcher``: the state of one output in a grammar."""
 
     __slots__ = ("_budget", "_ends", "_initial", "_matcher", "_matcher_age", "_max_matcher_age", "_token_ids")
 
@@ -233,7 +232,7 @@ class GuidanceMatcher:
 
     def _fill(self, mask: memoryview) -> None:
         bits = self._charged(self._matcher.compute_bitmask)
-        if self._matcher.is_error():  # the bitmask does not show it: it then allows the end of the output
+        if self._matcher.is_error():  # the bitmask does not show errors: it then allows the end of the output
             raise GrammarError(_error_message(self._matcher))
         words = mask.cast("B")
         bits = bits[: len(words)]
@@ -255,7 +254,7 @@ class GuidanceMatcher:
 
     def _consume(self, token_ids: Sequence[int]) -> bool:
         for token_id in token_ids:
-            if self._matcher.is_stopped():  # the library does not accept the end token when nothing else can follow
+            if self._matcher.is_stopped():  # the library rejects the end token if nothing else can follow
                 accepted = token_id in self._ends and not self._matcher.is_error()
             else:
                 accepted = 0 <= token_id < MAX_TOKEN_ID and self._matcher.consume_token(token_id)
@@ -264,8 +263,8 @@ class GuidanceMatcher:
         return True
 
     def _reset_matcher(self) -> None:
-        """Rebuilds the matcher from its tokens, which frees its caches; seldom enough to take a fifth of the time at
-        most.
+        """Rebuilds the matcher from its tokens, which frees its caches. Rare enough to take at most 20 % of the
+        time.
         """
         begin = thread_time()
         self._matcher = self._initial.deep_copy()
@@ -280,12 +279,14 @@ def _error_message(matcher: "LLMatcher") -> str:
 
 
 def import_llguidance() -> None:
-    """Imports all of the library. Raises ``OSError`` where its files cannot be opened."""
+    """Imports all of the library. Raises ``OSError`` if its files cannot be opened."""
     import llguidance.gbnf_to_lark  # noqa: F401
 
 
 def to_llguidance(structured: Structured) -> str:
-    """The llguidance definition of ``structured``, or ``EBNF`` and a grammar. Raises ``QuireError`` INVALID."""
+    """Returns the llguidance definition of ``structured``, possibly with a prefix for ``prepare``. Raises
+    ``QuireError`` INVALID.
+    """
     try:
         return _define(structured)
     except ValueError as error:  # such as half of a surrogate pair, or too many brackets
@@ -319,7 +320,7 @@ def _check_regex(structured: Structured) -> None:
 
 
 def _check_schema(structured: Structured) -> None:
-    """Raises ``QuireError`` for what is not a schema."""
+    """Raises ``QuireError`` unless the text is a schema."""
     try:
         schema = json.loads(structured.text, parse_constant=_reject_constant)
     except ValueError as error:
@@ -333,7 +334,7 @@ def _check_schema(structured: Structured) -> None:
 
 
 def prepare(definition: str) -> str:
-    """A definition of ``to_llguidance`` as one of the library: schemas and EBNF are written in Lark's notation. Raises
+    """Converts a definition of ``to_llguidance`` for the library: writes schemas and EBNF in Lark's notation. Raises
     ``RejectedError``.
     """
     try:
@@ -356,15 +357,15 @@ def _schema_grammar(text: str) -> str:
 
 
 def lark(text: str, others: Mapping[str, str] = {}) -> str:
-    """The definition of a grammar in Lark's notation, and of ``others`` that it refers to by their names."""
-    # Wrapped, because a text that begins with a brace would be read as the library's own format.
+    """Returns the definition of a grammar in Lark's notation, and of ``others`` that it refers to by name."""
+    # Wrapped, because the library would read a text that begins with a brace as its own format.
     named = [{"name": name, "lark_grammar": each} for name, each in others.items()]
     return json.dumps({"grammars": [{"lark_grammar": text}, *named]})
 
 
 def with_schemas(text: str) -> str:
-    """The definition of a grammar in Lark's notation whose schemas are grammars of their own. Raises ``RejectedError``
-    with the line of a schema that cannot be used.
+    """Returns the definition of a grammar in Lark's notation, with its schemas as separate grammars. Raises
+    ``RejectedError`` with the line of a schema that cannot be used.
     """
     parts, grammars, at = list[str](), dict[str, str](), 0
     for found in _SCHEMAS.finditer(text):
@@ -386,14 +387,14 @@ def with_schemas(text: str) -> str:
 
 
 def rejection(structured: Structured, reason: str) -> QuireError:
-    """``QuireError`` INVALID, with the parameter at fault, the library's ``reason`` in one bounded sentence, and its
-    location.
+    """Returns ``QuireError`` INVALID, with the parameter at fault, the library's ``reason`` in one sentence of limited
+    length, and its location.
     """
     return invalid(structured.param, f"{_SUBJECTS[structured.kind]} cannot be used{_describe(structured, reason)}")
 
 
 def _describe(structured: Structured, reason: str) -> str:
-    """The library's ``reason``, after the line of a grammar or the keyword's path in a schema that it is about."""
+    """Returns the library's ``reason``, after the line of the grammar that it is about, if known."""
     message, line = first_sentence(reason), _LOCATION.match(reason)
     if structured.kind is StructuredKind.GRAMMAR and line is not None:
         return f", line {line[1]}: {message}"
@@ -401,7 +402,9 @@ def _describe(structured: Structured, reason: str) -> str:
 
 
 def first_sentence(reason: str) -> str:
-    """The line of the library's message that describes the error, at most ``MAX_REASON`` characters, as a sentence."""
+    """Returns the line of the library's message that describes the error, at most ``MAX_REASON`` characters, as a
+    sentence.
+    """
     lines = [line for line in map(str.strip, reason.splitlines()) if line] or ["no reason was given"]
     message = next((line.removeprefix("error: ") for line in lines if line.startswith("error: ")), lines[0])
     printable = "".join(character if character.isprintable() else " " for character in _LOCATION.sub("", message))
@@ -409,19 +412,19 @@ def first_sentence(reason: str) -> str:
 
 
 def is_ebnf(text: str) -> bool:
-    """Whether a grammar has a rule in EBNF's notation, which no Lark grammar has."""
+    """Whether a grammar has a rule in EBNF's notation, which is not valid in Lark."""
     return "::=" in text and _RULE.search(text) is not None
 
 
 def to_lark(text: str) -> str:
-    """The grammar in Lark's notation; its first rule is ``root``. Raises ``ValueError`` for invalid EBNF."""
+    """Returns the grammar in Lark's notation. Its first rule is ``root``. Raises ``ValueError`` for invalid EBNF."""
     from llguidance.gbnf_to_lark import gbnf_to_lark
 
     try:
         return gbnf_to_lark(_TOKENS.sub(_rewrite, text))
     except RecursionError:
         raise ValueError("it is nested too deeply") from None
-    except Exception as error:  # what the converter raises
+    except Exception as error:  # whatever the converter raises
         raise ValueError(str(error)) from error
 
 
@@ -436,7 +439,7 @@ def _rewrite(found: re.Match[str]) -> str:
 
 
 def _character(found: re.Match[str]) -> str:
-    """The character that a match of ``_CHARACTER`` means: itself or an escape."""
+    """Returns the character that a match of ``_CHARACTER`` stands for: itself or an escape."""
     code = found[1] or found[2] or found[3]
     if code:
         return chr(min(int(code, 16), sys.maxunicode + 1))  # beyond it is a ValueError
@@ -454,7 +457,7 @@ def _escape_in_string(character: str) -> str:
 
 
 def _character_class(text: str) -> str:
-    """The inside of a character class, without anything that a regular expression could read as an operator."""
+    """Returns the inside of a character class, without characters that a regular expression could read as operators."""
     found = list(_CHARACTER.finditer(text))
     parts, index = list[str](), 0
     while index < len(found):

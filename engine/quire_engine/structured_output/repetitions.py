@@ -1,9 +1,9 @@
-"""How large a grammar is once its counts are written out: ``check_regex`` and ``check_lark`` refuse one that is too
-large before it is tried, and ``check_size`` does for the patterns of a schema, by their ``added_by_counts``.
+"""Limits the size of a grammar after its counts are expanded. ``check_regex`` and ``check_lark`` refuse one that is too
+large before it is tried; ``check_size`` does so for the patterns of a schema, from their ``added_by_counts``.
 
-The library writes out a text that is repeated: ``(a{1000}){1000}`` is a text of a million bytes to it, which takes more
-than a second. Characters of a class, and repetitions beyond the least count, cost it nothing, so they count nothing
-here. What is no valid grammar is left to the library, which says why.
+The library expands a repeated text: ``(a{1000}){1000}`` is a text of a million bytes to it, which takes more than a
+second. Character classes, and repetitions beyond the least count, cost it nothing, so they count as nothing here.
+Invalid grammars are left to the library, which says why.
 """
 
 import re
@@ -13,8 +13,8 @@ from graphlib import CycleError, TopologicalSorter
 
 from quire_engine.structured_output.expressions import Characters, Choice, Expression, InOrder, Repeat
 
-MAX_REPEATED = 50_000  # bytes, beside those of the grammar itself: 0.1 s of a processor
-_MAX_DIGITS = 9  # of a count, which is taken as this large where it has more
+MAX_REPEATED = 50_000  # bytes, in addition to the grammar itself: 0.1 s of processor time
+_MAX_DIGITS = 9  # digits of a count; longer ones are cut to this length
 _REGEX = re.compile(
     r"\\(?:[pP](?:\{[^}]*(?:\}|\Z)|.)|[dDwWsSbBAzZ])|(?P<char>\\(?:[xuU](?:\{[^}]*(?:\}|\Z)|[0-9A-Fa-f]{2})|.))"
     r"|\[(?P<set>\^?\]?(?:\\.|\[[^\]]*(?:\]|\Z)|[^\]\\\[])*+)(?:\]|\Z)"
@@ -34,7 +34,7 @@ _DEFINITION = re.compile(r"^[ \t]*[!?]?([A-Za-z_]\w*)(?:\.-?\d+)?(?:\[[^\]\n]*\]
 
 @dataclass(frozen=True, slots=True)
 class Size:
-    """Bytes of the ``text`` that something is once written out, and those of them that counts have ``added``."""
+    """The bytes of an expanded ``text``, and how many of them counts have ``added``."""
 
     text: int = 0
     added: int = 0
@@ -43,13 +43,13 @@ class Size:
         return Size(self.text + other.text, self.added + other.added)
 
     def times(self, count: int) -> "Size":
-        """Of what is repeated ``count`` times at least: it is there once in any case."""
+        """Returns the size after ``count`` repetitions, but at least one."""
         text = max(1, count) * self.text
         return Size(text, text - self.text + self.added)
 
 
 class _Sum:
-    """The size of a sequence with groups, as it is read from left to right: a count is for what came last."""
+    """The size of a sequence with groups, read from left to right. A count applies to the last element."""
 
     def __init__(self) -> None:
         self._groups: list[tuple[Size, Size]] = []
@@ -59,7 +59,7 @@ class _Sum:
         self._before, self._last = self._before + self._last, size
 
     def take(self, found: re.Match[str]) -> bool:
-        """Takes a count or a parenthesis; returns whether it was one."""
+        """Processes a count or a parenthesis. Returns whether it was one."""
         if found["count"]:
             self._last = self._last.times(int(found["count"][:_MAX_DIGITS]))
         elif found["open"]:
@@ -78,17 +78,17 @@ class _Sum:
 
 
 def check_regex(text: str) -> None:
-    """Raises ``ValueError`` for a regular expression that its counts make too large."""
+    """Raises ``ValueError`` if counts make a regular expression too large."""
     check_size(_regex_size(text).added)
 
 
 def added_by_counts(expression: Expression) -> int:
-    """Bytes that counts add to a pattern."""
+    """Returns the bytes that counts add to a pattern."""
     return _expression_size(expression).added
 
 
 def check_lark(text: str) -> None:
-    """Raises ``ValueError`` for a grammar in Lark's notation that its counts make too large."""
+    """Raises ``ValueError`` if counts make a grammar in Lark's notation too large."""
     found = list(_DEFINITION.finditer(text))
     ends = [each.start() for each in found[1:]] + [len(text)]
     bodies = {each[1]: text[each.end() : end] for each, end in zip(found, ends, strict=False)}
@@ -104,7 +104,7 @@ def check_lark(text: str) -> None:
 
 
 def check_size(size: int) -> None:
-    """Raises ``ValueError`` where counts add so many bytes."""
+    """Raises ``ValueError`` if counts add too many bytes."""
     if size > MAX_REPEATED:
         raise ValueError(f"its counts make {size:,} characters of it, and at most {MAX_REPEATED:,} are supported")
 
@@ -130,7 +130,7 @@ def _lark_size(body: str, known: Mapping[str, Size]) -> Size:
             continue
         if found["regex"]:
             total.add(_regex_size(found["regex"]))
-        elif found["terminal"]:  # written out where it is named, unlike a rule
+        elif found["terminal"]:  # expanded at each use, unlike a rule
             total.add(Size(known.get(found["terminal"], Size()).text))
         else:
             total.add(Size(len((found["text"] or "").encode("utf-8", "replace"))))

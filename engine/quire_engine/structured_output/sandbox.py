@@ -1,9 +1,9 @@
-"""``GrammarSandbox`` compiles grammars in a process of its own, where one that takes all time, memory or stack does no
-harm.
+"""``GrammarSandbox`` compiles grammars in a separate process, in which a grammar that takes all time, memory or stack
+does no harm.
 
-The library bounds most of what a grammar can cost, but not all: one pattern more, and compiling takes hours, or a chain
-of rules overflows the stack, which would end the engine. So each definition is compiled here first, at low priority,
-under limits that the operating system enforces; the engine itself compiles only what has passed.
+The library limits most of the costs of a grammar, but not all. With one more pattern compiling takes hours, or a chain
+of rules overflows the stack, which would end the engine. Each definition is therefore compiled here first, at low
+priority, under limits that the operating system enforces. The engine itself compiles only definitions that have passed.
 """
 
 import ctypes
@@ -22,28 +22,28 @@ from typing import Any
 
 from quire_engine.structured_output.llguidance import Guidance, RejectedError, prepare
 
-# Seconds of processor time for one definition; the system counts them in whole seconds, so it gets up to one more.
+# Seconds of processor time for one definition. The system counts whole seconds, so a definition gets up to one more.
 CPU_SECONDS = 1
 MEMORY_BYTES = 256 << 20
-# The memory that a compiled grammar may keep. A schema of some thousand characters takes about one MiB.
+# The memory that a compiled grammar may keep. A schema of a few thousand characters takes about 1 MiB.
 MAX_GRAMMAR_BYTES = 16 << 20
-# Less than the stack of a thread of the engine, so that a grammar that is deep enough to fail fails here.
+# Less than the stack of the engine's threads, so that a grammar that is too deep fails here.
 STACK_BYTES = 2 << 20
-# Seconds to wait for an answer, and for the process to start. Only an overloaded machine needs so many.
+# Seconds to wait for an answer, and for the process to start. Only an overloaded machine needs this long.
 ANSWER_TIMEOUT = 20.0
 START_TIMEOUT = 60.0
 _TOO_LARGE = "compiling it takes too much time or memory"
-# The exit codes of a process whose grammar takes too much: processor time, stack, memory.
+# The exit codes of a process whose grammar exceeds a limit: processor time, stack, memory.
 RESOURCE_SIGNALS = {-signal.SIGXCPU, -signal.SIGSEGV, -signal.SIGBUS, -signal.SIGABRT}
 
 
 class SandboxLostError(Exception):
-    """The process ended, or did not answer in time, and the grammar is not necessarily the cause."""
+    """The process ended, or did not answer in time, not necessarily because of the grammar."""
 
 
 class GrammarSandbox:
-    """The handle on the process, which is started with the first grammar and again after a grammar has ended it. May be
-    used from any thread; calls are serialised.
+    """The handle of the process, which starts with the first grammar and again after a grammar has ended it.
+    Thread-safe; calls are serialised.
     """
 
     def __init__(self, path: Path, vocab_size: int, eos_token_ids: Collection[int]) -> None:
@@ -52,9 +52,9 @@ class GrammarSandbox:
         self._lock = threading.Lock()
 
     def check(self, definition: str) -> tuple[int, str]:
-        """Returns the bytes that the compiled ``definition`` takes, and what to compile (EBNF as Lark). Raises
-        ``RejectedError`` when it cannot be compiled within the limits, ``SandboxLostError`` when the process ended or
-        timed out for another reason, and ``OSError`` when the process cannot be started.
+        """Returns the bytes that the compiled ``definition`` takes, and the definition to compile (EBNF as Lark).
+        Raises ``RejectedError`` if it cannot be compiled within the limits, ``SandboxLostError`` if the process ended
+        or timed out for another reason, and ``OSError`` if the process cannot be started.
         """
         with self._lock:
             process = self._ensure_started()
@@ -68,7 +68,7 @@ class GrammarSandbox:
         return int(answer["bytes"]), str(answer["definition"] or definition)
 
     def close(self) -> None:
-        """Ends the process, whatever it is doing."""
+        """Ends the process, even while it works."""
         process = self._process
         if process is not None:
             process.kill()  # so that a thread that waits for its answer releases the lock
@@ -76,7 +76,7 @@ class GrammarSandbox:
             self._stop()
 
     def _failure(self, process: "subprocess.Popen[str]") -> Exception:
-        """The error for a missing answer: the grammar's fault if the process has ended by a resource limit."""
+        """Returns the error for a missing answer. The grammar is at fault if a resource limit has ended the process."""
         with suppress(subprocess.TimeoutExpired):
             process.wait(0.2)
         exceeded_limit = process.returncode in RESOURCE_SIGNALS
@@ -104,7 +104,7 @@ class GrammarSandbox:
 
 
 def _read_answer(process: "subprocess.Popen[str]", timeout: float) -> dict[str, Any] | None:
-    """The next line that the process writes; None if it ends or does not answer within ``timeout`` seconds."""
+    """Returns the next line that the process writes; None if it ends or does not answer within ``timeout`` seconds."""
     assert process.stdout is not None
     poll = select.poll()
     poll.register(process.stdout, select.POLLIN)
@@ -119,7 +119,7 @@ def _send_definition(process: "subprocess.Popen[str]", definition: str) -> None:
 
 
 def main() -> None:
-    """The process: reads one definition a line, writes one answer a line, until the input ends."""
+    """Runs the process: reads one definition per line and writes one answer per line until the input ends."""
     path, vocab_size, *eos_token_ids = sys.argv[1:]
     guidance = Guidance.load(Path(path), int(vocab_size), list(map(int, eos_token_ids)))
     os.nice(10)
@@ -149,7 +149,7 @@ def _serve(guidance: Guidance) -> None:
             size = max(0, _resident_bytes() - before)
             _write_answer(_TOO_LARGE if size > MAX_GRAMMAR_BYTES else None, size, definition)
             del grammar
-        # Freed memory that malloc keeps would make the next grammar look small.
+        # If malloc kept freed memory, the next grammar would look too small.
         libc.malloc_trim(0)
 
 
@@ -164,7 +164,7 @@ def _resident_bytes() -> int:
 
 
 def _limit_cpu_time(seconds: int) -> None:
-    """Limits processor time from now on; then the kernel kills the process."""
+    """Limits processor time from now on; at the limit the kernel kills the process."""
     used = resource.getrusage(resource.RUSAGE_SELF)
     _, hard = resource.getrlimit(resource.RLIMIT_CPU)
     resource.setrlimit(resource.RLIMIT_CPU, (int(used.ru_utime + used.ru_stime) + 1 + seconds, hard))

@@ -1,8 +1,8 @@
 """Options of ``oneOf`` as options of an ``anyOf``: ``exclusive`` narrows them until no value satisfies two.
 
-A grammar cannot count the options that a value satisfies. So options that overlap get what tells them apart: a property
-whose values differ becomes required, or a property that only one of them requires is left out of the other. Types that
-they share otherwise are left out of both. Each value that remains satisfies exactly one option.
+A grammar cannot count the options that a value satisfies. Options that overlap are therefore narrowed by a difference:
+a property whose values differ becomes required, or a property that only one of them requires is excluded from the
+other. Other types that they share are excluded from both. Each value that remains satisfies exactly one option.
 """
 
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
@@ -25,12 +25,12 @@ Join = Callable[[Sequence[Any]], Node]
 
 
 class OverlapError(ValueError):
-    """Options that nothing keeps apart; the text says which, and what to do."""
+    """Options that cannot be separated; the text says which, and what to do."""
 
 
 def exclusive(options: Sequence[Any], target: Callable[[Any], Any], join: Join) -> list[Mapping[str, Any]]:
-    """Returns ``options``, each with what keeps it apart from the others. ``target`` follows references, ``join`` reads
-    schemas that must all hold. Raises ``OverlapError`` if an option would have no value left.
+    """Returns ``options``, each with the constraints that separate it from the others. ``target`` follows references.
+    ``join`` reads schemas that must all hold. Raises ``OverlapError`` if an option would have no value left.
     """
     name = discriminator([target(option) for option in options])
     if name is not None:
@@ -50,7 +50,9 @@ def exclusive(options: Sequence[Any], target: Callable[[Any], Any], join: Join) 
 
 
 def discriminator(options: Sequence[Any]) -> str | None:
-    """The property that has other constants in each option, if all options are objects. None if there is none."""
+    """Returns the property that has different constants in each option, if all options are objects. None if there is
+    none.
+    """
     if not all(isinstance(option, Mapping) and option.get("type") == "object" for option in options):
         return None
     for name in options[0].get("properties", ()):
@@ -61,7 +63,7 @@ def discriminator(options: Sequence[Any]) -> str | None:
 
 
 def _constants(option: Mapping[str, Any], name: str) -> set[str]:
-    """The strings that a property may be, where the schema lists them."""
+    """Returns the strings that a property may be, if the schema lists them."""
     schema = option.get("properties", {}).get(name)
     if not isinstance(schema, Mapping):
         return set()
@@ -71,7 +73,7 @@ def _constants(option: Mapping[str, Any], name: str) -> set[str]:
 
 
 def _apart(first: Any, second: Any, shared: Sequence[Shape], join: Join) -> tuple[Any, Any]:
-    """What each of two options is narrowed by, so that none of the ``shared`` values is left."""
+    """Returns the constraints that narrow each of two options so that none of the ``shared`` values is left."""
     kinds = {kind for shape in shared for kind in _types(shape)}
     objects = [shape for shape in shared if isinstance(shape, ObjectShape)]
     is_listed = any(isinstance(shape, LiteralShape) and "object" in _types(shape) for shape in shared)
@@ -98,14 +100,14 @@ def _types(shape: Shape) -> Collection[str]:
 
 
 def _objects_apart(first: Any, second: Any, shared: Sequence[ObjectShape], join: Join) -> tuple[Any, Any] | None:
-    """What tells the objects of two options apart; None if nothing does."""
+    """Returns the constraints that separate the objects of two options; None if there are none."""
     for name in _excluded(shared):  # no object of both has it
         required = {"required": [name]}
         if _has_object(join([first, required])) and _has_object(join([second, required])):
             return required, required
     if not any(node.is_possible for shape in shared for node in shape.properties.values()) and not any(
         each.value.is_possible for shape in shared for each in shape.others
-    ):  # only the empty object is one of both
+    ):  # only the empty object belongs to both
         return {"minProperties": 1}, {"minProperties": 1}
     ours, theirs = _required(join([first])), _required(join([second]))
     without = next((name for name in theirs if name not in ours), None)
@@ -127,7 +129,7 @@ def _has_object(node: Node) -> bool:
 
 
 def _required(node: Node) -> list[str]:
-    """The properties that each object of a node has."""
+    """Returns the properties that every object of a node has."""
     objects = [shape for shape in node.shapes if isinstance(shape, ObjectShape) and is_possible(shape)]
     names = objects[0].properties if objects else ()
     return [name for name in names if all(name in each.required for each in objects)]

@@ -1,10 +1,10 @@
-"""Keywords of JSON Schema that no grammar can enforce, and where they constrain nothing."""
+"""Keywords of JSON Schema that grammars cannot enforce, and the cases in which they constrain nothing."""
 
 from collections.abc import Callable, Mapping
 from typing import Any
 
 Schema = Mapping[str, Any]
-# Keywords that are not supported: each with a predicate of its value and its schema that says when it means nothing.
+# Unsupported keywords, each with a predicate of its value and its schema that is True if it constrains nothing.
 _UNSUPPORTED: Mapping[str, Callable[[Any, Schema], bool]] = {
     "not": lambda value, _: value is False,
     "if": lambda _, schema: "then" not in schema and "else" not in schema,
@@ -22,7 +22,7 @@ _UNSUPPORTED: Mapping[str, Callable[[Any, Schema], bool]] = {
     "$dynamicRef": lambda *_: False,
     "$recursiveRef": lambda *_: False,
 }
-# What a client can do instead of using an unsupported keyword.
+# Advice to clients that use an unsupported keyword.
 _INSTEAD = {"uniqueItems": "leave it out, and drop what the answer has twice"}
 
 
@@ -31,7 +31,9 @@ class SchemaError(ValueError):
 
 
 def unsupported(schema: Schema) -> tuple[str, str] | None:
-    """The first keyword of ``schema`` that constrains and is not supported, and why; None if there is none."""
+    """Returns the first unsupported keyword of ``schema`` that constrains something, and the reason; None if there is
+    none.
+    """
     for keyword in schema:
         condition = _UNSUPPORTED.get(keyword)
         if condition is not None and not condition(schema[keyword], schema):

@@ -1,4 +1,4 @@
-"""The names of properties: which schemas hold for them, and which names there can be."""
+"""The names of properties: which schemas hold for them, and which names are possible."""
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -6,51 +6,51 @@ from typing import Any
 
 from quire_engine.structured_output.expressions import Expression, all_texts, matches, samples
 
-MAX_NAMES = 2000  # that a pattern allows, to be listed
+MAX_NAMES = 2000  # the most names allowed by a pattern that are listed
 _COMMON_NAMES = ("", "a", "1", "_x", "Zq-7", "é", "name of none", "\n")
 
 
 @dataclass(frozen=True, slots=True)
 class Members:
-    """What one schema says of the properties of an object."""
+    """The constraints of one schema on the properties of an object."""
 
     properties: Mapping[str, Any]
     patterns: Mapping[str, tuple[Expression, Any]]
     others: Any
 
     def schemas_of(self, name: str) -> list[Any]:
-        """The schemas that the value of the property ``name`` must satisfy."""
+        """Returns the schemas that the value of the property ``name`` must satisfy."""
         named = [self.properties[name]] if name in self.properties else []
         matching = [value for expression, value in self.patterns.values() if matches(expression, name)]
         return [*named, *matching] or [self.others]
 
     def schemas_by(self, patterns: Sequence[str]) -> list[Any]:
-        """The same for a name that is not listed and matches these patterns alone."""
+        """Returns the same for a name that is not listed and matches only these patterns."""
         return [self.patterns[text][1] for text in patterns if text in self.patterns] or [self.others]
 
 
 @dataclass(frozen=True, slots=True)
 class Names:
-    """What ``propertyNames`` asks of names: to be one of those ``listed``, or else to match all ``expressions``."""
+    """The constraint of ``propertyNames``: a name is one of ``listed``, or else matches all ``expressions``."""
 
     listed: tuple[str, ...] | None = None
     expressions: tuple[Expression, ...] = ()
 
     def accepts(self, name: str) -> bool:
-        """Whether a name satisfies it."""
+        """Whether a name satisfies the constraint."""
         if self.listed is not None:
             return name in self.listed
         return all(matches(each, name) for each in self.expressions)
 
 
 def subsets(items: Sequence[str]) -> Iterator[list[str]]:
-    """All sets of some of the items."""
+    """Yields all subsets of the items."""
     for bits in range(1 << len(items)):
         yield [item for place, item in enumerate(items) if bits >> place & 1]
 
 
 def has_name(within: Sequence[Expression], without: Sequence[Expression], names: list[str]) -> bool:
-    """Whether a name is known that is in such a class."""
+    """Whether a name is known that matches ``within``, does not match ``without``, and is not in ``names``."""
     if len(within) == 1 and not without:
         texts = all_texts(within[0], MAX_NAMES)
         return texts is None or not set(texts) <= set(names)

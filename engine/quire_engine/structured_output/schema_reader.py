@@ -1,13 +1,14 @@
-"""Reads JSON Schemas as what grammars are made of: ``SchemaReader`` turns schemas that must all hold into a ``Node``, a
-list of shapes of which a value must have one.
+"""Reads JSON Schemas for grammars: ``SchemaReader`` turns schemas that must all hold into a ``Node``, a list of shapes
+one of which a value must have.
 
-``allOf``, ``$ref`` and keywords beside them join schemas, ``anyOf`` and ``oneOf`` multiply the ways to satisfy them;
-options of ``oneOf`` are first made to exclude each other.
-Each way is merged exactly: the bounds of numbers, the names of properties and the positions of arrays. So what cannot
-be satisfied is known before anything is written, and a grammar offers only what can be completed. What cannot be
-merged exactly is refused, with the keyword and its place.
+``allOf``, ``$ref`` and the keywords next to them join schemas. ``anyOf`` and ``oneOf`` multiply the ways to satisfy
+them; options of ``oneOf`` are first made mutually exclusive.
 
-Nodes are kept by the schemas that they join, so that schemas which refer to themselves end.
+Each way is merged exactly: the bounds of numbers, the names of properties and the positions of arrays. Unsatisfiable
+parts are thus known before the grammar is written, and a grammar offers only what can be completed. Schemas that cannot
+be merged exactly are refused, with the keyword and its place.
+
+Nodes are cached by the schemas that they join, so that reading recursive schemas ends.
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -67,7 +68,7 @@ _COMBINING = ("allOf", "anyOf", "oneOf")
 class SchemaReader:
     """Reads the schemas within ``root``. ``node`` and ``accepts`` raise ``SchemaError``.
 
-    With ``is_lax``, ``oneOf`` is read as ``anyOf``: so the reader knows at least the values that options share.
+    With ``is_lax``, ``oneOf`` is read as ``anyOf``, so that the reader accepts at least the values that options share.
     """
 
     def __init__(self, root: Any, *, is_lax: bool = False) -> None:
@@ -79,12 +80,12 @@ class SchemaReader:
         self._added_by_counts = 0
         self._overlaps = None if is_lax else SchemaReader(root, is_lax=True)
         self._exclusive: dict[int, list[Any]] = {}
-        self._joined_schemas: list[Any] = []  # keeps them: nodes are found by their ids
+        self._joined_schemas: list[Any] = []  # keeps them alive: nodes are found by their ids
         self.root = root
         self.reason = ""  # why the first schema that allows no value does not
 
     def read(self) -> Node:
-        """The node of the root. Raises ``SchemaError`` if no value satisfies it."""
+        """Returns the node of the root. Raises ``SchemaError`` if no value satisfies it."""
         self._check_loops()
         node = self._read([self.root])
         if not node.is_possible:
@@ -92,7 +93,7 @@ class SchemaReader:
         return node
 
     def _read(self, schemas: Sequence[Any]) -> Node:
-        """The node of ``schemas``, and all that it contains."""
+        """Returns the node of ``schemas``, after reading all nodes within it."""
         node = self.node(schemas)
         while self._unread:
             next_node, unread = self._unread.pop()
@@ -106,7 +107,7 @@ class SchemaReader:
         return list(self._nodes.values())
 
     def node(self, schemas: Sequence[Any]) -> Node:
-        """The node of ``schemas``, which must all hold. It is read later."""
+        """Returns the node of ``schemas``, which must all hold. It is read later."""
         directly = map(self._references.target, schemas)
         joined = {id(each): each for each in directly if each is not True and each != {}}
         key = tuple(joined)
@@ -118,7 +119,7 @@ class SchemaReader:
         return self._nodes[key]
 
     def error(self, schema: Any, keyword: str, reason: str) -> SchemaError:
-        """The error about a keyword, with its place."""
+        """Returns the error about a keyword, with its place."""
         place = ".".join((*self._places.get(id(schema), ()), keyword))
         return SchemaError(f"{place[:_MAX_PLACE]} {reason}")
 
@@ -130,7 +131,7 @@ class SchemaReader:
         self.reason = self.reason or f"no value satisfies it: {self.error(schema, keyword, reason)}"
 
     def _check_loops(self) -> None:
-        """Raises ``SchemaError`` for a schema that holds for a value only if it holds for that value."""
+        """Raises ``SchemaError`` for a schema whose validity for a value depends only on itself."""
         done, entered = set[int](), set[int]()
         stack: list[tuple[Any, bool]] = [(schema, False) for schema in self._references.schemas]
         while stack:
@@ -152,7 +153,7 @@ class SchemaReader:
     # Ways
 
     def _ways(self, schemas: list[Any]) -> list[Way]:
-        """The ways to satisfy ``schemas``: in each, the schemas whose own keywords must all hold."""
+        """Returns the ways to satisfy ``schemas``: each is the schemas whose own keywords must all hold."""
         done: list[Way] = []
         open_ways: list[tuple[list[Any], dict[int, Any]]] = [(list(schemas), {})]
         while open_ways:
@@ -168,8 +169,8 @@ class SchemaReader:
         return done
 
     def _follow(self, pending: list[Any], taken: dict[int, Any]) -> list[Any] | None:
-        """Takes schemas until there are options of which one must hold, and returns those; none where all are taken.
-        Returns None if nothing satisfies them.
+        """Takes schemas until it finds options, one of which must hold, and returns them; an empty list if all schemas
+        are taken. Returns None if nothing satisfies the schemas.
         """
         while pending:
             schema = pending.pop(0)
@@ -303,7 +304,7 @@ class SchemaReader:
         return shape
 
     def _count(self, way: Way, least: str, most: str) -> tuple[int, int | None] | None:
-        """The bounds of a length or a number of items; None where they exclude each other."""
+        """Returns the bounds of a length or a number of items; None if they exclude each other."""
         low, high = 0, None
         for schema in way:
             for keyword in (least, most):
@@ -323,7 +324,7 @@ class SchemaReader:
         if count is None:
             return None
         found: dict[str, tuple[Mapping[str, Any], str]] = {}
-        is_listed = any("enum" in schema or "const" in schema for schema in way)  # values say more than a format
+        is_listed = any("enum" in schema or "const" in schema for schema in way)  # listed values say more than a format
         for schema in way:
             if "pattern" in schema:
                 found[str(schema["pattern"])] = (schema, "pattern")
@@ -346,7 +347,7 @@ class SchemaReader:
         return self._patterns[text]
 
     def _has_text(self, shape: TextShape, schema: Mapping[str, Any], keyword: str) -> bool:
-        """Whether a text has the shape. Raises ``SchemaError`` where that cannot be told."""
+        """Whether a text has the shape. Raises ``SchemaError`` if that cannot be decided."""
         if len(shape.expressions) == 1:
             return has_length(shape.expressions[0], shape.least, shape.most)
         known = [samples(each) for each in shape.expressions]
@@ -370,7 +371,7 @@ class SchemaReader:
 
     def _items(self, schema: Mapping[str, Any]) -> tuple[list[Any], Any]:
         first, rest = schema.get("prefixItems", []), schema.get("items", True)
-        if isinstance(rest, list):  # as older drafts have it
+        if isinstance(rest, list):  # as in older drafts
             first, rest = rest, schema.get("additionalItems", True)
         if not isinstance(first, list):
             raise self.error(schema, "prefixItems", "must be a list of schemas")
@@ -430,7 +431,7 @@ class SchemaReader:
 
     def _required(self, schema: Mapping[str, Any]) -> list[str]:
         required = schema.get("required", [])
-        if isinstance(required, bool):  # as the third draft has it
+        if isinstance(required, bool):  # as in the third draft
             return []
         if not isinstance(required, list) or not all(isinstance(name, str) for name in required):
             raise self.error(schema, "required", "must be a list of names")
@@ -439,7 +440,7 @@ class SchemaReader:
     def _others(
         self, way: Way, maps: list[Members], names: list[str], allowed: tuple[Expression, ...]
     ) -> tuple[NameClass, ...]:
-        """The classes of names that the object does not list, by the patterns that they match."""
+        """Returns the classes of names that the object does not list, by the patterns that they match."""
         patterns = {text: expression for each in maps for text, (expression, _) in each.patterns.items()}
         if len(patterns) > MAX_PATTERNS:
             schema = next(schema for schema in way if schema.get("patternProperties"))
@@ -458,7 +459,7 @@ class SchemaReader:
     # Values
 
     def _test_of(self, way: Way, but: tuple[Schema, str] | None = None) -> Callable[[Any], bool]:
-        """Returns a test whether a value satisfies a way; with ``but``, that keyword is known to hold."""
+        """Returns a test of whether a value satisfies a way; the keyword ``but`` is known to hold."""
         lists = [
             schema[keyword] if keyword == "enum" else [schema[keyword]]
             for schema in way
@@ -509,10 +510,10 @@ class SchemaReader:
             for name, item in value.items()
         )
 
-    # What is possible
+    # Possible values
 
     def _find_possible(self) -> None:
-        """Marks the nodes that some value satisfies: again and again, until there are no more."""
+        """Marks the nodes that some value satisfies. Repeats until nothing changes."""
         changed = True
         while changed:
             changed = False
@@ -523,6 +524,6 @@ class SchemaReader:
 
 @dataclass(frozen=True, slots=True)
 class _Options:
-    """Schemas of which one must hold."""
+    """Schemas one of which must hold."""
 
     schemas: list[Any]

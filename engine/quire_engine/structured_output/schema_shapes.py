@@ -1,4 +1,6 @@
-"""What schemas ask of values: a ``Node`` is a list of shapes, one for each type and each way to satisfy its schemas."""
+"""The constraints of schemas on values: a ``Node`` is a list of shapes, one for each type and each way to satisfy its
+schemas.
+"""
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
@@ -24,14 +26,14 @@ class TextShape:
     expressions: tuple[Expression, ...] = ()
 
     def accepts(self, text: str) -> bool:
-        """Whether a text satisfies it."""
+        """Whether a text satisfies the shape."""
         fits = self.least <= len(text) and (self.most is None or len(text) <= self.most)
         return fits and all(matches(each, text) for each in self.expressions)
 
 
 @dataclass(frozen=True, slots=True)
 class ArrayShape:
-    """``least`` to ``most`` items: those of ``first``, and then ``rest``."""
+    """``least`` to ``most`` items: first ``first``, then ``rest``."""
 
     first: tuple["Node", ...]
     rest: "Node"
@@ -41,7 +43,7 @@ class ArrayShape:
 
 @dataclass(frozen=True, slots=True)
 class NameClass:
-    """The names that match all expressions of ``within``, none of ``without``, and are none of an object's own."""
+    """The names that match all expressions of ``within``, match none of ``without``, and are not an object's own."""
 
     within: tuple[Expression, ...]
     without: tuple[Expression, ...]
@@ -50,7 +52,7 @@ class NameClass:
 
 @dataclass(frozen=True, slots=True)
 class ObjectShape:
-    """The object's own ``properties`` in their order, then those of ``others``; ``least`` to ``most`` in all."""
+    """The object's own ``properties`` in their order, then properties of ``others``; ``least`` to ``most`` in all."""
 
     properties: Mapping[str, "Node"]
     required: frozenset[str]
@@ -64,7 +66,7 @@ Shape = LiteralShape | NumberShape | TextShape | ArrayShape | ObjectShape
 
 @dataclass(eq=False, slots=True)
 class Node:
-    """The values that satisfy some schemas: those of ``shapes``. ``is_possible``: there is one."""
+    """The values that satisfy some schemas: all values of its ``shapes``. ``is_possible``: there is at least one."""
 
     number: int
     shapes: list[Shape] = field(default_factory=list)
@@ -72,7 +74,7 @@ class Node:
 
 
 def is_possible(shape: Shape) -> bool:
-    """Whether a value can have the shape, by what is known of the nodes in it."""
+    """Whether a value can have the shape, given the nodes found possible so far."""
     match shape:
         case ArrayShape(first=first, rest=rest, least=least):
             return all(each.is_possible for each in first[:least]) and (least <= len(first) or rest.is_possible)
@@ -82,9 +84,7 @@ def is_possible(shape: Shape) -> bool:
 
 
 def object_fits(shape: ObjectShape) -> bool:
-    """Whether an object can have the shape: its required properties have values, and they are neither too few nor too
-    many.
-    """
+    """Whether an object can have the shape: its required properties are possible, and their number fits."""
     if not all(shape.properties[name].is_possible for name in shape.required):
         return False
     own = sum(node.is_possible for node in shape.properties.values())
@@ -93,7 +93,7 @@ def object_fits(shape: ObjectShape) -> bool:
 
 
 def type_of(value: Any) -> str:
-    """The type of a value in JSON Schema, where integers are numbers."""
+    """Returns the type of a value in JSON Schema; integers are numbers."""
     if value is None or isinstance(value, bool):
         return "null" if value is None else "boolean"
     if isinstance(value, int | float):
@@ -104,7 +104,7 @@ def type_of(value: Any) -> str:
 
 
 def same(one: Any, two: Any) -> bool:
-    """Whether two values are equal in JSON, where ``1`` is ``1.0`` but not ``true``."""
+    """Whether two values are equal in JSON: ``1`` equals ``1.0`` but not ``true``."""
     if type_of(one) != type_of(two):
         return False
     if isinstance(one, list):
@@ -115,7 +115,7 @@ def same(one: Any, two: Any) -> bool:
 
 
 def leaves(value: Any) -> Iterator[Any]:
-    """The names and the scalars within a value."""
+    """Yields the names and the scalars within a value."""
     if isinstance(value, Mapping):
         for name, each in value.items():
             yield name

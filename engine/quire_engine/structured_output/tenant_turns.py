@@ -1,5 +1,5 @@
-"""``TenantTurns``: work on a few threads, in turns of the tenants that it is for, so that none waits for all that
-another has asked for. An engine knows tenants by their cache salts; those without keys have none, and are one.
+"""``TenantTurns`` runs jobs on a few threads, taking turns between tenants, so that none waits for all jobs of another.
+An engine identifies tenants by their cache salts; requests without a salt share one tenant.
 """
 
 from collections import Counter, OrderedDict, deque
@@ -21,8 +21,8 @@ class Job:
 
 
 class TenantTurns:
-    """Runs jobs on ``threads`` threads, each tenant's next job in turn. A tenant with a salt has one thread at most.
-    Methods may be called from any thread.
+    """Runs jobs on ``threads`` threads, taking each tenant's next job in turn. A tenant with a salt uses at most one
+    thread. Thread-safe.
     """
 
     def __init__(self, threads: int, name: str) -> None:
@@ -34,7 +34,7 @@ class TenantTurns:
         self._closed = False
 
     def submit(self, tenant: bytes, job: Job) -> None:
-        """Adds a job to those of a tenant; one that it has waiting already is not added again."""
+        """Adds a job for a tenant, unless the job has begun or the tenant has it already."""
         with self._lock:
             if tenant in job.tenants or job.begun:
                 return
@@ -43,7 +43,7 @@ class TenantTurns:
             self._begin()
 
     def close(self) -> None:
-        """Cancels what waits, and lets the threads end."""
+        """Cancels waiting jobs and lets the threads end."""
         with self._lock:
             self._closed = True
             waiting = [job for jobs in self._waiting.values() for job in jobs]
@@ -59,7 +59,7 @@ class TenantTurns:
             self._pool.submit(self._run, tenant, job)
 
     def _next(self) -> tuple[bytes, Job] | None:
-        """Takes the next job of the tenant that waited longest for a turn; None if none may begin now."""
+        """Takes the next job of the tenant that waited longest for a turn; None if no job may start now."""
         for tenant, jobs in list(self._waiting.items()):
             while jobs and (jobs[0].begun or jobs[0].future.cancelled()):
                 jobs.popleft()
@@ -82,7 +82,7 @@ class TenantTurns:
                 else:
                     job.future.set_result(result)
         finally:
-            del job  # an error has this frame in its traceback, and its future would keep it
+            del job  # the traceback of an error holds this frame, and the future would keep the error
             with self._lock:
                 self._running[tenant] -= 1
                 self._begin()

@@ -1,10 +1,11 @@
 """KV blocks on disk: the files, and the threads that move blocks between them and the host pool.
 
-A folder has two files. ``blocks`` is an array of slots of one block each. ``index`` has a header, which names all that
-the numbers in a block depend on, and a record for each slot: the block's hash, a digest of hash and contents, when it
-was written, and a checksum of the record. A record is emptied before its slot is written and written after it, so a
-write that a crash has torn leaves no record. Whatever else happens to the bytes of either file, a block is taken only
-if its digest is right. Nothing is flushed: what a crash of the machine loses is found missing in the same way.
+A folder has two files. ``blocks`` is an array of slots of one block each. ``index`` has a header, which names
+everything that the numbers in a block depend on, and a record per slot. A record has the block's hash, a digest of hash
+and contents, a number that gives the order of writes, and a checksum of itself. A record is emptied before its slot is
+written, and is written after it, so an interrupted write leaves no record. If the bytes of either file are damaged in
+another way, the digest shows it, and the block is not used. Nothing is flushed: data lost in a crash of the machine is
+detected in the same way.
 """
 
 import fcntl
@@ -41,7 +42,7 @@ _EMPTY = bytes(_RECORD.size)
 
 @dataclass(frozen=True, slots=True)
 class StoredBlock:
-    """A block that the index names: its slot, its hash, and when it was written, as a number that only grows."""
+    """A block that the index names: its slot, its hash, and ``sequence``, a number that grows with each write."""
 
     sequence: int
     slot: int
@@ -49,9 +50,9 @@ class StoredBlock:
 
 
 class BlockFile:
-    """``num_slots`` slots of ``block_bytes`` each in ``folder``, which nobody else uses. ``fingerprint`` is what blocks
-    depend on besides their hashes: what a file of another one holds is dropped. May be used by several threads at once,
-    each with a slot of its own. Raises ``OSError`` where the files cannot be made.
+    """``num_slots`` slots of ``block_bytes`` each in ``folder``, which no other process uses. ``fingerprint`` is what
+    blocks depend on besides their hashes: the contents of a file with another fingerprint are dropped. Several threads
+    may use it at once, each with its own slot. Raises ``OSError`` if the files cannot be created.
     """
 
     def __init__(self, folder: Path, fingerprint: str, num_slots: int, block_bytes: int) -> None:
@@ -72,7 +73,7 @@ class BlockFile:
         self._sequences = count(max((each.sequence for each in self._records()), default=0) + 1)
 
     def _prepare(self, header: bytes) -> None:
-        """Drops what is of another header, or beyond the slots."""
+        """Drops contents with another header, or beyond the slots."""
         num_slots, block_bytes = self.num_slots, self.block_bytes
         if os.pread(self._index, len(header), 0) != header:
             os.ftruncate(self._index, 0)
@@ -83,12 +84,12 @@ class BlockFile:
             os.ftruncate(self._index, min(self._record_at(num_slots), os.fstat(self._index).st_size))
 
     def stored(self) -> list[StoredBlock]:
-        """What the index names, the oldest first, each hash once."""
+        """Returns the blocks in the index, oldest first, each hash once."""
         found = {each.block_hash: each for each in sorted(self._records(), key=lambda each: each.sequence)}
         return sorted(found.values(), key=lambda each: each.sequence)
 
     def write(self, slot: int, block_hash: bytes, contents: memoryview) -> None:
-        """Writes a block. Raises ``OSError``, also when the folder is gone."""
+        """Writes a block. Raises ``OSError``, also if the folder is gone."""
         if not os.fstat(self._blocks).st_nlink:
             raise FileNotFoundError("its folder is gone")
         os.pwrite(self._index, _EMPTY, self._record_at(slot))
@@ -100,8 +101,8 @@ class BlockFile:
         os.pwrite(self._index, record, self._record_at(slot))
 
     def read(self, slot: int, block_hash: bytes, into: memoryview) -> bool:
-        """Reads a block. Returns whether it is the one that was written under this hash; if not, what ``into`` has then
-        means nothing. Raises ``OSError``.
+        """Reads a block. Returns whether it is the one that was written under this hash; if not, the contents of
+        ``into`` are meaningless. Raises ``OSError``.
         """
         found = _parse(os.pread(self._index, _RECORD.size, self._record_at(slot)))
         done = 0
@@ -113,7 +114,7 @@ class BlockFile:
         return found is not None and found[0] == block_hash and found[1] == _digest(block_hash, into)
 
     def drop_pages(self) -> None:
-        """Has the next reads come from the disk instead of the system's memory, as far as that can be."""
+        """Makes the next reads come from the disk instead of the page cache, if possible."""
         os.fdatasync(self._blocks)
         os.posix_fadvise(self._blocks, 0, 0, os.POSIX_FADV_DONTNEED)
 
@@ -137,7 +138,7 @@ class BlockFile:
 
 
 def _parse(record: bytes) -> tuple[bytes, bytes, int] | None:
-    """The hash, the digest and the number of a record; None if it is none."""
+    """Returns the hash, the digest and the sequence of a record; None if it is empty or damaged."""
     if len(record) < _RECORD.size:
         return None
     block_hash, digest, sequence, checksum = _RECORD.unpack(record)
@@ -153,7 +154,7 @@ def _digest(block_hash: bytes, contents: memoryview) -> bytes:
 
 class FolderLock:
     """A folder below ``path`` that this process has for itself until it ends: the first one, by number, that no other
-    engine has, and nobody else may write to (``trusted_folder``). Raises ``OSError``.
+    engine uses and no other user may write to (``trusted_folder``). Raises ``OSError``.
     """
 
     def __init__(self, path: Path) -> None:
@@ -176,18 +177,18 @@ class FolderLock:
 
     @property
     def file_system_bytes(self) -> int:
-        """The size of the file system that has the folder; what no file can be larger than where it does not say."""
+        """The size of the file system that has the folder. If unknown, a size that no file can exceed."""
         found = os.statvfs(self.folder)
         return found.f_blocks * found.f_frsize or 1 << 63
 
     def close(self) -> None:
-        """Lets others have the folder."""
+        """Releases the folder for other processes."""
         os.close(self._descriptor)
 
 
 class DiskTransfers:
-    """Moves blocks between ``file`` and the host pool on threads of its own, which ``report`` each result.
-    ``host_block`` is the memory of one.
+    """Moves blocks between ``file`` and the host pool on its own threads. Calls ``report`` with each result.
+    ``host_block`` returns the memory of a host block.
     """
 
     def __init__(
@@ -200,20 +201,20 @@ class DiskTransfers:
         self._host_block = host_block
         self._report = report
         self._work: SimpleQueue[tuple[DiskTransfer, bool, Callable[[], object]] | None] = SimpleQueue()
-        # They are no reason for the process to go on: a disk may never answer.
+        # Daemon threads, because a disk may never answer and must not keep the process alive.
         self._threads = [Thread(target=self._run, name="kv-disk", daemon=True) for _ in range(NUM_THREADS)]
         for thread in self._threads:
             thread.start()
 
     def submit(self, copies: BlockCopies, wait: Callable[[], object]) -> None:
-        """Begins the transfers of ``copies``. ``wait`` returns when the host blocks are no part of other copies."""
+        """Starts the transfers of ``copies``. ``wait`` returns when earlier copies no longer use the host blocks."""
         for transfer in copies.blocks_to_store:
             self._work.put((transfer, False, wait))
         for transfer in copies.blocks_to_load:
             self._work.put((transfer, True, wait))
 
     def close(self) -> None:
-        """Ends the threads and closes the files. A thread that waits for the disk is left to it."""
+        """Ends the threads and closes the files. Gives up on a thread that waits for the disk."""
         for _ in self._threads:
             self._work.put(None)
         for thread in self._threads:
@@ -243,8 +244,8 @@ class DiskTransfers:
 
 
 def measure_block_seconds(folder: Path, block_bytes: int) -> float:
-    """How long one more block takes to load, with as many at once as there are threads, from a file that is made for
-    that. Raises ``OSError``.
+    """Measures how long one more block takes to load, in seconds, if as many load at once as there are threads. Uses a
+    temporary file. Raises ``OSError``.
     """
     probe = folder / "probe"
     probe.mkdir(exist_ok=True)
@@ -266,6 +267,6 @@ def measure_block_seconds(folder: Path, block_bytes: int) -> float:
 
 
 def disk_contents(file: BlockFile, block_seconds: float) -> DiskContents:
-    """What ``file`` has, for the scheduler."""
+    """Returns the contents of ``file``, for the scheduler."""
     stored = [(each.slot, each.block_hash) for each in file.stored()]
     return DiskContents(file.num_slots, stored, block_seconds, file.block_bytes)

@@ -1,7 +1,7 @@
 """The KV memory itself: the device's blocks, the host's blocks, and copies between them.
 
-Both pools are ``[blocks, elements]``: a block has what its ``BlockLayout`` says, one layer behind the other, so that a
-block of all layers is one contiguous copy, and so are neighbouring blocks that move to neighbouring places.
+Both pools are ``[blocks, elements]``. A block has the contents of its ``BlockLayout``, one layer after another. So a
+block of all layers is one contiguous copy, and so are adjacent blocks that move to adjacent places.
 """
 
 import math
@@ -24,13 +24,14 @@ from quire_engine.worker.sleep import give_back, take_again
 
 
 class CudaSwapStream:
-    """Orders block copies among the work that computes with blocks: they have a stream of their own, beside the current
-    one that computes. Used by one thread. The CPU needs none: everything has happened when its call returns.
+    """Orders block copies relative to the work that computes with blocks: copies have their own stream, next to the
+    current stream that computes. Use it from one thread. The CPU needs none, because everything has happened when its
+    call returns.
 
-    Copies run after all work that was launched before the last ``record_compute``, and before all work that is launched
-    after ``swap_region``. Among each other they keep their order. So copies in both directions wait for the last
-    forward pass, as it reads what is copied out and may still write what is copied over; and they run beside what
-    computes without blocks, which is the sampling of tokens, and beside the upload of the next batch.
+    Copies run after all work launched before the last ``record_compute``, and before all work launched after
+    ``swap_region``. They keep their order among each other. So copies in both directions wait for the last forward
+    pass, which reads what is copied out and may still write what is copied over. They run parallel to work without
+    blocks: sampling, and the upload of the next batch.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -39,14 +40,14 @@ class CudaSwapStream:
         self._compute_done = torch.cuda.Event()
 
     def record_copies(self) -> torch.cuda.Event:
-        """An event behind all copies that were launched until now."""
+        """Returns an event after all copies launched so far."""
         event = torch.cuda.Event()
         event.record(self._stream)
         return event
 
     def record_compute(self) -> None:
-        """Records that everything launched until now may have read or written blocks, and makes what is launched from
-        now on wait for what was copied beside it. To be called after each forward pass, one that failed too.
+        """Records that everything launched so far may read or write blocks, and makes later work wait for copies that
+        run parallel to it. Call it after each forward pass, including a failed one.
         """
         compute = torch.cuda.current_stream(self._device)
         self._compute_done.record(compute)
@@ -54,19 +55,19 @@ class CudaSwapStream:
 
     @contextmanager
     def swap_region(self) -> Iterator[None]:
-        """The copies that are launched inside are ordered as above."""
+        """Within this context, launched copies are ordered as described above."""
         compute = torch.cuda.current_stream(self._device)
         self._wait_for_compute()
         try:
             with torch.cuda.stream(self._stream):
                 yield
-        finally:  # after a failure too: what was launched before it still reads and writes blocks
+        finally:  # after a failure too: work launched before it still reads and writes blocks
             self._make_compute_wait(compute)
 
     @contextmanager
     def ahead_region(self) -> Iterator[None]:
-        """The copies that are launched inside follow those of the last ``swap_region`` and run beside all work that is
-        launched before the next ``record_compute``.
+        """Within this context, launched copies follow the copies of the last ``swap_region``, and run parallel to all
+        work launched before the next ``record_compute``.
         """
         with torch.cuda.stream(self._stream):
             yield
@@ -79,27 +80,27 @@ class CudaSwapStream:
 
 
 class StepEvent:
-    """Everything that was launched on the current stream of a GPU before this was made."""
+    """Everything that was launched on the current stream of a GPU before this object was created."""
 
     def __init__(self, device: torch.device) -> None:
         self._event = torch.cuda.Event()
         self._event.record(torch.cuda.current_stream(device))
 
     def wait(self) -> None:
-        """Returns once all of it is done."""
+        """Waits until all of it is done."""
         self._event.synchronize()
 
 
 def _nothing() -> None:
-    """On the CPU copies are made when they are launched."""
+    """Does nothing: on the CPU copies are done when they are launched."""
 
 
 class KVCache:
-    """Device and host pool of one model, of the sizes that were decided in bytes. ``layers`` are the views of its
-    layers on the device's pool, ``blocks``.
+    """Device and host pool of one model, with sizes given in bytes. ``layers`` are the views of its layers on the
+    device's pool, ``blocks``.
 
-    ``swap_stream`` orders block copies among the work of a GPU; None on the CPU. On CUDA the host pool is pinned.
-    ``transfers`` are those to and from the disk, where there is one.
+    ``swap_stream`` orders block copies relative to the work of a GPU; None on the CPU. On CUDA the host pool is pinned.
+    ``transfers`` are the transfers to and from the disk, if there is one.
     """
 
     def __init__(
@@ -132,8 +133,8 @@ class KVCache:
         self._sleeping_bytes = 0
 
     def copy(self, copies: BlockCopies) -> None:
-        """Copies blocks in the order of ``BlockCopies``. On the CPU all is copied when this returns. Raises
-        ``CopyError``; the contents of all blocks are undefined then.
+        """Copies blocks in the order of ``BlockCopies``. On the CPU everything is copied when this returns. Raises
+        ``CopyError``; then the contents of all blocks are undefined.
         """
         moves = (
             (self.blocks, self._host_blocks, copies.blocks_to_swap_out),
@@ -148,15 +149,15 @@ class KVCache:
                 _copy_blocks(self.blocks, self._host_blocks, copies.blocks_to_swap_ahead)
         if copies.blocks_to_store or copies.blocks_to_load:
             assert self.transfers is not None, "there is no disk"
-            # The host block of a load may be part of earlier copies that a GPU has not made yet, as one of a store is.
+            # The host block of a load or a store may be part of earlier copies that a GPU has not made yet.
             is_ready = _nothing if self.swap_stream is None else self.swap_stream.record_copies().synchronize
             self.transfers.submit(copies, is_ready)
 
     def open_disk(
         self, folder: Path, fingerprint: str, num_slots: int, report: Callable[[TransferResult], object]
     ) -> DiskContents:
-        """Opens the blocks on disk in ``folder``, of which nobody else may use the files. ``report`` is called with the
-        result of each transfer, on other threads. What was open before is closed. Raises ``OSError``.
+        """Opens the blocks on disk in ``folder``, whose files no other process may use. Calls ``report`` with the
+        result of each transfer, on other threads. Closes what was open before. Raises ``OSError``.
         """
         if self.transfers is not None:
             self.transfers.close()
@@ -168,16 +169,16 @@ class KVCache:
         return contents
 
     def sleep(self) -> None:
-        """Gives back the memory of the device's blocks, whose contents are lost. Those of the host stay."""
+        """Frees the memory of the device's blocks, whose contents are lost. The host's blocks stay."""
         self._sleeping_bytes = self.blocks.untyped_storage().nbytes()
         give_back(self.blocks.untyped_storage())
 
     def wake_up(self) -> None:
-        """Takes it again, as zeros. Raises ``SleepError`` where there is none."""
+        """Allocates the memory again, as zeros. Raises ``SleepError`` if there is not enough."""
         take_again(self.blocks.untyped_storage(), self._sleeping_bytes)
 
     def close(self) -> None:
-        """Frees the memory; nothing can be computed after that."""
+        """Frees the memory. Nothing can be computed afterwards."""
         if self.transfers is not None:
             self.transfers.close()
         if self._unpin_host is not None:
@@ -188,17 +189,17 @@ class KVCache:
 
 
 def min_cache_sizes(layout: BlockLayout) -> CacheSizes:
-    """The least that an executor can be made with."""
+    """Returns the minimum sizes that an executor can be created with."""
     return CacheSizes(_min_blocks(layout) * layout.block_bytes, 0)
 
 
 def _min_blocks(layout: BlockLayout) -> int:
-    """The null block, and one for each group of layers."""
+    """Returns the minimum number of blocks: the null block, and one per group of layers."""
     return 1 + len(layout.windows)
 
 
 def _copy_blocks(sources: torch.Tensor, targets: torch.Tensor, copies: Sequence[BlockCopy]) -> None:
-    """Launches the copies; the host does not wait for those between it and another device."""
+    """Launches the copies. The host does not wait for copies between it and another device."""
     for copy in copies:
         if not (0 <= copy.source < len(sources) and 0 <= copy.target < len(targets)):
             raise CopyError(f"No such block: {copy}, of {len(sources)} and {len(targets)} blocks.")
@@ -211,9 +212,10 @@ def _copy_blocks(sources: torch.Tensor, targets: torch.Tensor, copies: Sequence[
 
 
 def _contiguous_runs(copies: Sequence[BlockCopy], *, within: bool) -> Iterator[tuple[BlockCopy, int]]:
-    """The same copies as runs of neighbouring blocks: the first of each, and how many there are.
+    """Yields the same copies as runs of adjacent blocks: the first copy of each run and its length.
 
-    ``within`` one pool a run must not reach into its own targets, as one large copy reads and writes at the same time.
+    ``within`` one pool, a run must not reach into its own targets, because one large copy reads and writes at the same
+    time.
     """
     start = 0
     while start < len(copies):
@@ -228,8 +230,7 @@ def _contiguous_runs(copies: Sequence[BlockCopy], *, within: bool) -> Iterator[t
 
 
 def _lazy_zeros(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> torch.Tensor:
-    """Zeros. On the CPU they are pages that the system gives when they are first written, so an idle pool
-    costs nothing.
+    """Returns zeros. On the CPU the system provides a page when it is first written, so an idle pool costs nothing.
 
     ``torch.zeros`` writes every byte, which would make the whole pool resident at the start.
     """

@@ -1,4 +1,4 @@
-"""``TransferResults``: what came of transfers between host and disk, of which every rank makes its part."""
+"""``TransferResults``: the results of transfers between host and disk, which every rank performs for its part."""
 
 from collections.abc import Sequence
 from contextlib import suppress
@@ -10,8 +10,8 @@ from quire_engine.core.kv_transfer.transfer import TransferResult
 
 
 class TransferResults:
-    """A transfer has ended when each of ``num_ranks`` has added its result, and has failed if it has on any of them.
-    May be used by several threads.
+    """Collects the results of all ranks. A transfer has ended when each of ``num_ranks`` has added its result, and has
+    failed if it failed on any rank. Thread-safe.
     """
 
     def __init__(self, num_ranks: int = 1) -> None:
@@ -26,7 +26,7 @@ class TransferResults:
             self._num_ranks, self._parts, self._ended = num_ranks, {}, SimpleQueue()
 
     def add(self, result: TransferResult) -> None:
-        """Takes the result of one rank."""
+        """Adds the result of one rank."""
         with self._adding:
             parts = self._parts.setdefault(result.transfer_id, [])
             parts.append(result)

@@ -24,11 +24,11 @@ from quire_engine.core.kv_transfer.transfer import DiskContents, TransferOutcome
 log = logging.getLogger(__name__)
 
 MAX_STORES = 32
-"""Blocks that are written at once: each holds a block of the host pool."""
+"""Blocks written at once. Each holds a block of the host pool."""
 STALL_SECONDS = 10.0
 """If transfers are under way and none has ended for this long, the disk is turned off."""
-_DRIFT = 1 / 16  # weight of a block in the mean of the seconds that one takes
-_FORGETTING = 1 / 32  # of what was measured, at each decision against loading: slow loads may have been bad luck
+_DRIFT = 1 / 16  # weight of a block in the mean seconds per block
+_FORGETTING = 1 / 32  # fraction by which each decision against loading forgets measurements: slow loads may be bad luck
 
 
 @dataclass(slots=True)
@@ -112,7 +112,7 @@ class DiskTier:
             elif block_hash not in self._storing:
                 missing.append(block_hash)
         self._to_store.update(dict.fromkeys(reversed(missing)))
-        while len(self._to_store) > self._max_queued:  # the disk is slower than new prefixes are used again
+        while len(self._to_store) > self._max_queued:  # the disk is slower than the reuse of new prefixes
             self._to_store.popitem(last=False)
 
     def begin_stores(self, copies: BlockCopies, max_copies: int) -> int:

@@ -19,7 +19,9 @@ def make_tiers(
     disk: DiskContents | None,
     clock: Callable[[], int],
 ) -> list[KVConnector]:
-    """Returns the tiers behind ``device_pool``, the nearest first. ``disk`` is what an executor has opened."""
+    """Returns the tiers behind ``device_pool``, nearest first. ``disk`` is the disk that an executor has opened, or
+    None.
+    """
     tiers: list[KVConnector] = [host]
     if disk is not None:
         assert len(capacity.groups) == 1, "blocks on disk are those of one group"

@@ -1,5 +1,5 @@
-"""What an executor reports of its disk and of the transfers to and from it: plain data. ``kv_transfer.disk_tier`` plans
-these transfers.
+"""What an executor reports about its disk and about transfers to and from it: plain data. ``kv_transfer.disk_tier``
+plans these transfers.
 """
 
 from collections.abc import Mapping, Sequence
@@ -9,8 +9,8 @@ from typing import Any
 
 
 class TransferOutcome(IntEnum):
-    """What came of a transfer; of several ranks the largest counts. ``DAMAGED``: what was loaded is not what was
-    stored. ``FAILED``: the disk cannot be used.
+    """The outcome of a transfer; over several ranks, the largest value. ``DAMAGED``: the loaded data differ from the
+    stored data. ``FAILED``: the disk cannot be used.
     """
 
     DONE = 0
@@ -20,8 +20,8 @@ class TransferOutcome(IntEnum):
 
 @dataclass(frozen=True, slots=True)
 class TransferResult:
-    """The end of a transfer. ``seconds`` is how much longer the disk is busy for one more block: how long this one took
-    by the number of those that are transferred at once. ``reason`` says why it failed.
+    """The end of a transfer. ``seconds`` is how much longer the disk is busy for one more block: the duration divided
+    by the number of concurrent transfers. ``reason`` says why it failed.
     """
 
     transfer_id: int
@@ -32,9 +32,9 @@ class TransferResult:
 
 @dataclass(frozen=True, slots=True)
 class DiskContents:
-    """A disk as an executor has opened it: its blocks, and hashes with the blocks that they were found in, the oldest
-    first. ``block_seconds`` is how long a block takes to load, as was measured, and ``block_bytes`` are those of all
-    its parts.
+    """A disk as an executor has opened it. ``num_blocks`` is its size. ``stored`` holds pairs of a block and the hash
+    found in it, oldest first. ``block_seconds`` is the measured time to load a block. ``block_bytes`` is the size of a
+    block with all its parts.
     """
 
     num_blocks: int
@@ -54,7 +54,7 @@ class DiskContents:
 
     @classmethod
     def in_common(cls, parts: Sequence["DiskContents"]) -> "DiskContents":
-        """What all of several ranks have, each of which has its part of every block in a file of its own."""
+        """Returns what all ranks have in common. Each rank keeps its part of every block in its own file."""
         own, *others = parts
         elsewhere = [set(part.stored) for part in others]
         stored = [each for each in own.stored if all(each in part for part in elsewhere)]
