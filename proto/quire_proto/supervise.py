@@ -7,6 +7,7 @@ import logging
 import random
 from collections.abc import Callable, Coroutine
 from dataclasses import dataclass
+from math import inf
 from time import monotonic
 from typing import Any
 
@@ -137,9 +138,11 @@ class Backoff:
         self._last = last
         self._delay = first
 
-    def next(self, last: float = 0.0) -> float:
-        """Seconds until the next try, where they may grow up to ``last`` now if that is more."""
-        delay = jittered(self._delay)
+    def next(self, last: float = 0.0, most: float = inf) -> float:
+        """Returns the seconds until the next try. They may grow up to ``last`` now if that is more, and are at most
+        ``most`` this time, or the first delay if that is more.
+        """
+        delay = jittered(min(self._delay, max(most, self._first)))
         self._delay = min(2 * self._delay, max(last, self._last))
         return delay
 

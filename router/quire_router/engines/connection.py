@@ -347,6 +347,7 @@ class EngineConnection:
     async def _run(self) -> None:
         failures = ConnectFailureLog(self.address, self.settings.start_patience)
         backoff = Backoff(self.settings.backoff, self.settings.max_backoff)
+        refused_since: float | None = None
         while not self._closing:  # a stream that breaks at the same moment can swallow the cancellation
             try:
                 await self._run_stream()
@@ -366,7 +367,8 @@ class EngineConnection:
             if problem.refused:
                 self._shorten_grace(self.settings.refused_grace)
             failures.record(problem)
-            if await self._pause(backoff.next(self._reconnect_limiter.spacing)):
+            refused_since = (refused_since or asyncio.get_running_loop().time()) if problem.refused else None
+            if await self._pause(self._reconnect_limiter.pause(backoff, refused_since)):
                 backoff.reset()
 
     async def _pause(self, seconds: float) -> bool:

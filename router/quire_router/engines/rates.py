@@ -11,11 +11,17 @@ from itertools import count
 from math import inf
 from typing import Generic, TypeVar
 
+from quire_proto.supervise import Backoff
+
 from quire_router.engines.join_window import LOOK_INTERVAL, Join, JoinWindow
 
 MAX_RECONNECTS_PER_SECOND = 100
 """Of all connections together, once each has tried a few times: a try costs about 2 ms of CPU, over TLS up to 7."""
 
+STARTING_PART = 1 / 16
+"""While nothing listens at an engine's address, a pause is at most this part of how long that has been so. So a process
+that starts is found soon after it listens, whether its start took four seconds or a minute.
+"""
 
 MOMENT = 1.0
 """Seconds between two losses of one cause, at most. Sessions notice it one after the other."""
@@ -95,6 +101,14 @@ class ReconnectLimiter:
     def spacing(self) -> float:
         """Seconds between two tries of one connection with which all make ``MAX_RECONNECTS_PER_SECOND``."""
         return self._disconnected / MAX_RECONNECTS_PER_SECOND
+
+    def pause(self, backoff: Backoff, refused_since: float | None) -> float:
+        """Returns the seconds until a connection's next try. Nothing has listened since ``refused_since``; None if
+        something does, or if that is not known.
+        """
+        if refused_since is None:
+            return backoff.next(self.spacing)
+        return backoff.next(self.spacing, max(self.spacing, STARTING_PART * (_now() - refused_since)))
 
     def lost(self, retry: Callable[[], None]) -> None:
         """A connection has lost its session."""

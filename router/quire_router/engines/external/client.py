@@ -441,6 +441,7 @@ class ExternalEngine:
     async def _run(self) -> None:
         failures = ConnectFailureLog(self.address, self.settings.start_patience)
         backoff = Backoff(self.settings.backoff, self.settings.max_backoff)
+        refused_since: float | None = None
         while not self._closing:
             try:
                 await self._connect()
@@ -459,8 +460,9 @@ class ExternalEngine:
                 failures = ConnectFailureLog(self.address)
                 backoff.reset()
             failures.record(problem)
+            refused_since = (refused_since or asyncio.get_running_loop().time()) if problem.refused else None
             with self._reconnect_limiter.waiting():
-                if await self._pause(backoff.next(self._reconnect_limiter.spacing)):
+                if await self._pause(self._reconnect_limiter.pause(backoff, refused_since)):
                     backoff.reset()
 
     async def _connect(self) -> None:
