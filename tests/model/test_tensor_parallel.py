@@ -37,6 +37,7 @@ from tests.model.ranks import (
     assert_gone,
     assert_near,
     assert_only_its_own_request_fails,
+    chunk,
     expected,
     generate,
     in_background,
@@ -154,6 +155,27 @@ def test_deterministic_logits_do_not_depend_on_the_batch(threads: None, small_mo
             prompts = [*others[:place], needle, *others[place:]]
             among = run(shared, prompts, [params] * PROMPTS, chunk=chunk).choices[place][0]
             assert (among.token_ids, among.logprobs) == (alone.token_ids, alone.logprobs)
+
+
+def test_log_probabilities_of_a_prompt_that_fail_on_rank_0_are_that_steps_error(
+    threads: None, small_models: SmallModels, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The other rank computes logits, and waits for nothing afterwards."""
+
+    def fail(*_: object) -> None:
+        raise RuntimeError("no memory")
+
+    asked = chunk([5, 6, 7], [1])
+    asked.num_prompt_logprobs = 2
+    with closing(load(small_models.folder("llama3"), 2)) as shared:
+        wanted = shared.execute_model(make_step(0, [asked]))
+        with monkeypatch.context() as patched:
+            patched.setattr("quire_engine.sampling.prompt_logprobs.token_logprobs", fail)
+            with pytest.raises(RuntimeError, match="no memory"):
+                shared.execute_model(make_step(1, [asked]))
+        again = shared.execute_model(make_step(2, [asked]))
+    assert (again.token_ids, again.prompt_logprobs) == (wanted.token_ids, wanted.prompt_logprobs)
+    assert len(again.prompt_logprobs[0]) == 2
 
 
 # What each rank knows

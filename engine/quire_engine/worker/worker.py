@@ -181,10 +181,10 @@ class Worker:
         model: LoadedModel,
         ranks: Ranks,
         *,
+        report: Callable[[TransferResult], object],
         num_loras_held: int = 0,
         run_pass: RunPass | None = None,
         filler: AnyBitmaskFiller | None = None,
-        report: Callable[[TransferResult], object] = lambda _result: None,
     ) -> None:
         self._ranks = ranks
         self._report = report
@@ -522,11 +522,11 @@ class AsyncStep:
     def _sample(self, forward: ForwardPass) -> None:
         batch, prepared, logits = forward.batch, forward.prepared, None
         self.output.token_ids = [0] * batch.num_draws
+        if len(batch.model_input.logits_rows):  # first: nothing that fails on this rank alone may come before
+            logits = self._ranks.compute_logits(lambda: self._logits(forward))
         if batch.pooled:
             assert self._pooler is not None, "a step pools prompts, and the model says not how"
             self._pooled = self._pooler.pool(forward.hidden, batch.pooled)
-        if len(batch.model_input.logits_rows):
-            logits = self._ranks.compute_logits(lambda: self._logits(forward))
         if logits is None:
             return
         if batch.is_plain:
@@ -553,5 +553,8 @@ class AsyncStep:
         if batch.prompt_logprobs:
             logits_of, rows = partial(self._runner.logits, forward.hidden), batch.model_input.prompt_logprob_rows
             output = self.output if self._ranks.draws else None
-            compute_prompt_logprobs(batch.prompt_logprobs, rows, self._states.vocab_size, logits_of, output)
+            # An error of this rank alone is the step's, and no failure of the call that all ranks make.
+            self._error = compute_prompt_logprobs(
+                batch.prompt_logprobs, rows, self._states.vocab_size, logits_of, output
+            )
         return logits

@@ -59,7 +59,7 @@ def test_help_of_a_command_is_shown_by_help(quire: Quire) -> None:
 
 
 @pytest.mark.parametrize(
-    ("arguments", "told"),
+    ("arguments", "expected"),
     [
         ([], "usage: quire COMMAND [FLAGS]"),
         (["serv"], "error: unknown command serv (did you mean serve?)"),
@@ -69,10 +69,10 @@ def test_help_of_a_command_is_shown_by_help(quire: Quire) -> None:
         (["simulate", "both"], "error: quire simulate needs a subcommand: simulate engine or simulate fleet"),
     ],
 )
-def test_an_unknown_command_is_named(quire: Quire, arguments: list[str], told: str) -> None:
+def test_an_unknown_command_is_named(quire: Quire, arguments: list[str], expected: str) -> None:
     done = quire(*arguments)
     assert (done.returncode, done.stdout) == (2, "")
-    assert done.stderr.startswith(f"{told}\n")
+    assert done.stderr.startswith(f"{expected}\n")
     assert done.stderr.endswith("tip: quire --help lists all commands\n" if arguments else usage())
 
 

@@ -300,7 +300,7 @@ OUTPUTS = st.builds(
 )
 
 
-def told(errors: dict[int, QuireError]) -> dict[int, dict[str, Any]]:
+def fields_of(errors: dict[int, QuireError]) -> dict[int, dict[str, Any]]:
     return {number: vars(error) for number, error in errors.items()}
 
 
@@ -309,7 +309,7 @@ def test_the_output_of_a_step_arrives_as_it_was(
     output: ModelOutput, errors: dict[int, QuireError], draw_errors: dict[int, QuireError]
 ) -> None:
     again = output_from_arrays(output_to_arrays(replace(output, errors=errors, draw_errors=draw_errors)))
-    assert (told(again.errors), told(again.draw_errors)) == (told(errors), told(draw_errors))
+    assert (fields_of(again.errors), fields_of(again.draw_errors)) == (fields_of(errors), fields_of(draw_errors))
     assert replace(again, errors={}, draw_errors={}) == output
 
 
@@ -318,7 +318,7 @@ def test_a_bitmask_arrives_as_it_was(rows: dict[int, int], width: int, errors: d
     words = np.arange(len(rows) * width, dtype=np.int32).reshape(-1, width)
     again = bitmask_from_arrays(bitmask_to_arrays(GrammarBitmask(words, rows, errors)))
     assert np.array_equal(again.words, words)
-    assert (again.rows, told(again.errors)) == (rows, told(errors))
+    assert (again.rows, fields_of(again.errors)) == (rows, fields_of(errors))
 
 
 @pytest.mark.parametrize("read", [output_from_arrays, bitmask_from_arrays])
