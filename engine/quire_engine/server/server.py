@@ -1,5 +1,5 @@
-"""``EngineServer``: runs the core's thread, the gRPC server, and the HTTP server of metrics and probes, from start to
-drained shutdown.
+"""``EngineServer``: runs the core, the gRPC server, and the HTTP server of metrics and probes, from start to drained
+shutdown.
 """
 
 import asyncio
@@ -9,7 +9,6 @@ import signal
 from collections import Counter
 from collections.abc import Callable, Coroutine
 from contextlib import suppress
-from threading import Thread
 from typing import Any
 
 import grpc
@@ -23,12 +22,9 @@ from quire_proto.supervise import SupervisedTask
 from quire_proto.telemetry import DropReason
 
 from quire_engine.config import EngineConfig
-from quire_engine.core.data_parallel import DataParallel, DPEngineCore
-from quire_engine.core.engine_core import EngineCore, EngineCoreOutputs, Shutdown
-from quire_engine.core.executor import Executor, Sleeper, WeightStats
-from quire_engine.core.scheduler import Scheduler
+from quire_engine.core.engine_core import EngineCoreOutputs, Shutdown
 from quire_engine.core.startup import StartupPhase, StartupTimer
-from quire_engine.core.step_recording import StepRecorder
+from quire_engine.core_client.client import LoadedCore
 from quire_engine.server.connection_mux import ConnectionMux
 from quire_engine.server.grpc_options import server_options
 from quire_engine.server.loras import LoRARegistry
@@ -38,7 +34,7 @@ from quire_engine.server.servicer import EngineServicer
 from quire_engine.server.session_manager import SessionManager
 from quire_engine.server.token_interceptor import TokenInterceptor
 from quire_engine.server.tracing import TraceExporter
-from quire_engine.structured_output.compiler import GrammarCompiler, ModelGrammars
+from quire_engine.structured_output.compiler import GrammarCompiler
 
 log = logging.getLogger(__name__)
 
@@ -51,11 +47,8 @@ class EngineServer:
     requires a token if ``config.engine_token_file`` is set.
 
     ``dropped_spans`` counts the spans that do not reach a collector; None if none are exported. ``loras`` are its
-    adapters; None if it serves none. ``weights`` are the statistics of layers on disk or in host memory; None without
-    such layers. ``data_parallel`` is set for an engine of a group: when it is asked to stop, it stops the others too,
-    and takes part in their steps until all have finished their requests. ``startup`` has timed the phases so far.
-    ``sleeper`` frees memory while the engine sleeps; without one it never sleeps. ``recorder`` gets all steps; None if
-    they are not recorded.
+    adapters; None if it serves none. ``startup`` has timed the phases so far. An engine of a data-parallel group that
+    is asked to stop stops the others too.
 
     Raises ``TlsError`` if the files of ``config.tls`` cannot be used, and ``TokenError`` if the token file cannot.
     """
@@ -63,48 +56,36 @@ class EngineServer:
     def __init__(
         self,
         config: EngineConfig,
-        executor: Executor,
-        scheduler: Scheduler,
-        description: engine_pb2.DescribeResponse,
-        grammars: ModelGrammars,
+        core: LoadedCore,
         *,
         loras: LoRARegistry | None = None,
         dropped_spans: Counter[DropReason] | None = None,
-        weights: WeightStats | None = None,
-        data_parallel: DataParallel | None = None,
         startup: StartupTimer | None = None,
-        sleeper: Sleeper | None = None,
-        recorder: StepRecorder | None = None,
     ) -> None:
         self._config = config
-        self._lockstep = None if data_parallel is None else data_parallel.lockstep
         self._certificates = None if config.tls is None else ReloadingServerCredentials(config.tls)
         self._mux: ConnectionMux | None = None
         token_file = config.engine_token_file
         self._interceptors = () if token_file is None else (TokenInterceptor(EngineTokens(token_file)),)
         self._startup = startup or StartupTimer()
-        self._executor = executor
-        self._description = description
+        self._core = core.runner
+        self._description = description = core.description
         description.generation = secrets.randbits(64)
-        self._core = (
-            EngineCore(scheduler, executor, self._publish, sleeper=sleeper, recorder=recorder)
-            if data_parallel is None
-            else DPEngineCore(scheduler, executor, self._publish, data_parallel, recorder=recorder)
-        )
         name = description.served_model_names[0]
         dropped = Counter[DropReason]() if dropped_spans is None else dropped_spans
+        stats = self._core.stats
         self._metrics = EngineMetrics(
             name,
-            scheduler.stats,
+            stats.scheduler,
             lambda: self._core.seconds_since_progress,
             dropped,
             loras=loras if config.enable_lora else None,
             max_loras=config.max_loras,
-            weights=weights,
-            dp_stats=None if data_parallel is None else data_parallel.stats,
+            weights=stats.weights,
+            dp_stats=stats.data_parallel,
             startup=self._startup.phases,
         )
-        self._grammars = GrammarCompiler(grammars, self._metrics.on_grammar)
+        self._grammars = GrammarCompiler(core.grammars, self._metrics.on_grammar)
         exporter = TraceExporter(
             enabled=dropped_spans is not None, step_interval=config.trace_step_interval, dropped=dropped
         )
@@ -120,11 +101,11 @@ class EngineServer:
         """Serves until SIGTERM or SIGINT, then drains. Raises the exception that made the core fail."""
         self._loop = asyncio.get_running_loop()
         self._stop_requested, self._stop_now, self._core_ended = asyncio.Event(), asyncio.Event(), asyncio.Event()
+        self._group_leaves = asyncio.Event()
         self._install_signal_handlers()
         probes = ProbeServer(self._config.host, self._config.metrics_port, self._metrics.registry, self._probes())
         server, self._health = await self._start_grpc()
-        thread = Thread(target=self._run_core, name="engine-core", daemon=True)
-        thread.start()
+        self._core.start(self)
         self._started = True
         self._startup.begin(StartupPhase.REGISTERED)
         await self._set_ready(True)
@@ -139,7 +120,7 @@ class EngineServer:
         if self._mux is not None:
             self._mux.close()
         self._core.send(Shutdown())
-        await asyncio.to_thread(thread.join, self._end_timeout)
+        await asyncio.to_thread(self._core.join, self._end_timeout)
         await asyncio.to_thread(self._grammars.close)
         probes.close()
         if self._failure is not None:
@@ -151,31 +132,22 @@ class EngineServer:
 
     async def _until_leaving(self) -> None:
         """Waits for a signal, for the end of the core, or until another engine of the group was asked to stop."""
-        if self._lockstep is None:
-            await self._until_stopped()
-            return
-        await _first_completed(self._until_stopped(), asyncio.to_thread(self._lockstep.wait_until_leaving))
-        if self._lockstep.wait_for_loss(0) is not None:  # no engine leaves in order: the core fails too
-            await self._until_stopped()
-        elif not (self._stop_requested.is_set() or self._core_ended.is_set()):
+        await _first_completed(self._stop_requested.wait(), self._core_ended.wait(), self._group_leaves.wait())
+        if not (self._stop_requested.is_set() or self._core_ended.is_set()):
             log.info("another engine of the group is stopping: this one stops with it")
-        self._lockstep.leave()
-
-    async def _until_stopped(self) -> None:
-        """Waits for a signal or the end of the core."""
-        await _first_completed(self._stop_requested.wait(), self._core_ended.wait())
+        self._core.leave()
 
     @property
     def _end_timeout(self) -> float:
         """Seconds in which the core must end. In a group this includes the time in which others finish."""
         config, others_end = self._config, 0.0
-        if self._lockstep is not None:
+        if config.data_parallel_size > 1:
             others_end = config.shutdown_delay + config.shutdown_timeout
         return CORE_END_SECONDS + others_end
 
     async def _start_grpc(self) -> tuple[grpc.aio.Server, health.aio.HealthServicer]:
         server = grpc.aio.server(interceptors=self._interceptors, options=server_options())
-        servicer = EngineServicer(self._sessions, self._description, self._core.scheduler.stats)
+        servicer = EngineServicer(self._sessions, self._description, self._core.stats.scheduler)
         engine_pb2_grpc.add_EngineServicer_to_server(servicer, server)
         checks = health.aio.HealthServicer()
         health_pb2_grpc.add_HealthServicer_to_server(checks, server)
@@ -201,18 +173,22 @@ class EngineServer:
         await server.start()
         return await self._mux.listen(host, port)
 
-    def _run_core(self) -> None:
-        try:
-            self._core.run()
-        except BaseException as failure:  # noqa: BLE001 - serve() raises it on the event loop's thread
-            self._failure = failure
-        finally:
-            with suppress(RuntimeError):  # a hung step ended after the loop was closed
-                self._loop.call_soon_threadsafe(self._core_ended.set)
+    def on_outputs(self, outputs: EngineCoreOutputs) -> None:
+        """Hands a step to the event loop, which keeps their order. See ``CoreListener``."""
+        self._loop.call_soon_threadsafe(self._on_step, outputs)
 
-    def _publish(self, step: EngineCoreOutputs) -> None:
-        """Hands a step to the event loop, which keeps their order. Runs on the core's thread."""
-        self._loop.call_soon_threadsafe(self._on_step, step)
+    def on_leaving(self) -> None:
+        """See ``CoreListener.on_leaving``."""
+        self._call_soon(self._group_leaves.set)
+
+    def on_end(self, failure: BaseException | None) -> None:
+        """See ``CoreListener.on_end``."""
+        self._failure = failure
+        self._call_soon(self._core_ended.set)
+
+    def _call_soon(self, function: Callable[[], None]) -> None:
+        with suppress(RuntimeError):  # a hung step ended after the loop was closed
+            self._loop.call_soon_threadsafe(function)
 
     def _on_step(self, step: EngineCoreOutputs) -> None:
         self._sessions.publish(step)

@@ -22,6 +22,8 @@ from quire_engine.core.executor import ExecutorError
 from quire_engine.core.kv_cache_manager import KVCacheManager
 from quire_engine.core.scheduler import Scheduler
 from quire_engine.core.step import ModelOutput, SchedulerOutput
+from quire_engine.core_client.client import LoadedCore
+from quire_engine.core_client.core_thread import CoreThread
 from quire_engine.server import server as server_module
 from quire_engine.server import session_manager
 from quire_engine.server.grpc_options import server_options
@@ -90,9 +92,8 @@ class Served:
         )
         scheduler = Scheduler(SchedulerConfig(max_model_len=4000, vocab_size=VOCAB_SIZE), KVCacheManager(CAPACITY))
         description = engine_pb2.DescribeResponse(served_model_names=["m"], max_model_len=4000, vocab_size=VOCAB_SIZE)
-        self.server = EngineServer(
-            config, self.executor, scheduler, description, SlowSource(), data_parallel=data_parallel
-        )
+        core = CoreThread(scheduler, self.executor, data_parallel=data_parallel)
+        self.server = EngineServer(config, LoadedCore(core, description, SlowSource()))
         self.serving = self.server.serve()
         self.load = engine_pb2.Load()
         self.link = EngineConnection(f"127.0.0.1:{self.port}", settings, on_load=self.load.CopyFrom)
