@@ -73,16 +73,13 @@ class EngineServer:
         description.generation = secrets.randbits(64)
         name = description.served_model_names[0]
         dropped = Counter[DropReason]() if dropped_spans is None else dropped_spans
-        stats = self._core.stats
         self._metrics = EngineMetrics(
             name,
-            stats.scheduler,
+            self._core.stats,
             lambda: self._core.seconds_since_progress,
             dropped,
             loras=loras if config.enable_lora else None,
             max_loras=config.max_loras,
-            weights=stats.weights,
-            dp_stats=stats.data_parallel,
             startup=self._startup.phases,
         )
         self._grammars = GrammarCompiler(core.grammars, self._metrics.on_grammar)
