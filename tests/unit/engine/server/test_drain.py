@@ -24,8 +24,7 @@ from quire_engine.core.scheduler import Scheduler
 from quire_engine.core.step import ModelOutput, SchedulerOutput
 from quire_engine.core_client.client import LoadedCore
 from quire_engine.core_client.core_thread import CoreThread
-from quire_engine.server import server as server_module
-from quire_engine.server import session_manager
+from quire_engine.server import grpc_server, session_manager
 from quire_engine.server.grpc_options import server_options
 from quire_engine.server.server import EngineServer
 from quire_router.engines.connection import EngineConnection
@@ -230,7 +229,7 @@ async def until_probes(engine: Served, expected: list[int]) -> None:
 
 async def test_a_router_that_vanishes_leaves_no_session_behind(monkeypatch: pytest.MonkeyPatch) -> None:
     """Its connection stays open on the engine's side, and nothing more comes over it."""
-    monkeypatch.setattr(server_module, "server_options", partial(server_options, 0.2))
+    monkeypatch.setattr(grpc_server, "server_options", partial(server_options, 0.2))
     async with served() as (engine, _), cut_off(engine.port) as (port, dead):
         manager = engine.server._sessions
         vanishing = EngineConnection(f"127.0.0.1:{port}")
