@@ -5,12 +5,8 @@ A watcher thread starts the processes and reads from them, so it notices a lost 
 collective, or is idle.
 """
 
-import os
 import select
-import signal
 import socket
-import subprocess
-import sys
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
@@ -24,6 +20,7 @@ from quire_engine.core.kv_transfer.transfer import TransferResult
 from quire_engine.core.step import ModelOutput
 from quire_engine.distributed.rank_group import RankStore
 from quire_engine.errors import ModelError
+from quire_engine.executor.child_process import EXIT_TIMEOUT_SECONDS, ChildProcess
 from quire_engine.executor.rpc import (
     MessageError,
     RpcArray,
@@ -42,7 +39,6 @@ from quire_engine.executor.rpc import (
 if TYPE_CHECKING:
     from quire_engine.executor.node_hub import NodeHub, RemoteRank
 
-EXIT_TIMEOUT_SECONDS = 2.0
 # How long after each other ranks may report the same failure. They compute the same at the same time.
 DIVERGENCE_GRACE_SECONDS = 3.0
 # How much later the end of a rank may be noticed than the failures of the ranks that wait for it.
@@ -51,8 +47,6 @@ FAILURE_TIMEOUT_SECONDS = 10.0
 # A value may be stored between a lookup and the wait for it.
 STORED_POLL_SECONDS = 0.05
 RANKS_CLOSED = "The ranks of this model have ended."
-# The command of a rank process. Three arguments follow: the rank, the descriptor of its socket, rank 0's pid.
-COMMAND = (sys.executable, "-P", "-m", "quire_engine.executor.rank_main")
 
 
 class RankError(ExecutorError):
@@ -449,27 +443,12 @@ class RankFailureTracker:
         return f"Rank {rank} failed in a step in which other ranks did not: {failed[rank]}."
 
 
-class RankProcess:
-    """The process of ``rank``. Create it on a thread that outlives it: the kernel kills the process when that thread
-    ends.
-    """
+class RankProcess(ChildProcess):
+    """The process of ``rank``. See ``ChildProcess``."""
 
     def __init__(self, rank: int) -> None:
         self.rank = rank
-        self.link, child_end = socket.socketpair()
-        with child_end:
-            # Its own process group: Ctrl-C reaches only rank 0, which ends the others after it has finished its work.
-            self._popen = subprocess.Popen(  # noqa: S603 - our own module
-                [*COMMAND, str(rank), str(child_end.fileno()), str(os.getpid())],
-                stdin=subprocess.DEVNULL,
-                pass_fds=(child_end.fileno(),),
-                process_group=0,
-            )
-
-    @property
-    def pid(self) -> int:
-        """The process id."""
-        return self._popen.pid
+        super().__init__("quire_engine.executor.rank_main", str(rank))
 
     @property
     def place(self) -> str:
@@ -478,37 +457,7 @@ class RankProcess:
 
     def exit_reason(self) -> str:
         """Returns how the process ended, as a sentence. Call it after the link has closed."""
-        return f"Rank {self.rank} (process {self.pid}) {self._exit_status()}, and the engine cannot go on without it."
-
-    def kill(self) -> None:
-        """Kills the process, even if it is stopped."""
-        with suppress(ProcessLookupError):
-            self._popen.kill()
-
-    def close_link(self) -> None:
-        """Shuts down the link, which ends the process."""
-        with suppress(OSError):
-            self.link.shutdown(socket.SHUT_RDWR)
-
-    def wait_or_kill(self, deadline: float) -> None:
-        """Waits for the process to end, and kills it at ``deadline`` (monotonic clock). The process has ended when this
-        returns.
-        """
-        try:
-            self._popen.wait(max(0.0, deadline - time.monotonic()))
-        except subprocess.TimeoutExpired:
-            self.kill()
-            self._popen.wait()
-        self.link.close()
-
-    def _exit_status(self) -> str:
-        try:
-            code = self._popen.wait(EXIT_TIMEOUT_SECONDS)
-        except subprocess.TimeoutExpired:
-            return "does not answer any more"
-        if code == -signal.SIGKILL:
-            return "was killed by SIGKILL, as the system does when memory runs out"
-        return f"was killed by {signal.Signals(-code).name}" if code < 0 else f"ended with exit code {code}"
+        return f"Rank {self.rank} (process {self.pid}) {self.exit_status()}, and the engine cannot go on without it."
 
 
 def _rank_failure_message(rank: int, failure: RankFailure) -> str:

@@ -22,16 +22,16 @@ from quire_engine.core.block_pool import BlockStored
 from quire_engine.core.engine_core import (
     AbortRequest,
     AddRequest,
-    EngineCore,
     EngineCoreOutputs,
     GetBlockStates,
     GetSnapshot,
     RemoveLoRA,
 )
-from quire_engine.core.lora import LoRARequest
+from quire_engine.core.lora import LoRARequest, no_loras
 from quire_engine.core.outputs import EngineCoreOutput, EngineLoad
 from quire_engine.core.request import Request
-from quire_engine.server.loras import LoRARegistry, no_loras
+from quire_engine.core_client.client import EngineCoreClient
+from quire_engine.server.loras import LoRARegistry
 from quire_engine.server.messages import (
     abort_to_proto,
     cached_to_proto,
@@ -131,17 +131,17 @@ class SessionManager:
         self._step = 0
         self._update_timer: asyncio.TimerHandle | None = None
         self._update_timer_due = inf
-        self._core: EngineCore | None = None
+        self._core: EngineCoreClient | None = None
         self._num_falling_asleep = 0
         self.draining = False
         self.on_first_session: Callable[[], None] | None = None
 
-    def bind(self, core: EngineCore) -> None:
+    def bind(self, core: EngineCoreClient) -> None:
         """Sets the core, whose steps come to ``publish``."""
         self._core = core
 
     @property
-    def core(self) -> EngineCore:
+    def core(self) -> EngineCoreClient:
         """The core that ``bind`` has set."""
         assert self._core is not None
         return self._core
