@@ -283,7 +283,7 @@ class EngineStateMachine(RuleBasedStateMachine):
                 self.cached.add(entry)
             else:
                 self.cached.remove(entry)
-        for received in output.outputs:
+        for received in output.all_outputs():
             client = self.clients[received.request_id]
             assert not client.ended, "an output came after the end"
             client.ended = received.ends_request

@@ -173,5 +173,5 @@ class Run:
         self.core._handle_command(AddRequest(request))
 
     def _receive(self, step: EngineCoreOutputs) -> None:
-        for output in step.outputs:
+        for output in step.all_outputs():
             self.answers[output.request_id].hear(output)

@@ -277,10 +277,10 @@ class BatchScheduler:
         for sequence in [*sequences]:  # iterates over a copy: preempted sequences leave the queue
             if budget.tokens == len(decoding) or self.out_of_memory or sequence.status is not running:
                 break  # victims have the lowest precedence, so everything after a victim is a victim too
-            wanted = sequence.num_unscheduled_tokens
-            if wanted == 1 and all_at_once and self._lacks_only_its_token(sequence):
+            if all_at_once and sequence.num_scheduled_tokens < sequence.plain_until:
                 decoding.append(sequence)
                 continue
+            wanted = sequence.num_unscheduled_tokens
             if decoding:
                 self._schedule_decodes(decoding, scheduler_output, budget)
                 decoding = []
@@ -299,23 +299,11 @@ class BatchScheduler:
                 self._schedule(sequence, length, scheduler_output, budget, drafts.get(sequence.id, ()))
         self._schedule_decodes(decoding, scheduler_output, budget)
 
-    def _lacks_only_its_token(self, sequence: Sequence) -> bool:
-        """Whether a sequence that computes one token needs nothing else: no block, and no update of the worker's
-        row.
-        """
-        start, group = sequence.num_scheduled_tokens, sequence.group
-        return (
-            start >= group.num_prompt_tokens
-            and group.beam_search is None
-            and self.kv_cache_manager.has_room(sequence.table, start + 1)
-            and sequence.worker_is_current
-        )
-
     def _schedule_decodes(
         self, sequences: list[Sequence], scheduler_output: SchedulerOutput, budget: StepBudget
     ) -> None:
-        """Adds the next token of each of ``sequences``, like ``_schedule``, but for all of them at once. The worker's
-        rows of these sequences must be current.
+        """Adds the next token of each of ``sequences``, like ``_schedule``, but for all of them at once. All are before
+        their ``plain_until``.
         """
         step, first = scheduler_output.step, len(scheduler_output.rows)
         budget.spend_decodes(len(sequences))
@@ -409,6 +397,12 @@ class BatchScheduler:
         scheduler_output.draws.append(num_draws if end >= num_known else 0)
         self.scheduled.append(sequence)
         sequence.num_scheduled_tokens, sequence.last_step = end, scheduler_output.step
+        sequence.plain_until = self._plain_until(sequence) if num_known <= end == start + 1 else 0
+
+    def _plain_until(self, sequence: Sequence) -> int:
+        """Returns the ``plain_until`` of a sequence that decodes and whose row is current."""
+        is_ordinary = sequence.timings.first_token and sequence.group.beam_search is None and sequence.absence is None
+        return min(self.kv_cache_manager.unchanged_until(sequence.table), sequence.limit - 1) if is_ordinary else 0
 
     def _preempt(self, victim: Sequence, scheduler_output: SchedulerOutput) -> None:
         scheduler_output.num_preempted += 1

@@ -27,7 +27,7 @@ from quire_engine.core.executor import (
     SleepError,
 )
 from quire_engine.core.kv_transfer.transfer import TransferResult
-from quire_engine.core.outputs import EngineCoreOutput, EngineLoad, KVCacheFragmentation
+from quire_engine.core.outputs import EngineCoreOutput, EngineLoad, KVCacheFragmentation, TokenColumns
 from quire_engine.core.request import Request
 from quire_engine.core.scheduler import Scheduler
 from quire_engine.core.step import ModelOutput, SchedulerOutput, StepTimings
@@ -146,9 +146,9 @@ class StepTrace:
 
 @dataclass(slots=True)
 class EngineCoreOutputs:
-    """Everything that a step made. ``fragmentation`` is measured in every ``FRAGMENTATION_INTERVAL``-th step and in the
-    last step before the engine is idle; otherwise it is None. ``times_away`` are the times of preempted sequences that
-    came back or ended since the last step.
+    """Everything that a step made: ``tokens`` of choices that go on, and all other ``outputs``. ``fragmentation`` is
+    measured in every ``FRAGMENTATION_INTERVAL``-th step and in the last step before the engine is idle; otherwise it is
+    None. ``times_away`` are the times of preempted sequences that came back or ended since the last step.
     """
 
     outputs: list[EngineCoreOutput]
@@ -157,6 +157,11 @@ class EngineCoreOutputs:
     trace: StepTrace
     fragmentation: KVCacheFragmentation | None = None
     times_away: list[TimeAway] = field(default_factory=list)
+    tokens: TokenColumns = field(default_factory=TokenColumns)
+
+    def all_outputs(self) -> list[EngineCoreOutput]:
+        """Returns ``tokens`` and ``outputs`` in one form. Slow: not for the hot path."""
+        return [*self.tokens.outputs(), *self.outputs]
 
 
 class EngineCore:
@@ -284,8 +289,9 @@ class EngineCore:
         model_output, scheduler_output = self._get_model_output(step), step.scheduler_output
         executed = perf_counter()
         request_ids = [] if scheduler_output.is_empty else self.scheduler.request_ids()
-        outputs = self._rejected + self.scheduler.update_from_output(scheduler_output, model_output)
-        self._rejected = []
+        outputs, tokens = self.scheduler.update_from_output(scheduler_output, model_output)
+        if self._rejected:
+            outputs, self._rejected = self._rejected + outputs, []
         measures = scheduler_output.step % FRAGMENTATION_INTERVAL == 0 or not self.scheduler.has_work
         fragmentation = self.scheduler.get_fragmentation() if measures else None
         trace = _trace(step, model_output, request_ids, executed, perf_counter())
@@ -294,7 +300,8 @@ class EngineCore:
             self._recorder.record(scheduler_output, model_output, trace.seconds)
         events = self.scheduler.kv_cache_manager.take_events()
         away = self.scheduler.take_times_away()
-        self._publish(EngineCoreOutputs(outputs, self.scheduler.get_load(), events, trace, fragmentation, away))
+        load = self.scheduler.get_load()
+        self._publish(EngineCoreOutputs(outputs, load, events, trace, fragmentation, away, tokens))
 
     def _measure(self, step: "InFlightStep", model_output: ModelOutput) -> float:
         """Returns the step's duration on the core's clock, in seconds; overlapping steps count from the end of the step
