@@ -378,7 +378,7 @@ class EngineStateMachine(RuleBasedStateMachine):
         if not hasattr(self, "memory"):
             return
         for _ in range(5000):
-            if not self.scheduler.has_work and not self.core._rejected:
+            if not self.scheduler.has_work:
                 break
             self.step_once()
         assert not self.scheduler.has_work, "the engine made no progress"

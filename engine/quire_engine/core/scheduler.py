@@ -21,7 +21,7 @@ although that step still writes into them. This is safe for five reasons:
 import logging
 from collections import Counter, abc, deque
 from collections.abc import Callable, Iterable
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from time import time_ns
 from typing import TYPE_CHECKING
 
@@ -53,6 +53,7 @@ from quire_engine.core.request import (
     SequenceStatus,
     check_request,
 )
+from quire_engine.core.request_queue import AdmittedQueue, WaitingQueue
 from quire_engine.core.step import BeamCandidates, ModelOutput, ScheduledChunk, SchedulerOutput
 from quire_engine.core.step_time_model import StepTimeEstimator
 from quire_engine.core.worker_rows import new_request
@@ -63,6 +64,18 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 
 ASYNC_DEPTH = 2
+
+
+@dataclass(slots=True)
+class StepInFlight:
+    """A scheduled step without its output. ``sequences`` has the sequence of each chunk, or None if the chunk's results
+    are dropped.
+    """
+
+    output: SchedulerOutput
+    sequences: list[Sequence | None]
+
+
 _FINISHED = SequenceStatus.FINISHED  # looking up an enum member is slow
 
 
@@ -89,19 +102,36 @@ class Scheduler:
         self._batch_scheduler = BatchScheduler(
             config, kv_cache_manager, rates, self.stats, self.step_times, clock=clock, step_policy=step_policy
         )
-        self.waiting = self._batch_scheduler.waiting
-        self.running = self._batch_scheduler.running
-        self.swapped = self._batch_scheduler.swapped
-        self.preempted = self._batch_scheduler.preempted
-        self.max_depth = max(ASYNC_DEPTH, config.num_stages)
-        self.is_sleeping = False  # set by ``EngineCore``
         self._step = 0
         self._last_step = 0
-        self._in_flight: deque[SchedulerOutput] = deque()
-        # For each step in flight, the sequence of each chunk, or None if the chunk's results are dropped.
-        self._scheduled: deque[list[Sequence | None]] = deque()
+        self._in_flight: deque[StepInFlight] = deque()
         self._outputs: list[EngineCoreOutput] = []
         self._complete_searches: list[SequenceGroup] = []
+
+    @property
+    def max_depth(self) -> int:
+        """The most steps that may be in flight."""
+        return max(ASYNC_DEPTH, self.config.num_stages)
+
+    @property
+    def waiting(self) -> WaitingQueue:
+        """Sequences that were not admitted yet."""
+        return self._batch_scheduler.admission.waiting
+
+    @property
+    def running(self) -> AdmittedQueue:
+        """Admitted sequences on the device."""
+        return self._batch_scheduler.running
+
+    @property
+    def swapped(self) -> AdmittedQueue:
+        """Preempted sequences whose blocks are on the host."""
+        return self._batch_scheduler.preemptor.swapped
+
+    @property
+    def preempted(self) -> AdmittedQueue:
+        """Preempted sequences that are recomputed."""
+        return self._batch_scheduler.preemptor.preempted
 
     @property
     def has_work(self) -> bool:
@@ -124,7 +154,12 @@ class Scheduler:
             raise QuireError(ErrorCode.OVERLOADED, "The engine's queue is full.", retry_after=1.0)
         check_request(request, self.config, self.kv_cache_manager)
         for sequence in self._registry.create(request):
-            self._batch_scheduler.add(sequence)
+            self._batch_scheduler.admission.add(sequence)
+
+    def reject_request(self, request_id: str, error: QuireError) -> None:
+        """Publishes with the next step that a request which was not added has failed."""
+        output = EngineCoreOutput(request_id, finish_reason=FinishReason.ERROR, error=error, ends_request=True)
+        self._outputs.append(output)
 
     def abort_request(self, request_id: str, indexes: Iterable[int] = ()) -> None:
         """Aborts a request, or only the choices at ``indexes``, in any state. Frees their blocks at once. Unknown
@@ -146,15 +181,14 @@ class Scheduler:
         """
         assert len(self._in_flight) < self.max_depth, "too many steps are in flight"
         self._step += 1
-        ahead = bool(self._in_flight)
-        scheduler_output = self._batch_scheduler.schedule(self._step, self._in_flight)
-        if not ahead:  # otherwise the step in flight may free memory
+        in_flight = [each.output for each in self._in_flight]
+        scheduler_output = self._batch_scheduler.schedule(self._step, in_flight)
+        if not in_flight:  # otherwise the step in flight may free memory
             for sequence in self._batch_scheduler.out_of_memory:
                 self.stats.out_of_memory += 1
                 self._fail(sequence.group, _out_of_memory())
         if not scheduler_output.is_empty:
-            self._in_flight.append(scheduler_output)
-            self._scheduled.append([*self._batch_scheduler.scheduled])
+            self._in_flight.append(StepInFlight(scheduler_output, self._batch_scheduler.scheduled))
         self._batch_scheduler.scheduled = []  # keep no reference to a sequence after its request has ended
         return scheduler_output
 
@@ -170,7 +204,8 @@ class Scheduler:
         """Returns one step per chunk of the oldest step in flight, which failed, so that each chunk runs alone. An
         entry is None if the chunk's sequence has lost its blocks; nothing is committed for it.
         """
-        sequences = self._scheduled[0] = [each if self._can_retry(each) else None for each in self._scheduled[0]]
+        failed = self._in_flight[0]
+        sequences = failed.sequences = [each if self._can_retry(each) else None for each in failed.sequences]
         return [
             None if sequence is None else self._alone(scheduler_output.step, chunk, sequence)
             for chunk, sequence in zip(scheduler_output.chunks, sequences, strict=True)
@@ -183,9 +218,8 @@ class Scheduler:
         since the last update, and the tokens that need no output of their own.
         """
         sequences = list[Sequence | None]()
-        if self._in_flight and self._in_flight[0] is scheduler_output:
-            self._in_flight.popleft()
-            sequences = self._scheduled.popleft()
+        if self._in_flight and self._in_flight[0].output is scheduler_output:
+            sequences = self._in_flight.popleft().sequences
         self._last_step = scheduler_output.step
         copies = scheduler_output.copies
         self.stats.blocks_parted += len(copies.blocks_to_copy)
@@ -223,24 +257,25 @@ class Scheduler:
 
     def request_ids(self) -> list[str]:
         """Returns the ids of the requests in the oldest step in flight, in the order of its chunks."""
-        sequences = self._scheduled[0] if self._scheduled else ()
+        sequences = self._in_flight[0].sequences if self._in_flight else ()
         live = [each for each in sequences if each is not None and each.status is not _FINISHED]
         return list(dict.fromkeys([each.group.request.request_id for each in live]))
 
-    def get_load(self) -> EngineLoad:
+    def get_load(self, *, is_sleeping: bool = False) -> EngineLoad:
         """Returns the engine's load. O(running)."""
         device, host = self.kv_cache_manager.device_pool, self.kv_cache_manager.host_pool
         tiers = self.kv_cache_manager.tiers.asynchronous
-        loras = self._batch_scheduler.admission.loras
+        running, preemptor = self._batch_scheduler.running, self._batch_scheduler.preemptor
+        loras, waiting = self._batch_scheduler.admission.loras, self._batch_scheduler.admission.waiting
         # A best-effort sequence adds only 1, like a decoding one: no other request waits for its prompt.
-        admitted = sum([1 if s.best_effort else len(s.token_ids) - s.num_computed_tokens for s in self.running])
-        if self.preempted:
-            admitted += sum([s.num_uncomputed_tokens for s in self.preempted if not s.best_effort])
+        admitted = sum([1 if s.best_effort else len(s.token_ids) - s.num_computed_tokens for s in running])
+        if preemptor.preempted:
+            admitted += sum([s.num_uncomputed_tokens for s in preemptor.preempted if not s.best_effort])
         return EngineLoad(
-            running=len(self.running),
-            waiting=len(self.waiting.sequences) + len(self.preempted),
-            swapped=len(self.swapped),
-            uncomputed_tokens=self.waiting.uncomputed_tokens + admitted,
+            running=len(running),
+            waiting=len(waiting.sequences) + len(preemptor.preempted),
+            swapped=len(preemptor.swapped),
+            uncomputed_tokens=waiting.uncomputed_tokens + admitted,
             blocks_total=device.num_blocks,
             blocks_free=device.num_free,
             host_blocks_total=host.num_blocks,
@@ -250,8 +285,8 @@ class Scheduler:
             best_effort=self._batch_scheduler.num_best_effort,
             disk_blocks_total=sum([tier.num_blocks for tier in tiers]),
             disk_blocks_free=sum([tier.num_free for tier in tiers]),
-            loras=loras.get_stats() if loras.active or self.waiting.loras else LoRAStats(),
-            is_sleeping=self.is_sleeping,
+            loras=loras.get_stats() if loras.active or waiting.loras else LoRAStats(),
+            is_sleeping=is_sleeping,
         )
 
     def get_fragmentation(self) -> KVCacheFragmentation:
@@ -357,9 +392,9 @@ class Scheduler:
 
     def _fork_choices(self, root: Sequence, model_output: ModelOutput, first: int) -> None:
         """Forks the root into one sequence per choice and commits the first token of each."""
-        self.running.remove(root)
+        self._batch_scheduler.running.remove(root)
         children = self._registry.split(root)
-        self.running.push(root)
+        self._batch_scheduler.running.push(root)
         for child in children:
             self._batch_scheduler.admission.start(child)
         if root.index in root.group.unfinished:

@@ -57,10 +57,10 @@ class Engine:
     def run(self) -> dict[str, list[EngineCoreOutput]]:
         """Steps until nothing is left; the outputs of each request."""
         for _ in range(1000):
-            if not self.core._has_work:
+            if not self.core.scheduler.has_work:
                 break
             self.core.step()
-        assert not self.core._has_work
+        assert not self.core.scheduler.has_work
         self.memory.check_integrity()
         assert self.memory.device_pool.num_free == self.memory.device_pool.num_blocks
         outputs: dict[str, list[EngineCoreOutput]] = {}
