@@ -78,6 +78,17 @@ void quire_rms_norm(const void* x, int64_t token, int64_t head, void* residual, 
   bf16 ? run(Bf16{}) : run(float{});
 }
 
+void quire_add(const void* x, void* residual, int64_t count, int64_t bf16, int64_t threads) {
+  const auto run = [&](auto type) {
+    using T = decltype(type);
+    T* sum = (T*)residual;
+#pragma omp parallel for num_threads(int(threads)) if (count > kWorthSharing)
+    for (int64_t i = 0; i < count; i += kLanes)
+      write_some(sum + i, read_some((const T*)x + i, count - i) + read_some(sum + i, count - i), count - i);
+  };
+  bf16 ? run(Bf16{}) : run(float{});
+}
+
 void quire_silu_mul(const void* gate_up, int64_t row, void* out, int64_t rows, int64_t dim, int64_t bf16,
                     int64_t threads) {
   gated_rows<silu>(gate_up, row, out, rows, dim, bf16, threads);

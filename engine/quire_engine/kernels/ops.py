@@ -1,4 +1,5 @@
-"""The small operations between a layer's matrix products, each in one pass over memory: norms, activation and rotation.
+"""The small operations between a layer's matrix products, each in one pass over memory: norms, sums, activation and
+rotation.
 
 Each uses the compiled kernel on the CPU in bf16 and fp32, FlashInfer's kernel on a GPU in bf16 and fp16 (see
 ``cuda_ops``), and torch otherwise. Results agree up to the last rounding. On the CPU, norm and activation round where
@@ -80,6 +81,16 @@ def add_rms_norm(
         return _torch_rms_norm(residual, weight, eps, offset)
     _check(x.shape == residual.shape, "x and residual must have one shape")
     return _call_rms_norm_kernel(kernels, x, residual, weight, eps, offset=offset)
+
+
+def add(x: torch.Tensor, residual: torch.Tensor) -> None:
+    """Adds ``x`` to ``residual`` in place. Both have one shape."""
+    kernels = _kernels_for(x, residual)
+    if kernels is None or not (x.is_contiguous() and residual.is_contiguous()):
+        residual += x
+        return
+    _check(x.shape == residual.shape, "x and residual must have one shape")
+    kernels.quire_add(x.data_ptr(), residual.data_ptr(), x.numel(), _is_bf16(x), torch.get_num_threads())
 
 
 def silu_mul(gate_up: torch.Tensor) -> torch.Tensor:

@@ -23,6 +23,7 @@ class Attention:
         inputs = [f"{name}.{part}_proj" for part in "qkv"]
         heads, kv_heads = (count // weights.communicator.size for count in (config.num_heads, config.num_kv_heads))
         self._heads = heads, kv_heads, kv_heads
+        self._rotation = _rotation(config, index)
         self.attn = LayerAttention(
             heads, kv_heads, config.head_dim, config.attention_scale, config.sliding_windows[index]
         )
@@ -42,6 +43,9 @@ class Attention:
     ) -> torch.Tensor:
         """Maps ``projected`` [T, this rank's outputs of ``qkv_proj``] to [T, this rank's inputs of ``output_proj``]."""
         tokens = projected.shape[0]
+        if self._rotation is not None:
+            cos, sin = angles
+            angles = cos[self._rotation], sin[self._rotation]
         heads = projected.view(tokens, -1, self.attn.head_dim)
         queries, keys, _ = self._heads
         if self._head_norms is None:
@@ -50,6 +54,14 @@ class Attention:
             norm_rotate(heads[:, : queries + keys], self._head_norms, *angles)
         query, key, value = heads.split_with_sizes(self._heads, dim=1)
         return self.attn(query, key, value, kv, attention, sinks=self._sinks).reshape(tokens, -1)
+
+
+def _rotation(config: DecoderConfig, index: int) -> int | None:
+    """Returns which of the angles that ``RotaryEmbedding.cos_sin`` stacks a layer uses; None if all layers share
+    them.
+    """
+    has_window = config.sliding_windows[index] is not None
+    return int(has_window) if config.local_rope_frequencies else None
 
 
 def _load_head_norms(config: DecoderConfig, weights: WeightLoader, name: str, queries: int) -> HeadNorms:

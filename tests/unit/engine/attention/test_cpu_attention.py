@@ -508,8 +508,10 @@ def test_the_fused_operations_equal_their_torch_forms(dtype, tokens, heads, dim,
         fused.norm_rotate(normed[:, 1:], fused.HeadNorms(weight, weight * 2, heads // 2, 1e-5), cos, sin)
         offset = fused.HeadNorms(weight, weight * 2, heads // 2, 1e-5, offset=1.0)
         fused.norm_rotate(offset_normed[:, 1:], offset, cos, sin)
-        first = wide[:, 0]
+        first, summed = wide[:, 0], residual.clone()
+        fused.add(first.contiguous(), summed)
         return [
+            summed,
             fused.rms_norm(first, weight, 1e-5),
             fused.rms_norm(wide[:, 1:], weight, 1e-5),
             fused.rms_norm(wide[:, 1:], weight, 1e-5, offset=1.0),
@@ -578,6 +580,8 @@ def test_an_operation_refuses_what_would_read_out_of_bounds():
     x = torch.randn(4, 32)
     with pytest.raises(ValueError, match="weight"):
         fused.rms_norm(x, torch.ones(31), 1e-5) if KERNEL_IS_THERE else pytest.skip("torch broadcasts")
+    with pytest.raises(ValueError, match="one shape") if KERNEL_IS_THERE else pytest.raises(RuntimeError):
+        fused.add(x, torch.ones(3, 32))
     with pytest.raises(ValueError, match="cos and sin"):
         fused.rotate(x.view(4, 1, 32), torch.ones(3, 16), torch.ones(3, 16))
     with pytest.raises(ValueError, match="cos and sin"):
