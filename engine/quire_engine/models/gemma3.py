@@ -48,7 +48,7 @@ class Gemma3ForCausalLM(DecoderModel):
     @classmethod
     def load_layer(cls, config: DecoderConfig, weights: WeightLoader, index: int) -> DecoderLayer:
         """See ``DecoderModel``."""
-        attention, name = Attention(config, weights, index, qk_norm=True), f"model.layers.{index}.mlp"
+        attention, name = Attention(config, weights, index, qk_norm="head"), f"model.layers.{index}.mlp"
         mlp = GatedMLP.load(weights, name, config.hidden_size, config.intermediate_size, activation=gelu_mul)
         return DecoderLayer(config, weights, index, attention, mlp, norms=_NORMS)
 
