@@ -168,7 +168,7 @@ def test_embeddings_beside_sequences_that_decode_and_take_their_memory(
         made = [engine.tokens[f"g{number}"] for number in range(3)]
         assert made == small_models.outputs("llama3", range(3), 40)
         engine.pool([[5]])  # with it the executor hears of those that have ended
-        assert not engine.executor._worker._pooler._sums, "what was kept of prompts is not given back"
+        assert not engine.executor._worker.pooler._sums, "what was kept of prompts is not given back"
 
 
 def test_what_a_request_asks_for(folder: Path, small_models: SmallModels) -> None:
@@ -190,14 +190,14 @@ def test_what_a_request_asks_for(folder: Path, small_models: SmallModels) -> Non
 
 def test_numbers_that_are_not_finite_end_their_own_request(folder: Path, small_models: SmallModels) -> None:
     with closing(PoolingEngine(folder)) as engine:
-        forward = engine.executor._runner.forward
+        forward = engine.executor._worker.runner.forward
 
         def broken(*arguments: object) -> torch.Tensor:
             states = forward(*arguments)
             states[len(small_models.prompts[0]) - 1] = float("nan")
             return states
 
-        engine.executor._runner.forward = broken
+        engine.executor._worker.runner.forward = broken
         for number, prompt in enumerate(small_models.prompts[:2]):
             engine.scheduler.add_request(Request(str(number), prompt, NOTHING, pooling=PoolingParams()))
         engine.run()
@@ -420,7 +420,7 @@ def test_a_random_schedule_changes_nothing(folder: Path) -> None:
         assert aborted
         assert np.abs(got - wanted).max() < TOLERANCE
         engine.pool([[5]])  # with it the executor hears of those that have ended
-        assert not engine.executor._worker._pooler._sums, "what was kept of prompts is not given back"
+        assert not engine.executor._worker.pooler._sums, "what was kept of prompts is not given back"
 
 
 @pytest.mark.parametrize(

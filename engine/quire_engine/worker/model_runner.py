@@ -201,24 +201,20 @@ class ModelRunner:
     def __init__(
         self, model: LoadedModel, sizes: CacheSizes, capture: GraphCapturer | None = None, *, alone: bool = True
     ) -> None:
-        self._model = model.model
-        self._dtype = model.model.dtype
-        self._stage = model.stage
-        self._attention = model.attention
-        self._vocab_size = model.config.vocab_size
-        self._loras = model.loras
-        self._kv_cache = model.make_kv_cache(sizes)
-        self._captures_itself = capture is None and model.device.type == "cuda" and bool(model.graph_sizes)
-        if self._captures_itself:
-            capture = CudaGraphCapturer()
         self._loaded = model
-        self._capture = capture
+        self._model, self._attention, self._loras = model.model, model.attention, model.loras
+        self._kv_cache = model.make_kv_cache(sizes)
         self._put_away: PutAway | None = None
-        self._cuda_graphs = self._cpu_graphs = None
-        if capture is None and model.device.type == "cpu" and model.graph_sizes:
-            self._cpu_graphs = make_cpu_graphs(model.model, self._kv_cache.layers, model.attention)
+        self._make_capturer: Callable[[], GraphCapturer] | None = None
         if capture is not None:
-            self._cuda_graphs = self._capture_graphs(model, capture, alone)
+            self._make_capturer = lambda: capture
+        elif model.device.type == "cuda" and model.graph_sizes:
+            self._make_capturer = CudaGraphCapturer  # each has a memory pool, which goes with its graphs
+        self._cuda_graphs = self._cpu_graphs = None
+        if self._make_capturer is not None:
+            self._cuda_graphs = self._capture_graphs(self._make_capturer(), alone)
+        elif model.device.type == "cpu" and model.graph_sizes:
+            self._cpu_graphs = make_cpu_graphs(model.model, self._kv_cache.layers, model.attention)
 
     @property
     def kv_cache_config(self) -> KVCacheConfig:
@@ -228,7 +224,7 @@ class ModelRunner:
     @property
     def dtype(self) -> torch.dtype:
         """The dtype of weights and activations, and of KV memory unless that has its own dtype."""
-        return self._dtype
+        return self._model.dtype
 
     def copy(self, copies: BlockCopies) -> None:
         """Copies blocks. Copies ahead of need run concurrently with the next forward pass, and later work waits for
@@ -249,12 +245,12 @@ class ModelRunner:
             # Also after a failure: work that was launched before it still reads and writes blocks.
             if self._kv_cache.swap_stream is not None:
                 self._kv_cache.swap_stream.record_compute()
-        if self._stage is not None:
-            self._stage.pass_on(hidden)
+        if self._loaded.stage is not None:
+            self._loaded.stage.pass_on(hidden)
         return hidden
 
     def _forward(self, batch: ModelInput, pending: torch.Tensor | None) -> torch.Tensor:
-        batch.check_vocabulary(self._vocab_size)
+        batch.check_vocabulary(self._loaded.config.vocab_size)
         if self._loras is not None:
             self._loras.prepare(batch.lora_ids)
         if self._cuda_graphs is not None and self._cuda_graphs.can_run(batch):
@@ -296,12 +292,12 @@ class ModelRunner:
         """See ``Ranks.open_disk``."""
         return self._kv_cache.open_disk(folder, fingerprint, num_slots, report)
 
-    def _capture_graphs(self, model: LoadedModel, capture: GraphCapturer, alone: bool) -> CudaGraphRunner | None:
-        pages = -(-model.max_model_len // model.block_size)
-        kv, sizes = self._kv_cache.layers, model.graph_sizes
+    def _capture_graphs(self, capture: GraphCapturer, alone: bool) -> CudaGraphRunner | None:
+        pages = -(-self._loaded.max_model_len // self._loaded.block_size)
+        kv, sizes = self._kv_cache.layers, self._loaded.graph_sizes
         try:
             with torch.inference_mode():
-                return capture_graphs(model.model, kv, model.attention, sizes=sizes, max_pages=pages, capture=capture)
+                return capture_graphs(self._model, kv, self._attention, sizes=sizes, max_pages=pages, capture=capture)
         except GraphCaptureError as error:
             if alone:
                 log.warning(NO_GRAPHS, error)
@@ -336,10 +332,8 @@ class ModelRunner:
             self._kv_cache.sleep()
             raise
         self._put_away = None
-        if self._capture is not None:
-            # Another memory pool, as that of the former graphs is gone with them.
-            again = CudaGraphCapturer() if self._captures_itself else self._capture
-            self._cuda_graphs = self._capture_graphs(self._loaded, again, alone=True)
+        if self._make_capturer is not None:
+            self._cuda_graphs = self._capture_graphs(self._make_capturer(), alone=True)
 
     def close(self) -> None:
         """See ``Ranks.close``."""
