@@ -28,6 +28,7 @@ from quire_proto.tracing import setup_tracing, shutdown_tracing
 from quire_engine.checkpoint.gguf_tokenizer import tokenizer_folder_if_any
 from quire_engine.checkpoint.prefetch import prefetch_weights
 from quire_engine.config import OTHER_VARIABLES, EngineConfig
+from quire_engine.core.scheduler import Scheduler
 from quire_engine.core.startup import (
     PROGRESS_MARK,
     PROGRESS_VARIABLE,
@@ -51,7 +52,7 @@ from quire_engine.server.probes import ProbeServer
 from quire_engine.server.server import EngineServer
 
 if TYPE_CHECKING:
-    from quire_engine.factory import ModelExecutor
+    from quire_engine.executor.torch_executor import TorchExecutor
 
 log = logging.getLogger("quire_engine")
 
@@ -158,7 +159,7 @@ def _check_ports(config: EngineConfig) -> None:
 
 def _make_server(
     config: EngineConfig,
-    executor: "ModelExecutor",
+    executor: "TorchExecutor",
     dropped_spans: Counter[DropReason] | None,
     startup: StartupTimer,
 ) -> EngineServer:
@@ -174,7 +175,7 @@ def _make_server(
             loras.load_now(name, folder)
     except (LoRAError, QuireError) as error:
         fail(str(error))
-    description = _describe(config, executor, scheduler.config.max_model_len)
+    description = _describe(config, executor, scheduler)
     report_facts(
         dtype=description.dtype,
         device=product_name(resolve_device(config.device)),
@@ -201,7 +202,7 @@ def _make_server(
         fail(f"{error}.")
 
 
-def _make_recorder(config: EngineConfig, executor: "ModelExecutor") -> StepRecorder | None:
+def _make_recorder(config: EngineConfig, executor: "TorchExecutor") -> StepRecorder | None:
     """Returns the recorder of all steps; None without ``--record-steps``, or where its file cannot be made."""
     if config.record_steps is None:
         return None
@@ -215,7 +216,7 @@ def _make_recorder(config: EngineConfig, executor: "ModelExecutor") -> StepRecor
     return None
 
 
-def _load_executor(config: EngineConfig, startup: StartupTimer) -> "ModelExecutor":
+def _load_executor(config: EngineConfig, startup: StartupTimer) -> "TorchExecutor":
     try:
         return load_executor(config, _exit_on_lost_rank, owns_process=True, nodes=config, startup=startup)
     except ModelError as error:
@@ -235,7 +236,7 @@ def _exit_on_lost_rank(sentence: str) -> None:
     os._exit(1)
 
 
-def _describe(config: EngineConfig, executor: "ModelExecutor", max_model_len: int) -> pb.DescribeResponse:
+def _describe(config: EngineConfig, executor: "TorchExecutor", scheduler: Scheduler) -> pb.DescribeResponse:
     from quire_engine.device.accelerator import product_name, resolve_device
 
     folder = tokenizer_folder_if_any(config.model)
@@ -243,7 +244,7 @@ def _describe(config: EngineConfig, executor: "ModelExecutor", max_model_len: in
     return pb.DescribeResponse(
         served_model_names=config.names,
         model_revision=block_revision(config, executor),
-        max_model_len=max_model_len,
+        max_model_len=scheduler.config.max_model_len,
         vocab_size=executor.config.vocab_size,
         eos_token_ids=executor.config.eos_token_ids,
         block_size=executor.kv_cache_config.block_size,
@@ -254,7 +255,7 @@ def _describe(config: EngineConfig, executor: "ModelExecutor", max_model_len: in
         max_num_batched_tokens=config.max_num_batched_tokens,
         dtype=executor.dtype_name,
         version=__version__,
-        prefix_caching=config.enable_prefix_caching,
+        prefix_caching=scheduler.kv_cache_manager.prefix_caching,
         tokenizer_digest=folder_vocabulary_digest(folder),
         config_digest=folder_config_digest(folder),
         unbounded_steps=config.max_step_seconds == 0,

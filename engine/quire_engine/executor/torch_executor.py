@@ -8,10 +8,12 @@ from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
+
 from quire_proto import __version__
 from quire_proto.pooling import PoolingParams
 
 from quire_engine.config import EngineArgs, NodeArgs
+from quire_engine.config.capabilities import Feature, find_refusal
 from quire_engine.core.block_pool import KVCacheConfig
 from quire_engine.core.data_parallel import DataParallel
 from quire_engine.core.executor import UNMEASURED, ExecutorError, SleepError
@@ -21,17 +23,15 @@ from quire_engine.core.startup import StartupPhase, StartupTimer
 from quire_engine.core.step import ModelOutput, SchedulerOutput
 from quire_engine.device.accelerator import configure_threads, inference_on, resolve_device, usable_threads
 from quire_engine.device.host import tune_malloc
-from quire_engine.errors import ModelError
+from quire_engine.errors import LoRAError, ModelError
 from quire_engine.executor.engine_group import EngineGroup, join_engines
 from quire_engine.executor.multiproc import MultiprocLeader, compute_rank_cache_sizes
 from quire_engine.executor.rank_disks import RankDisks
 from quire_engine.executor.rank_worker import RankSettings
 from quire_engine.executor.start_checks import check_start
 from quire_engine.kernels.bindings import library
-from quire_engine.models.loader import read_model_config
-
+from quire_engine.models.loader import capability_rows, read_model_config
 from quire_engine.worker.memory import (
-    CacheBudget,
     CacheSizes,
     MemoryProfiler,
     largest_step,
@@ -39,7 +39,6 @@ from quire_engine.worker.memory import (
     memory_table,
 )
 from quire_engine.worker.model_runner import LoadedModel, ModelRunner
-
 from quire_engine.worker.worker import AsyncStep, OneRank, Ranks, Worker, device_errors
 
 log = logging.getLogger(__name__)
@@ -159,7 +158,7 @@ class TorchExecutor:
         profiler = MemoryProfiler(settings.device_for(0), settings.lora_bytes)
         group = settings.make_group(0) if leader is None else leader.group
         startup.begin(StartupPhase.KERNELS)
-        if settings.device == "cpu":
+        if settings.device == "cpu" and settings.config.is_causal:  # encoders run without compiled kernels
             library()
         startup.begin(StartupPhase.WEIGHTS)
         model = settings.load(0, group)
@@ -175,7 +174,7 @@ class TorchExecutor:
             engines.connect(group)
         make_ranks = _make_one_rank if leader is None else leader.make_ranks
         startup.begin(StartupPhase.MEMORY)
-        budget = CacheBudget(config.kv_cache_memory, config.swap_bytes, config.gpu_memory_utilization)
+        budget = model.cache_budget(config)
         with ExitStack() as profiled:
             make_smallest = partial(
                 cls,
@@ -298,7 +297,10 @@ class TorchExecutor:
         return self._disks.results.take(timeout)
 
     def check_lora(self, lora: LoRARequest) -> LoRARequest:
-        """See ``Worker.check_lora``."""
+        """See ``Worker.check_lora``. Raises ``LoRAError`` also if the model could have no adapters."""
+        facts = {"architecture": self.config.architecture}
+        if refusal := find_refusal(capability_rows(self.config), {Feature.LORA}, facts):
+            raise LoRAError(f"This engine serves no adapters: {refusal}")
         return self._worker.check_lora(lora)
 
     def remove_lora(self, lora_id: int) -> None:

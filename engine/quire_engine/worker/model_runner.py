@@ -42,7 +42,7 @@ from quire_engine.worker.cuda_graph import (
 )
 from quire_engine.worker.input_batch import ModelInput, scatter_pending
 from quire_engine.worker.kv_cache import KVCache, min_cache_sizes
-from quire_engine.worker.memory import CacheSizes
+from quire_engine.worker.memory import CacheBudget, CacheSizes
 from quire_engine.worker.sleep import PutAway, device_storages, put_away
 
 log = logging.getLogger(__name__)
@@ -90,6 +90,15 @@ class LoadedModel:
         """
         return 2 * max_num_seqs * self.model.state_bytes
 
+    def cache_budget(self, settings: EngineArgs) -> CacheBudget:
+        """Returns the KV memory that ``settings`` ask for. An encoder has none: it gets as many empty blocks as the
+        scheduler can hand out to the prompts of two steps.
+        """
+        if self.config.is_causal:
+            return CacheBudget(settings.kv_cache_memory, settings.swap_bytes, settings.gpu_memory_utilization)
+        num_blocks = 1 + settings.max_num_seqs + -(-2 * settings.max_num_batched_tokens // self.block_size)
+        return CacheBudget(num_blocks * self.block_bytes, 0)
+
     def cache_sizes(self, num_blocks: int, num_host_blocks: int) -> CacheSizes:
         """Returns the KV memory in bytes of ``num_blocks`` on the device and ``num_host_blocks`` on the host."""
         return CacheSizes(num_blocks * self.block_bytes, num_host_blocks * self.block_bytes)
@@ -127,11 +136,13 @@ def load_model_and_attention(
     default the same. ``check_start`` allows the settings. Raises ``ModelError``.
     """
     length = config.max_model_len or model_config.max_length
+    if not model_config.is_causal:  # a step computes a prompt as a whole
+        length = min(length, config.max_num_batched_tokens)
     deterministic = config.deterministic
     check = partial(check_attention, config.attention, device, deterministic=deterministic)
     num_lora_slots = config.max_loras if config.enable_lora else 0
     options = LoadOptions(config, device, ranks, stage, num_lora_slots, expert_ranks)
-    model = load_model(model_config, config.model, options, check)
+    model = load_model(model_config, config.model, options, check if model_config.is_causal else None)
     if model.state_bytes:
         log.info(STATE_IN_BLOCKS, model.state_bytes / 2**20, config.block_size)
     kv_dtype = resolve_kv_cache_dtype(config.kv_cache_dtype, model.dtype)
@@ -262,7 +273,8 @@ class ModelRunner:
             scatter_pending(token_ids, batch.pending_rows, pending)
         if self._cpu_graphs is not None and batch.is_drawn_from_whole and self._cpu_graphs.can_run(len(token_ids)):
             return self._cpu_graphs.forward(token_ids, positions)
-        return self._model.forward(token_ids, positions, self._kv_cache.layers, self._attention)
+        token_types = upload(batch.token_types, device) if len(batch.token_types) else None
+        return self._model.forward(token_ids, positions, self._kv_cache.layers, self._attention, token_types)
 
     def logits(self, hidden: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:
         """Returns the logits [R, vocabulary] of the hidden states at ``rows`` [R], which must be ascending and among
