@@ -110,10 +110,19 @@ class Ranks(Protocol):
         ...
 
 
+class LogitsError(Exception):
+    """The logits of a step failed with ``failure`` on a rank that follows rank 0. Only if they did so on all ranks of
+    the last stage, none of these waits for another.
+    """
+
+    def __init__(self, failure: Exception) -> None:
+        super().__init__(str(failure))
+        self.failure = failure
+
+
 class OneRank:
     """The ``Ranks`` of a rank that leads no others: the only rank, or one that follows rank 0 and receives pending
-    tokens by ``broadcast``. ``has_parted`` is true if the logits failed here, so that other ranks may wait for this
-    one.
+    tokens by ``broadcast``.
     """
 
     def __init__(
@@ -128,7 +137,6 @@ class OneRank:
         self.rank = rank
         self.broadcast = broadcast
         self.draws = draws
-        self.has_parted = False
         self.execute_dummy_batch, self.close = runner.execute_dummy_batch, runner.close
 
     def execute(
@@ -138,11 +146,15 @@ class OneRank:
         return work()
 
     def compute_logits(self, work: Callable[[], T]) -> T:
-        """See ``Ranks.compute_logits``."""
-        self.has_parted = True
-        logits = work()
-        self.has_parted = False
-        return logits
+        """See ``Ranks.compute_logits``. Raises ``LogitsError`` for a failure on a rank that follows rank 0."""
+        try:
+            return work()
+        except torch.AcceleratorError:
+            raise
+        except Exception as error:
+            if self.rank is None:
+                raise
+            raise LogitsError(error) from error
 
     def get_output(self) -> ModelOutput:
         """See ``Ranks.get_output``."""
@@ -503,7 +515,7 @@ class AsyncStep:
         forward, self._forward = self._forward, None
         if forward is not None and with_logits:
             with device_errors(), inference_on(self._worker.device):
-                self._logits(forward)
+                self._worker.ranks.compute_logits(lambda: self._logits(forward))
 
     def _sample(self, forward: ForwardPass) -> None:
         batch, prepared, logits, worker = forward.batch, forward.prepared, None, self._worker
