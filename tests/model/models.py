@@ -177,6 +177,7 @@ CONFIGS: dict[str, tuple[str, dict[str, Any]]] = {
             "residual_multiplier": 0.7,
         },
     ),
+    "olmo2": ("olmo2", {}),
 }
 NAMES = tuple(CONFIGS)
 # Rows of KV memory for each token, and the numbers of a row, where not all layers have what the configuration says.
