@@ -83,8 +83,7 @@ class DecoderModel(LayeredModel):
             weights.checkpoint.log_unused()
         return model
 
-    @classmethod
-    def load_classifier(cls, config: DecoderConfig, folder: Path, device: torch.device) -> Classifier | None:
+    def load_classifier(self, config: DecoderConfig, folder: Path, device: torch.device) -> Classifier | None:
         """See ``Model``. Uses the ``score`` layer of ``folder``. If sentence-transformers' ``LogitScore`` is
         configured, uses the head's rows for the tokens that it compares: the first row, minus the second if there are
         two. None if the model makes embeddings.
