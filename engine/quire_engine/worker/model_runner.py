@@ -260,21 +260,22 @@ class ModelRunner:
         if self._cuda_graphs is not None and self._cuda_graphs.can_run(batch):
             return self._cuda_graphs.forward(batch, pending)
         self._attention.prepare(*batch.attention)
+        if self._cpu_graphs is not None and (hidden := self._cpu_graphs.forward(batch, pending)) is not None:
+            return hidden
         device = self._kv_cache.blocks.device
         token_ids, positions = upload(batch.token_ids, device), upload(batch.positions, device)
         if pending is not None:
             scatter_pending(token_ids, batch.pending_rows, pending)
-        if self._cpu_graphs is not None and batch.is_drawn_from_whole and self._cpu_graphs.can_run(len(token_ids)):
-            return self._cpu_graphs.forward(token_ids, positions)
         return self._model.forward(token_ids, positions, self._kv_cache.layers, self._attention)
 
     def logits(self, hidden: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:
-        """Returns the logits [R, vocabulary] of the hidden states at ``rows`` [R], which must be ascending and among
-        the batch's ``logits_rows``.
+        """Returns the logits [R, vocabulary] of the hidden states at ``rows`` [R], which must be ascending. They are
+        valid until the next call.
         """
         if len(rows) < len(hidden):
             hidden = hidden.index_select(0, upload(rows, hidden.device))
-        return self._model.logits(hidden)
+        logits = None if self._cpu_graphs is None else self._cpu_graphs.logits(hidden)
+        return self._model.logits(hidden) if logits is None else logits
 
     def execute_dummy_batch(self) -> None:
         """Takes part in a forward pass of the other engines of a group, without tokens."""

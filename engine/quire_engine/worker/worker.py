@@ -510,7 +510,7 @@ class AsyncStep:
     @property
     def needs_logits(self) -> bool:
         """Whether the ranks of the last stage compute logits for this step."""
-        return self._forward is not None and len(self._forward.batch.model_input.logits_rows) > 0
+        return self._forward is not None and self._forward.batch.needs_logits
 
     def end(self, *, with_logits: bool) -> None:
         """Completes the step on a rank that does not sample, in the place of ``sample_tokens``."""
@@ -522,7 +522,7 @@ class AsyncStep:
     def _sample(self, forward: ForwardPass) -> None:
         batch, prepared, logits = forward.batch, forward.prepared, None
         self.output.token_ids = [0] * batch.num_draws
-        if len(batch.model_input.logits_rows):  # first: nothing that fails on this rank alone may come before
+        if batch.needs_logits:  # first: nothing that fails on this rank alone may come before
             logits = self._ranks.compute_logits(lambda: self._logits(forward))
         if batch.pooled:
             assert self._pooler is not None, "a step pools prompts, and the model says not how"
@@ -547,6 +547,8 @@ class AsyncStep:
         batch, start, logits = forward.batch, perf_counter(), None
         if len(batch.model_input.sampled_rows):
             logits = self._runner.logits(forward.hidden, batch.model_input.sampled_rows)
+            if batch.prompt_logprobs:
+                logits = logits.clone()  # the logits of prompt tokens take their place
             seconds = perf_counter() - start  # counted as part of the forward pass
             self.output.timings.forward += seconds
             self.output.timings.sample -= seconds
