@@ -172,6 +172,7 @@ def prepare_inputs(
     if pooled:
         sampled = sampled[~np.isin(rows[sampled], [each.row for each in pooled])]
     appending = sampled[drafts[sampled] == 0] if scheduler_output.drafts else sampled
+    last_rows = query_indptr[1:][sampled] - 1
     appended = AppendedDraws(rows[appending], (starts + lengths)[appending], draw_indptr[appending])
     is_plain = len(appending) == draw_indptr[-1] and states.sampling.are_plain(appended.rows)
     targets = _prompt_targets(states, scheduler_output) if states.prompt_logprobs else []
@@ -182,7 +183,9 @@ def prepare_inputs(
             _attention_batch(blocks, rows, query_indptr, starts, positions, block_size=block_size, window=group.window)
             for group, blocks in zip(groups, states.blocks, strict=True)
         ),
-        sampled_rows=_sampled_rows(sampled, drafts[sampled], query_indptr),
+        sampled_rows=torch.from_numpy(
+            _sampled_rows(last_rows, drafts[sampled]) if scheduler_output.drafts else last_rows
+        ),
         prompt_logprob_rows=_prompt_logprob_rows(targets, query_indptr) if targets else _NO_ROWS,
         pending_rows=torch.from_numpy(pending_rows) if len(awaiting) else _NO_ROWS,
         lora_ids=torch.from_numpy(np.repeat(lora_ids, lengths)) if lora_ids.any() else _NO_ROWS,
@@ -283,15 +286,12 @@ def _indptr(sizes: Indices) -> Indices:
     return indptr
 
 
-def _sampled_rows(sampled: Indices, drafts: Indices, query_indptr: Indices) -> torch.Tensor:
-    """Returns ``ModelInput.sampled_rows``: for each of the chunks ``sampled`` its last token, and as many before it as
-    it has ``drafts``.
+def _sampled_rows(last_rows: Indices, drafts: Indices) -> Indices:
+    """Returns ``ModelInput.sampled_rows``: of each chunk that draws the last row, and before it one for each of its
+    ``drafts``.
     """
-    last = query_indptr[1:][sampled] - 1
-    if not drafts.any():
-        return torch.from_numpy(last)
     bounds = _indptr(drafts + 1)
-    return torch.from_numpy(np.arange(bounds[-1]) + np.repeat(last - drafts - bounds[:-1], drafts + 1))
+    return np.arange(bounds[-1]) + np.repeat(last_rows - drafts - bounds[:-1], drafts + 1)
 
 
 def _prompt_logprob_rows(targets: Sequence[PromptTargets], query_indptr: Indices) -> torch.Tensor:

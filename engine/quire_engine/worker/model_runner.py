@@ -243,8 +243,16 @@ class ModelRunner:
 
         In a pipeline these are the hidden states of this stage; the last stage returns the model's.
         """
+        batch.check_vocabulary(self._vocab_size)
+        if self._loras is not None:
+            self._loras.prepare(batch.lora_ids)
         try:
-            hidden = self._forward(batch, pending)
+            if self._cuda_graphs is not None and self._cuda_graphs.can_run(batch):
+                hidden = self._cuda_graphs.forward(batch, pending)
+            else:
+                self._attention.prepare(*batch.attention)
+                replayed = None if self._cpu_graphs is None else self._cpu_graphs.forward(batch, pending)
+                hidden = self._forward_eagerly(batch, pending) if replayed is None else replayed
         finally:
             # Also after a failure: work that was launched before it still reads and writes blocks.
             if self._kv_cache.swap_stream is not None:
@@ -253,15 +261,7 @@ class ModelRunner:
             self._stage.pass_on(hidden)
         return hidden
 
-    def _forward(self, batch: ModelInput, pending: torch.Tensor | None) -> torch.Tensor:
-        batch.check_vocabulary(self._vocab_size)
-        if self._loras is not None:
-            self._loras.prepare(batch.lora_ids)
-        if self._cuda_graphs is not None and self._cuda_graphs.can_run(batch):
-            return self._cuda_graphs.forward(batch, pending)
-        self._attention.prepare(*batch.attention)
-        if self._cpu_graphs is not None and (hidden := self._cpu_graphs.forward(batch, pending)) is not None:
-            return hidden
+    def _forward_eagerly(self, batch: ModelInput, pending: torch.Tensor | None) -> torch.Tensor:
         device = self._kv_cache.blocks.device
         token_ids, positions = upload(batch.token_ids, device), upload(batch.positions, device)
         if pending is not None:

@@ -192,7 +192,8 @@ class Worker:
         self._runner = ranks.runner
         self._run_pass = run_pass
         self._device = model.device
-        self._states = RequestStates(len(self._runner.kv_cache_config.groups), model.config.vocab_size)
+        self._kv_cache_config = self._runner.kv_cache_config
+        self._states = RequestStates(len(self._kv_cache_config.groups), model.config.vocab_size)
         self._sampler = Sampler(model.config.vocab_size, filler)
         pooler = model.config.pooler_config
         self._pooler = Pooler(pooler, model.classifier) if ranks.draws and pooler is not None else None
@@ -230,7 +231,7 @@ class Worker:
 
     def _launch(self, scheduler_output: SchedulerOutput, without_loras: Sequence[int]) -> "AsyncStep":
         """Does the part of the step that all ranks do at the same time."""
-        capacity, states = self._runner.kv_cache_config, self._states
+        capacity, states = self._kv_cache_config, self._states
         step = AsyncStep(self._ranks, states, self._sampler, self._pooler, device=self._device)
         if self._pooler is not None:
             self._pooler.remove(scheduler_output.freed_rows)
