@@ -27,7 +27,7 @@ def outputs(executor: TorchExecutor, prompts: list[list[int]]) -> Run:
 
 
 def captured(executor: TorchExecutor) -> set[GraphKind]:
-    held = executor._runner._cpu_graphs  # type: ignore[union-attr]
+    held = executor._worker.runner._cpu_graphs  # type: ignore[union-attr]
     return set() if held is None else {kind for kind, graph in held._graphs.items() if graph is not None}
 
 
@@ -58,7 +58,7 @@ def test_a_graph_grows_with_its_steps_and_larger_steps_do_without(
     folder, prompts = small_models.folder("llama3"), small_models.prompts
     with_graphs, eager = (load(folder, 200, 0, deterministic=True, enforce_eager=each) for each in (False, True))
     assert outputs(with_graphs, prompts).choices == outputs(eager, prompts).choices
-    graphs = with_graphs._runner._cpu_graphs._graphs  # type: ignore[union-attr]
+    graphs = with_graphs._worker.runner._cpu_graphs._graphs  # type: ignore[union-attr]
     assert {kind: graph.capacity for kind, graph in graphs.items()} == {GraphKind.LAYERS: 24, GraphKind.HEAD: 8}
 
 
@@ -67,13 +67,13 @@ def test_a_model_that_computes_with_more_than_kernels_runs_without_graphs(
     small_models: SmallModels, model_name: str, settings: dict[str, str]
 ) -> None:
     executor = load(small_models.folder(model_name), 200, 0, **settings)
-    assert executor._runner._cpu_graphs is None  # type: ignore[union-attr]
+    assert executor._worker.runner._cpu_graphs is None  # type: ignore[union-attr]
 
 
 def test_without_kernels_there_are_no_graphs(small_models: SmallModels) -> None:
     with cpu_path("torch"):
         executor = load(small_models.folder("llama3"), 200, 0)
-        assert executor._runner._cpu_graphs is None  # type: ignore[union-attr]
+        assert executor._worker.runner._cpu_graphs is None  # type: ignore[union-attr]
 
 
 def test_a_model_that_turns_out_not_to_be_capturable_runs_eagerly(

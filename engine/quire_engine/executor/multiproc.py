@@ -26,7 +26,7 @@ from quire_engine.errors import ModelError
 from quire_engine.executor.engine_group import EngineGroup
 from quire_engine.executor.node_agent import node_facts
 from quire_engine.executor.node_hub import NodeHub
-from quire_engine.executor.rank_processes import RankWorkers
+from quire_engine.executor.rank_processes import RankFailureTracker, RankWorkers
 from quire_engine.executor.rank_worker import RankSettings
 from quire_engine.executor.rpc import (
     RpcArray,
@@ -69,7 +69,10 @@ class MultiprocLeader:
         self._hub = None if nodes is None or settings.nnodes == 1 else _make_hub(settings, nodes)
         try:
             stored = {} if engines is None else {"on_stored": engines.publish}
-            self._workers = RankWorkers(settings.ranks_per_node, self._on_rank_lost, self._hub, **stored)
+            failures = RankFailureTracker(settings.size - 1, settings.last_stage)
+            self._workers = RankWorkers(
+                settings.ranks_per_node, self._on_rank_lost, self._hub, failures=failures, **stored
+            )
         except BaseException:
             self._close_hub()
             raise

@@ -32,6 +32,10 @@ void quire_scale(void*, int64_t, int64_t, float, int64_t);
 void quire_cos_sin(const int32_t*, const float*, const float*, float*, float*, int64_t, int64_t);
 void quire_rms_norm(const void*, int64_t, int64_t, void*, const void*, void*, int64_t, int64_t, int64_t, float, float,
                     int64_t, int64_t);
+void quire_square_sums(const void*, int64_t, float*, int64_t, int64_t, int64_t, int64_t, int64_t);
+void quire_norm_by_sums(void*, int64_t, const float*, int64_t, const void*, int64_t, int64_t, int64_t, float, int64_t,
+                        int64_t);
+void quire_add(const void*, void*, int64_t, int64_t, int64_t);
 void quire_silu_mul(const void*, int64_t, void*, int64_t, int64_t, int64_t, int64_t);
 void quire_gelu_mul(const void*, int64_t, void*, int64_t, int64_t, int64_t, int64_t);
 void quire_rotate(void*, int64_t, int64_t, const float*, const float*, int64_t, const void*, const void*, int64_t,
@@ -89,6 +93,7 @@ constexpr Player kPlayers[] = {
     PLAYER(quire_attention), PLAYER(quire_linear),   PLAYER(quire_int8_linear), PLAYER(quire_groups_linear),
     PLAYER(quire_rms_norm),  PLAYER(quire_silu_mul), PLAYER(quire_rotate),      PLAYER(quire_lora),
     PLAYER(quire_route),     PLAYER(quire_experts),  PLAYER(quire_sum),         PLAYER(quire_gelu_mul),
+    PLAYER(quire_add),       PLAYER(quire_square_sums), PLAYER(quire_norm_by_sums),
     PLAYER(quire_embed),     PLAYER(quire_int8_rows), PLAYER(quire_scale),      PLAYER(quire_cos_sin),
 };
 

@@ -29,6 +29,7 @@ from quire_engine.worker.input_batch import ModelInput, dummy_decode, scatter_pe
 log = logging.getLogger(__name__)
 
 KERNELS: dict[str, int | str | None] = {
+    "quire_add": 2,
     "quire_attention": None,
     "quire_cos_sin": 5,
     "quire_embed": 3,
@@ -39,11 +40,13 @@ KERNELS: dict[str, int | str | None] = {
     "quire_int8_rows": 4,
     "quire_linear": "rows",
     "quire_lora": None,
+    "quire_norm_by_sums": 5,
     "quire_rms_norm": 6,
     "quire_rotate": 8,
     "quire_route": "rows",
     "quire_scale": 1,
     "quire_silu_mul": 3,
+    "quire_square_sums": 4,
     "quire_sum": "count",
 }
 """The kernels that can be captured, as in ``cpu_graph.cpp``, and where a call has its number of rows: in an argument,
