@@ -36,7 +36,8 @@ class CpuAttention:
     ``library``) and the tensors suit it: queries in bf16 with an even head size, or in fp32.
 
     Each row of the kernel's result depends only on its own sequence, bit for bit. The batch, the division into chunks,
-    the choice of pages and the number of threads do not change it.
+    the choice of pages and the number of threads do not change it. ``last_page`` is the largest page id of the step,
+    which nothing checks when captured calls are replayed.
     """
 
     def __init__(self, shape: AttentionShape, *, use_kernel: bool | None = None) -> None:
@@ -47,6 +48,7 @@ class CpuAttention:
         if use_kernel and self._kernels is None:
             raise RuntimeError("the CPU attention kernel is not available")
         self.batches: Sequence[AttentionBatch] = ()
+        self.last_page = -1
         self._plans: list[_Plan] = []
         self._calls: list[_GroupCalls] = []
 
@@ -61,22 +63,12 @@ class CpuAttention:
         Raises:
             ValueError: the plan contradicts itself; nothing of it is kept.
         """
-        self.batches, self._plans = (), []
+        self.batches, self._plans, self.last_page = (), [], -1
         while len(self._calls) < len(batches):
             self._calls.append(_GroupCalls(self._shape))
         block_size = self._shape.block_size
         self._plans = [_Plan(batch, calls.plan, block_size) for batch, calls in zip(batches, self._calls, strict=False)]
-        self.batches = batches
-
-    def check_pages(self, kv: torch.Tensor) -> None:
-        """Checks the prepared plan before captured calls are replayed on ``kv``, a layer's view or the whole memory.
-        Raises ``ValueError`` if the plan names a page that does not exist.
-        """
-        if not self._plans:
-            raise ValueError("attention: prepare comes before forward")
-        last_page = max(plan.last_page for plan in self._plans)
-        if last_page >= kv.shape[0]:
-            raise ValueError(f"attention: kv has {kv.shape[0]} pages, and no page {last_page}")
+        self.batches, self.last_page = batches, max((each.last_page for each in self._plans), default=-1)
 
     def forward(
         self,
@@ -195,22 +187,26 @@ class _Plan:
 
     def __init__(self, batch: AttentionBatch, read: AttentionPlan, block_size: int) -> None:
         tensors = batch.query_indptr, batch.page_indptr, batch.page_ids, batch.context_lens
-        for tensor in tensors:
-            packed = tensor.dtype == torch.int32 and tensor.dim() == 1 and tensor.is_contiguous()
-            _require(packed and tensor.is_cpu, "the plan is not in packed int32 on the host", tensor)
+        if not all(each.dtype == torch.int32 and each.is_cpu and each.is_contiguous() for each in tensors):
+            raise ValueError("attention: the plan is not in packed int32 on the host")
         self._arrays: list[_Int32] = [tensor.numpy() for tensor in tensors]
         self._block_size = block_size
         query_indptr, page_indptr, page_ids, context_lens = self._arrays
         self.num_chunks = read.chunks = len(context_lens)
-        for indptr in (query_indptr, page_indptr):
-            _require(len(indptr) == self.num_chunks + 1 and indptr[0] == 0, "indptr is not [B+1] from 0")
+        if not all(each.shape == (self.num_chunks + 1,) and each[0] == 0 for each in (query_indptr, page_indptr)):
+            raise ValueError("attention: indptr is not [B+1] from 0")
         tokens, pages = np.diff(query_indptr), np.diff(page_indptr)
         self.num_tokens, used = int(query_indptr[-1]), page_ids[: page_indptr[-1]]
-        _require(bool((tokens >= 0).all() and (pages >= 0).all()), "indptr falls")
-        _require(len(used) == page_indptr[-1], "page_ids is shorter than page_indptr says")
-        _require(bool((used >= 0).all()), "a page id is negative")
-        _require(bool((tokens <= context_lens).all()), "a context is shorter than its chunk")
-        _require(bool((context_lens <= pages * self._block_size).all()), "a context is longer than its pages")
+        checks = {
+            "indptr falls": (tokens >= 0).all() and (pages >= 0).all(),
+            "page_ids is shorter than page_indptr says": len(used) == page_indptr[-1],
+            "a page id is negative": (used >= 0).all(),
+            "a context is shorter than its chunk": (tokens <= context_lens).all(),
+            "a context is longer than its pages": (context_lens <= pages * self._block_size).all(),
+        }
+        for message, holds in checks.items():
+            if not holds:
+                raise ValueError(f"attention: {message}")
         self.last_page = int(used.max(initial=-1))
         self._slots: tuple[torch.Tensor, torch.Tensor] | None = None
         read.query_indptr, read.page_indptr, read.page_ids, read.context_lens = (each.data_ptr() for each in tensors)

@@ -322,10 +322,14 @@ class CpuGraphRunner:
         """Does ``ModelRunner.forward``. The attention and the adapters must be prepared."""
         model, token_ids = self._model, batch.token_ids
         has_adapters = model.loras is not None and model.loras.is_active
-        graph = self._graph(GraphKind.LAYERS_WITH_ADAPTERS if has_adapters else GraphKind.LAYERS, len(token_ids))
+        kind = GraphKind.LAYERS_WITH_ADAPTERS if has_adapters else GraphKind.LAYERS
+        graph = self._graphs.get(kind)
+        if graph is None or graph.capacity < len(token_ids):
+            graph = self._larger_graph(kind, len(token_ids))
         if graph is None:
             return None
-        self._attention.check_pages(self._kv[0].pages)
+        if self._attention.last_page >= len(self._kv[0].pages):
+            raise ValueError(f"the KV memory has no page {self._attention.last_page}")
         if pending is not None:
             scatter_pending(token_ids, batch.pending_rows, pending)
         hidden = graph.replay(model.embed(token_ids) if model.receives_states else token_ids, batch.positions)
@@ -335,21 +339,21 @@ class CpuGraphRunner:
 
     def logits(self, hidden: torch.Tensor) -> torch.Tensor | None:
         """Does ``Model.logits``. The logits are valid until the next call."""
-        graph = self._graph(GraphKind.HEAD, len(hidden))
+        graph = self._graphs.get(GraphKind.HEAD)
+        if graph is None or graph.capacity < len(hidden):
+            graph = self._larger_graph(GraphKind.HEAD, len(hidden))
         return None if graph is None else graph.replay(hidden)
 
-    def _graph(self, kind: GraphKind, tokens: int) -> CpuGraph | None:
-        """Returns the graph for ``tokens`` tokens, or rows of the head."""
-        graph = self._graphs.get(kind)
-        if tokens > LARGEST_STEP or (graph is None and kind in self._graphs):
+    def _larger_graph(self, kind: GraphKind, tokens: int) -> CpuGraph | None:
+        """Captures the graph for ``tokens`` tokens, or rows of the head. Returns None if there can be none."""
+        if tokens > LARGEST_STEP or self._graphs.get(kind, True) is None:
             return None
-        if graph is None or graph.capacity < tokens:
-            capacity = -(-tokens // ROOM) * ROOM
-            try:
-                graph = self._capture_head(capacity) if kind is GraphKind.HEAD else self._capture_layers(capacity)
-            except NotCapturableError as error:
-                log.info("%s is not captured: %s", kind.name, error)
-            self._graphs[kind] = graph
+        capacity, graph = -(-tokens // ROOM) * ROOM, None
+        try:
+            graph = self._capture_head(capacity) if kind is GraphKind.HEAD else self._capture_layers(capacity)
+        except NotCapturableError as error:
+            log.info("%s is not captured: %s", kind.name, error)
+        self._graphs[kind] = graph
         return graph
 
     def _capture_head(self, capacity: int) -> CpuGraph:

@@ -176,7 +176,7 @@ def prepare_inputs(
     appending = sampled[drafts[sampled] == 0] if scheduler_output.drafts else sampled
     last_rows = query_indptr[1:][sampled] - 1
     appended = AppendedDraws(rows[appending], (starts + lengths)[appending], draw_indptr[appending])
-    is_plain = len(appending) == draw_indptr[-1] and states.sampling.are_plain(appended.rows)
+    is_plain = len(appending) == draw_indptr[-1] and bool(states.sampling.is_plain[appended.rows].all())
     targets = _prompt_targets(states, scheduler_output) if states.prompt_logprobs else []
     model_input = ModelInput(
         token_ids=torch.from_numpy(token_ids),

@@ -91,7 +91,7 @@ class RaggedRows:
 
 
 class SamplingColumns:
-    """The sampling parameters and the seed of each row, and whether its draws are plain (see
+    """The sampling parameters and the seed of each row, and whether its draws are plain: ``is_plain`` (see
     ``logits_processors.is_plain``).
     """
 
@@ -101,24 +101,20 @@ class SamplingColumns:
         self._top_p = np.ones(_FIRST_ROWS, np.float64)
         self._log_min_p = np.zeros(_FIRST_ROWS, np.float32)
         self._seeds = np.zeros(_FIRST_ROWS, np.uint64)
-        self._is_plain = np.zeros(_FIRST_ROWS, np.bool_)
+        self.is_plain = np.zeros(_FIRST_ROWS, np.bool_)
 
     def put(self, row: int, request: SampleRequest | None, *, is_plain: bool) -> None:
         """Sets the parameters of a row, and whether its draws are plain. ``request`` is None for a row that samples
         nothing.
         """
-        if row >= len(self._is_plain):
+        if row >= len(self.is_plain):
             self._add_rows(row + 1)
-        self._is_plain[row] = is_plain
+        self.is_plain[row] = is_plain
         if request is not None:
             params = request.params
             self._temperature[row], self._top_k[row], self._top_p[row] = params.temperature, params.top_k, params.top_p
             self._log_min_p[row] = log(params.min_p) if params.min_p else -inf
             self._seeds[row] = request.seed
-
-    def are_plain(self, rows: Indices) -> bool:
-        """Whether all draws of ``rows`` are plain."""
-        return bool(self._is_plain[rows].all())
 
     def metadata(self, rows: Indices, positions: Indices) -> SamplingMetadata | None:
         """Returns the metadata for sampling the tokens at ``positions`` of ``rows``, or None if all are greedy."""
@@ -129,7 +125,7 @@ class SamplingColumns:
         return SamplingMetadata(temperature, self._top_k[rows], self._top_p[rows], self._log_min_p[rows], keys)
 
     def _add_rows(self, count: int) -> None:
-        more = max(count, 2 * len(self._is_plain)) - len(self._is_plain)
+        more = max(count, 2 * len(self.is_plain)) - len(self.is_plain)
         for name, column in vars(self).items():
             setattr(self, name, np.pad(column, (0, more)))
 

@@ -5,7 +5,7 @@ rank of the last stage also samples or pools.
 import logging
 from array import array
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -21,7 +21,7 @@ from quire_engine.core.kv_transfer.transfer import TransferResult
 from quire_engine.core.lora import LoRARequest
 from quire_engine.core.step import ModelOutput, SchedulerOutput, StepTimings
 from quire_engine.core.step_plain import lora_from_plain, lora_to_plain
-from quire_engine.device.accelerator import inference_on, upload
+from quire_engine.device.accelerator import upload
 from quire_engine.errors import LoRAError
 from quire_engine.sampling.grammar_bitmask import AnyBitmaskFiller, GrammarBitmask
 from quire_engine.sampling.logits_processors import Draw
@@ -221,7 +221,7 @@ class Worker:
         covers the launch and the wait for the whole step.
         """
         self.states.update(scheduler_output)
-        with device_errors(), inference_on(self.device):
+        with on_device(self.device):
             failed = self._load_loras(scheduler_output.rows) if self.states.loras else []
             launch = partial(self._launch, scheduler_output, failed)
             launch_all = partial(self.ranks.execute, scheduler_output, failed, launch)
@@ -238,7 +238,7 @@ class Worker:
         """
         self.states.write_tokens(drawn)
         self.states.update(scheduler_output)
-        with device_errors(), inference_on(self.device):
+        with on_device(self.device):
             return self._launch(scheduler_output, without_loras)
 
     def _launch(self, scheduler_output: SchedulerOutput, without_loras: Sequence[int]) -> "AsyncStep":
@@ -285,7 +285,7 @@ class Worker:
         """
         assert name in ON_EVERY_RANK, name
         try:
-            with inference_on(self.device):
+            with on_device(self.device):
                 return getattr(self, name)(*arguments)
         except (LoRAError, SleepError, OSError) as error:
             return str(error)
@@ -352,12 +352,16 @@ def _fail_without(
 
 
 @contextmanager
-def device_errors() -> Iterator[None]:
-    """Converts a device failure to ``ExecutorError``. After such a failure every call to the device fails, so the
-    engine must end.
+def on_device(device: torch.device) -> Iterator[None]:
+    """Enters inference mode, with ``device`` as the current GPU of this thread. Each thread has a current GPU of its
+    own, by default the first one, and some libraries launch their kernels there wherever their tensors are.
+
+    Converts a device failure to ``ExecutorError``. After such a failure every call to the device fails, so the engine
+    must end.
     """
     try:
-        yield
+        with torch.cuda.device(device) if device.type == "cuda" else nullcontext(), torch.inference_mode():
+            yield
     except torch.AcceleratorError as error:
         raise ExecutorError(f"The device failed: {error}") from error
 
@@ -444,7 +448,7 @@ class AsyncStep:
         """See ``AsyncModelOutput.sample_tokens``. Waits only for prompt log-probabilities."""
         forward, self._forward = self._forward, None  # the next step can reuse its memory
         start = perf_counter()
-        with device_errors(), inference_on(self._worker.device):
+        with on_device(self._worker.device):
             try:
                 if forward is not None:
                     self._sample(forward)
@@ -458,7 +462,7 @@ class AsyncStep:
         """See ``AsyncModelOutput.get_output``. Waits for this step, but not for a step that was launched after it."""
         assert self._forward is None, "sample_tokens comes before get_output"
         timings, start, ranks = self.output.timings, perf_counter(), self._worker.ranks
-        with device_errors():
+        with on_device(self._worker.device):
             if self._event is not None:
                 self._event.wait()
             if self._error is not None:
@@ -515,7 +519,7 @@ class AsyncStep:
         """Completes the step on a rank that does not sample, in the place of ``sample_tokens``."""
         forward, self._forward = self._forward, None
         if forward is not None and with_logits:
-            with device_errors(), inference_on(self._worker.device):
+            with on_device(self._worker.device):
                 self._worker.ranks.compute_logits(lambda: self._logits(forward))
 
     def _sample(self, forward: ForwardPass) -> None:
