@@ -75,7 +75,7 @@ def check_ids(ids: torch.Tensor, size: int) -> None:
     # Read in place, because during a capture torch may not compute.
     if not len(ids):
         return
-    numbers = np.frombuffer((ctypes.c_int64 * len(ids)).from_address(ids.data_ptr()), np.int64)
+    numbers = np.frombuffer(memoryview((ctypes.c_int64 * len(ids)).from_address(ids.data_ptr())), np.int64)
     if not 0 <= numbers.min() <= numbers.max() < size:
         raise IndexError(f"a row beyond the {size} of the table")
 
