@@ -60,8 +60,7 @@ LAST_MESSAGE_SECONDS = 2.0
 
 def main() -> None:
     """Runs the core until the server closes the link."""
-    for number in (signal.SIGINT, signal.SIGTERM):  # the server ends the core, after it has drained
-        signal.signal(number, lambda *_: None)
+    signal.signal(signal.SIGINT, lambda *_: None)  # Ctrl-C is for the server
     link, parent = map(int, sys.argv[1:])
     kill_with_parent(parent)
     EngineCoreProc(socket.socket(fileno=link)).run()
@@ -99,7 +98,9 @@ class EngineCoreProc:
             Thread(target=self._report, args=(core.runner,), name="status", daemon=True).start()
             for message in messages:
                 if isinstance(message, Run):
-                    core.runner.start(_Sender(self._send, core.runner.stats, is_traced=start.is_traced))
+                    sender = _Sender(self._send, core.runner.stats, is_traced=start.is_traced)
+                    core.runner.start(sender)
+                    _forward_signals(sender)
                 else:
                     self._handle(core, message)
 
@@ -188,6 +189,13 @@ class _Sender:
         else:
             log.error("the engine core has failed", exc_info=failure)
             self._send(Ended(f"The engine core has failed: {describe_error(failure)}."))
+
+
+def _forward_signals(sender: _Sender) -> None:
+    """Lets the server drain the engine and end it, as a signal to the server does. A node that is stopping sends one to
+    the process of rank 0. The handler may interrupt a ``send``, so that it needs a thread of its own.
+    """
+    signal.signal(signal.SIGTERM, lambda *_: Thread(target=sender.on_leaving, daemon=True).start())
 
 
 def _answer(reply: Callable[[Any], None], call: Callable[[], object]) -> None:
