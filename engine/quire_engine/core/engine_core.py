@@ -159,6 +159,43 @@ class EngineCoreOutputs:
     times_away: list[TimeAway] = field(default_factory=list)
 
 
+class Progress:
+    """When a loop made progress last, while it has work."""
+
+    def __init__(self) -> None:
+        self._busy_since: float | None = None
+        self._allowance = 0.0  # seconds without progress that do not count as a hang
+
+    @property
+    def seconds_since(self) -> float:
+        """Seconds since then; 0 if the loop waits for work. Thread-safe."""
+        since = self._busy_since
+        return 0.0 if since is None else max(0.0, perf_counter() - since - self._allowance)
+
+    def on_work(self) -> None:
+        """Notes that there is work again. Thread-safe."""
+        if self._busy_since is None:
+            self._busy_since = perf_counter()
+
+    def on_idle(self) -> None:
+        """Notes that there is no more work."""
+        self._busy_since = None
+
+    def on_round(self) -> None:
+        """Notes progress."""
+        self._busy_since = perf_counter()
+
+    @contextmanager
+    def allow(self, seconds: float) -> Iterator[None]:
+        """Within this context the loop counts as making progress, although it does not run."""
+        self._allowance = seconds
+        try:
+            yield
+        finally:
+            self._busy_since = perf_counter()
+            self._allowance = 0.0
+
+
 class EngineCore:
     """Runs steps while there is work, on the thread that calls ``run``.
 
@@ -195,9 +232,7 @@ class EngineCore:
         self._commands: SimpleQueue[Command] = SimpleQueue()
         self._rejected: list[EngineCoreOutput] = []
         self._stopped = False
-        self._busy_since: float | None = None
-        self._allowance = 0.0  # seconds without progress that do not count as a hang
-        self._is_pipeline = scheduler.config.num_stages > 1
+        self._progress = Progress()
 
     @property
     def is_sleeping(self) -> bool:
@@ -209,13 +244,11 @@ class EngineCore:
         """Seconds since the last round of the loop while it has work; 0 if it waits for work. A large value means that
         the loop hangs. Thread-safe.
         """
-        since = self._busy_since
-        return 0.0 if since is None else max(0.0, perf_counter() - since - self._allowance)
+        return self._progress.seconds_since
 
     def send(self, command: Command) -> None:
         """Queues a command, to be handled between two steps."""
-        if self._busy_since is None:
-            self._busy_since = perf_counter()
+        self._progress.on_work()
         self._commands.put(command)
 
     def run(self) -> None:
@@ -257,7 +290,7 @@ class EngineCore:
             self._in_flight.append(step)
         if is_empty or len(self._in_flight) == self._executor.depth:
             self._finish_step()
-        if self._in_flight and not self._is_pipeline:
+        if self._in_flight and self.scheduler.config.num_stages == 1:
             self._in_flight[0].sample_tokens()
         while self._in_flight and self._in_flight[-1].failure is not None:  # launch nothing after a failure
             self._finish_step()
@@ -279,7 +312,7 @@ class EngineCore:
     def _finish_step(self) -> None:
         """Gets the model output of the oldest step in flight, updates the scheduler with it, and publishes."""
         step = self._in_flight.popleft()
-        if self._is_pipeline:
+        if self.scheduler.config.num_stages > 1:
             step.sample_tokens()
         model_output, scheduler_output = self._get_model_output(step), step.scheduler_output
         executed = perf_counter()
@@ -339,9 +372,9 @@ class EngineCore:
     def _process_commands(self) -> None:
         """Handles the queued commands. Waits for one if the engine has no other work."""
         if not self._has_work:
-            self._busy_since = None
+            self._progress.on_idle()
             self._wait_for_work()
-        self._busy_since = perf_counter()
+        self._progress.on_round()
         while not (self._stopped or self._commands.empty()):
             self._handle_command(self._commands.get())
 
@@ -393,7 +426,7 @@ class EngineCore:
         self.step()  # copies the evicted blocks that are worth it to the host
         self._finish_all_steps()
         try:
-            with self._moving_memory():
+            with self._progress.allow(MOVE_SECONDS):
                 self._sleeper.sleep()
         except SleepError as error:
             return QuireError(ErrorCode.UNAVAILABLE, f"The engine cannot sleep: {error}.")
@@ -408,7 +441,7 @@ class EngineCore:
         assert self._sleeper is not None, "it was put to sleep"
         begun = perf_counter()
         try:
-            with self._moving_memory():
+            with self._progress.allow(MOVE_SECONDS):
                 self._sleeper.wake_up()
         except SleepError as error:
             return QuireError(ErrorCode.UNAVAILABLE, f"The engine cannot wake up: {error}.", retry_after=1.0)
@@ -419,16 +452,6 @@ class EngineCore:
         log.info("awake after %.2f s", seconds)
         self.step()
         return None
-
-    @contextmanager
-    def _moving_memory(self) -> Iterator[None]:
-        """Within this context the engine counts as making progress, although the loop does not run."""
-        self._allowance = MOVE_SECONDS
-        try:
-            yield
-        finally:
-            self._busy_since = perf_counter()
-            self._allowance = 0.0
 
 
 class InFlightStep:
