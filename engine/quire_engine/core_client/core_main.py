@@ -84,7 +84,7 @@ class EngineCoreProc:
         messages = self._messages()
         start = next(messages)
         assert isinstance(start, Start), "it comes first"
-        config = EngineConfig.model_validate_json(start.config)
+        config = EngineConfig.model_validate(start.config)
         set_up_logging(config.log_level.upper(), config.log_format)
         print_progress()
         startup = StartupTimer(start.started)

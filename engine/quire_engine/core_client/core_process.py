@@ -53,9 +53,9 @@ def load_core_process(config: EngineConfig, startup: StartupTimer, *, is_traced:
     """
     process = CoreProcess()
     try:
-        ready = process.load(Start(config.model_dump_json(), process_start(), is_traced))
+        ready = process.load(Start(config.model_dump(mode="json"), process_start(), is_traced))
     except BaseException:
-        process.close()
+        process.kill()
         raise
     startup.continue_after(ready.phases)
     description = pb.DescribeResponse.FromString(ready.description)
@@ -133,6 +133,11 @@ class CoreProcess:
         """Ends the process, by force if it takes longer than ``CLOSE_SECONDS``."""
         self._process.close_link()
         self._process.wait_or_kill(time.monotonic() + CLOSE_SECONDS)
+
+    def kill(self) -> None:
+        """Ends the process while it loads the model, and reads nothing."""
+        self._process.kill()
+        self.close()
 
     def _codec_of_replies(self, arguments: Sequence[Codec]) -> Codec:
         """Returns the codec of a message's ``reply``: it stays here, and the message has its number."""
