@@ -187,10 +187,9 @@ ROWS = {
     "qwen3.5": ((2 * 1 * 2, 32),),
     "lfm2": ((2 * 1 * 2, 16),),
 }
-# Bytes of the state of two layers in a block, in float32, with the number of tokens that it has seen, in whole
-# multiples of 16: a convolution over the last 4 of 2 * 2 * 16 + 4 * 16 numbers and 4 matrices of 16 * 16; a convolution
-# over the last 3 of 64 numbers.
-STATES = {"qwen3.5": 16 + 2 * 4 * (4 * 128 + 4 * 16 * 16), "lfm2": 16 + 2 * 4 * 3 * 64}
+# Bytes of the state of two layers, in float32: a convolution over the last 4 of 2 * 2 * 16 + 4 * 16 numbers and 4
+# matrices of 16 * 16; a convolution over the last 3 of 64 numbers.
+STATES = {"qwen3.5": 2 * 4 * (4 * 128 + 4 * 16 * 16), "lfm2": 2 * 4 * 3 * 64}
 MODEL_TYPES = {own.model_type for own in ARCHITECTURES.values()}
 OWN = tuple(name for name, (model_type, _) in CONFIGS.items() if model_type in MODEL_TYPES)
 # Those of OWN that differ in more than the rotation of their heads.

@@ -121,8 +121,8 @@ class BatchScheduler:
         self.scheduled = []
         self.out_of_memory.clear()
         self._oldest_in_flight = min((each.step for each in in_flight), default=step)
-        num_groups = self.kv_cache_manager.num_groups
-        scheduler_output = SchedulerOutput(step, new_blocks=tuple([array("i") for _ in range(num_groups)]))
+        num_tables = self.kv_cache_manager.num_tables
+        scheduler_output = SchedulerOutput(step, new_blocks=tuple([array("i") for _ in range(num_tables)]))
         if self.rows.released:
             scheduler_output.freed_rows = self.rows.free_released(self._oldest_in_flight)
         budget = self._make_budget()

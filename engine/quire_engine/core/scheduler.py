@@ -263,7 +263,7 @@ class Scheduler:
 
     def get_load(self, *, is_sleeping: bool = False) -> EngineLoad:
         """Returns the engine's load. O(running)."""
-        device, host = self.kv_cache_manager.device_pool, self.kv_cache_manager.host_pool
+        device, host = self.kv_cache_manager.device_pool, self.kv_cache_manager.host.pool
         tiers = self.kv_cache_manager.tiers.asynchronous
         running, preemptor = self._batch_scheduler.running, self._batch_scheduler.preemptor
         loras, waiting = self._batch_scheduler.admission.loras, self._batch_scheduler.admission.waiting

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 
 from quire_engine.attention.base import AttentionBackend, LayerAttention, LayerKV
+from quire_engine.attention.state_cache import RecurrentLayers
 from quire_engine.checkpoint.weights import Checkpoint
 from quire_engine.config.capabilities import CapabilityRow
 from quire_engine.core.executor import WeightStats
@@ -50,6 +51,7 @@ class Model(ABC):
     of ``communicator`` allow it. If it ``waits_for_device``, the host reads what a layer computes, so launching a pass
     takes as long as computing it. ``loras`` are the layers that adapters may change; None without adapter slots.
     ``weight_stats`` count reads of layers on disk or in host memory; None if no layer is offloaded.
+    ``recurrent_layers`` keep a state instead of keys and values; None without such layers.
     """
 
     attention_layers: Sequence[LayerAttention]
@@ -59,6 +61,7 @@ class Model(ABC):
     communicator: Communicator = SINGLE_RANK
     loras: LoRALayers | None = None
     weight_stats: WeightStats | None = None
+    recurrent_layers: RecurrentLayers | None = None
 
     @classmethod
     @abstractmethod
@@ -91,13 +94,6 @@ class Model(ABC):
         """Returns the linear layers that adapters may change in the model of ``config``: [out, in] by name."""
         del config
         return {}
-
-    @property
-    def state_bytes(self) -> int:
-        """Bytes in each KV block for the states of layers without keys and values, after the block's last token; 0
-        without such layers.
-        """
-        return 0
 
     @abstractmethod
     def forward(
