@@ -59,21 +59,18 @@ class NodeHub:
         """Ends all links. A node whose ranks were not closed before finds node 0 gone."""
         self._hub.close()
 
-    def _make_node(
-        self, rank: int, address: str, reader: asyncio.StreamReader, writer: asyncio.StreamWriter
-    ) -> "JoinedNode":
+    def _make_node(self, rank: int, address: str, link: NodeLink) -> "JoinedNode":
         first = rank * self._ranks_per_node
-        return JoinedNode(rank, address, range(first, first + self._ranks_per_node), reader, writer)
+        return JoinedNode(rank, address, link, range(first, first + self._ranks_per_node))
 
 
 class JoinedNode:
-    """Another node, at ``address``, and its ``ranks``. Create it on the thread of the links."""
+    """Another node, at ``address``, and its ``ranks``. Implements ``Member``. Create it on the thread of the links."""
 
-    def __init__(
-        self, rank: int, address: str, ranks: range, reader: asyncio.StreamReader, writer: asyncio.StreamWriter
-    ) -> None:
+    def __init__(self, rank: int, address: str, link: NodeLink, ranks: range) -> None:
         self.rank = rank
         self.address = address
+        self.link = link
         self.ranks: list[RemoteRank] = []
         self.ended = Event()
         self.exit_reason = ""
@@ -83,12 +80,15 @@ class JoinedNode:
         for each in ranks:
             ours, self._sockets[each] = socket.socketpair()
             self.ranks.append(RemoteRank(each, ours, self))
-        self.link = NodeLink(reader, writer, self._sockets, self._on_frame, self._on_end)
 
     @property
     def accepted(self) -> list[int]:
         """The ranks that the node must run."""
         return [each.rank for each in self.ranks]
+
+    async def run(self) -> str:
+        """See ``Member.run``. Carries what rank 0 and the node's ranks send to each other."""
+        return await self.link.run(self._on_frame, self._sockets, self._on_end)
 
     def end(self, reason: str) -> None:
         """Sets ``reason`` as the exit reason, unless a better one is known, and closes the sockets of its ranks. Rank 0
