@@ -239,7 +239,7 @@ class JoinedEngine(EngineLink):
         self._lose(_lost(f"Engine {self.rank} ({self.address})", reason))
 
 
-class _Coordinating:
+class _Coordinating(RendezvousHub[JoinedEngine]):
     """Engine 0's side of the links. Calls ``receive`` and ``lose`` on the thread of the links."""
 
     def __init__(
@@ -249,32 +249,25 @@ class _Coordinating:
         self._receive_own = receive
         self._lose_own = lose
         self._coordinator = DPCoordinator(rendezvous.count)
-        self._engines: dict[int, JoinedEngine] = {}  # by rank; exists before an engine can join and be lost
-        self._hub: RendezvousHub[JoinedEngine] = RendezvousHub(rendezvous, facts, self._make_engine)
+        super().__init__(rendezvous, facts)
         try:
-            self._hub.wait_joined()
+            self.wait_joined()
         except BaseException:
-            self._hub.close()
+            self.close()
             raise
         # If an engine restarts, it must find the next engine 0 and not this one, which is about to end.
-        self._hub.stop_listening()
-        self.own_address = self._hub.addresses[0]
-        for engine in self._engines.values():
-            store.attach(engine, partial(self._hub.call, engine.send_stored))
-            self._hub.call(engine.send_ready)
+        self.stop_listening()
+        for engine in self.members:
+            store.attach(engine, partial(self.call, engine.send_stored))
+            self.call(engine.send_ready)
 
     def send(self, message: DPMessage) -> None:
         """Passes a message of engine 0 to the coordinator."""
-        self._hub.call(self._receive, message)
+        self.call(self._receive, message)
 
-    def close(self) -> None:
-        """Ends all links."""
-        self._hub.close()
-
-    def _make_engine(self, rank: int, address: str, link: NodeLink) -> JoinedEngine:
-        engine = JoinedEngine(rank, address, link, store=self._store, receive=self._receive, lose=self._lose)
-        self._engines[rank] = engine
-        return engine
+    def make_member(self, rank: int, address: str, link: NodeLink) -> JoinedEngine:
+        """See ``RendezvousHub.make_member``."""
+        return JoinedEngine(rank, address, link, store=self._store, receive=self._receive, lose=self._lose)
 
     def _receive(self, message: DPMessage) -> None:
         """Passes a message of any engine to the coordinator, and its answer to all engines."""
@@ -287,7 +280,7 @@ class _Coordinating:
         self._lose_own(reason)
 
     def _send_all(self, message: DPMessage) -> None:
-        for engine in self._engines.values():
+        for engine in self.members:
             engine.send(message)
 
 

@@ -30,38 +30,26 @@ def node_rendezvous(nodes: NodeArgs) -> Rendezvous:
     )
 
 
-class NodeHub:
-    """Waits for the other machines of ``nodes``, each of which runs ``ranks_per_node`` ranks. ``facts`` are what a node
-    must have in common with this one. Raises ``ModelError``, and ``TlsError`` if the TLS files cannot be used.
-    """
+class NodeHub(RendezvousHub["JoinedNode"]):
+    """Waits for the other machines of ``nodes``, each of which runs ``ranks_per_node`` ranks."""
 
     def __init__(self, nodes: NodeArgs, facts: Mapping[str, Any], ranks_per_node: int) -> None:
         self._ranks_per_node = ranks_per_node
-        self._nodes: list[JoinedNode] = []
-        self._hub: RendezvousHub[JoinedNode] = RendezvousHub(node_rendezvous(nodes), facts, self._make_node)
+        super().__init__(node_rendezvous(nodes), facts)
 
-    def wait_joined(self) -> "list[RemoteRank]":
+    def make_member(self, rank: int, address: str, link: NodeLink) -> "JoinedNode":
+        """See ``RendezvousHub.make_member``."""
+        first = rank * self._ranks_per_node
+        return JoinedNode(rank, address, link, range(first, first + self._ranks_per_node))
+
+    def wait_for_ranks(self) -> "list[RemoteRank]":
         """Waits for all other nodes. Returns their ranks. Raises ``ModelError`` if a node has not joined in time."""
-        self._nodes = self._hub.wait_joined()
-        return [rank for node in self._nodes for rank in node.ranks]
-
-    @property
-    def addresses(self) -> list[str]:
-        """The address of each node for the others, in node order. Requires that all have joined."""
-        return self._hub.addresses
+        return [rank for node in self.wait_joined() for rank in node.ranks]
 
     def announce_ready(self) -> None:
         """Tells all nodes that the engine serves."""
-        for node in self._nodes:
-            self._hub.call(node.link.send, FrameKind.READY)
-
-    def close(self) -> None:
-        """Ends all links. A node whose ranks were not closed before finds node 0 gone."""
-        self._hub.close()
-
-    def _make_node(self, rank: int, address: str, link: NodeLink) -> "JoinedNode":
-        first = rank * self._ranks_per_node
-        return JoinedNode(rank, address, link, range(first, first + self._ranks_per_node))
+        for node in self.members:
+            self.call(node.link.send, FrameKind.READY)
 
 
 class JoinedNode:

@@ -4,6 +4,14 @@ node send to each other. It tells a dead or frozen node from a busy one.
 
 A frame consists of its kind, a rank, a length and bytes. DATA frames carry the byte stream of a rank's socket, cut
 anywhere. All other frames carry JSON.
+
+These links were tried on gRPC streams as well. Five modules became 27 lines shorter, and the service and its stubs
+added 306. A step's message to a rank and the answer took 0.59 ms instead of 0.35 (loopback, TLS, 2 kB, median on two
+busy cores). The reasons for frames are what the other side is told and what is logged:
+
+* A gRPC server logs nothing when it refuses a certificate, and the refused node reads "Socket closed".
+* A server is not told whether a stream was closed or its pings were not answered.
+* Pings count time in which this process was paused itself: nodes that were paused together would all end.
 """
 
 import asyncio

@@ -230,7 +230,7 @@ class RankWorkers:
         except OSError as error:
             raise ModelError(f"The processes of the other ranks cannot be started: {error.strerror}.") from error
         if hub is not None:
-            self._processes.extend(hub.wait_joined())
+            self._processes.extend(hub.wait_for_ranks())
         self._failures = RankFailureTracker(len(self._processes))
         for process in self._processes:
             self._store.attach(process, partial(self._send_stored, process))

@@ -7,6 +7,7 @@ import asyncio
 import logging
 import ssl
 import time
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
 from concurrent.futures import Future
 from contextlib import suppress
@@ -128,20 +129,16 @@ class Member(Protocol):
 M = TypeVar("M", bound=Member)
 
 
-class RendezvousHub(Generic[M]):
-    """Waits for the other members at ``place``. ``make_member`` turns the rank, address and link of each into an
-    object. ``facts`` are what a member must have in common with this one.
+class RendezvousHub(ABC, Generic[M]):
+    """Waits for the other members at ``place``. ``facts`` are what a member must have in common with this one.
 
     The links run in an event loop on their own thread, which also makes and ends members. Raises ``ModelError``, and
     ``TlsError`` if the TLS files cannot be used.
     """
 
-    def __init__(
-        self, place: Rendezvous, facts: Mapping[str, Any], make_member: Callable[[int, str, NodeLink], M]
-    ) -> None:
+    def __init__(self, place: Rendezvous, facts: Mapping[str, Any]) -> None:
         self._place = place
         self._facts = facts
-        self._make_member = make_member
         self._names = None if place.tls is None else own_names(place.tls)
         self._tokens = place.tokens()
         self._joined: dict[int, M] = {}
@@ -149,10 +146,14 @@ class RendezvousHub(Generic[M]):
         self._strangers = 0
         self._thread = LinkThread(f"{place.noun}-links", self._serve)
 
+    @abstractmethod
+    def make_member(self, rank: int, address: str, link: NodeLink) -> M:
+        """Returns member ``rank``, which joins through ``link``. Runs on the thread of the links."""
+
     def wait_joined(self) -> list[M]:
         """Waits for all other members. Returns them in order. Raises ``ModelError`` if one has not joined in time."""
         noun, deadline = self._place.noun, time.monotonic() + self._place.timeout
-        address = join_host_port(self._own_address, self._place.port)
+        address = join_host_port(self.own_address, self._place.port)
         with self._changed:
             while missing := [rank for rank in range(1, self._place.count) if rank not in self._joined]:
                 names = f"{noun}{'s' * (len(missing) > 1)} {', '.join(map(str, missing))}"
@@ -163,12 +164,22 @@ class RendezvousHub(Generic[M]):
                 # visible meanwhile.
                 log.warning("waiting for %s to join at %s, for up to %.0f seconds", names, address, left)
                 self._changed.wait_for(self._has_all, min(left, WAITING_SECONDS))
-            return self._members
+            return self.members
+
+    @property
+    def members(self) -> list[M]:
+        """The other members, in order. Requires that all have joined."""
+        return [member for _, member in sorted(self._joined.items())]
+
+    @property
+    def own_address(self) -> str:
+        """The address of member 0 for the others."""
+        return self._place.own_address or self._place.address
 
     @property
     def addresses(self) -> list[str]:
         """The address of each member for the others, in order. Requires that all have joined."""
-        return [self._own_address, *(member.address for member in self._members)]
+        return [self.own_address, *(member.address for member in self.members)]
 
     def call(self, work: Callable[..., object], *arguments: object) -> None:
         """Runs ``work`` on the thread of the links, unless that has ended."""
@@ -182,14 +193,6 @@ class RendezvousHub(Generic[M]):
         """Ends all links. The other members notice that this one is gone."""
         self._thread.close()
 
-    @property
-    def _own_address(self) -> str:
-        return self._place.own_address or self._place.address
-
-    @property
-    def _members(self) -> list[M]:
-        return [member for _, member in sorted(self._joined.items())]
-
     def _has_all(self) -> bool:
         return len(self._joined) == self._place.count - 1
 
@@ -202,7 +205,7 @@ class RendezvousHub(Generic[M]):
             links.create_task(self._on_connection(NodeLink(reader, writer)))
 
         try:
-            address, port = self._own_address, self._place.port
+            address, port = self.own_address, self._place.port
             self._server = await asyncio.start_server(accept, address, port, start_serving=False)
         except OSError as error:
             raise ModelError(f"Other {self._place.noun}s cannot join here: {error.strerror or error}.") from error
@@ -247,7 +250,7 @@ class RendezvousHub(Generic[M]):
             link.send(FrameKind.REFUSED, refusal)
             await link.drain()
             raise LinkEndedError(f"is refused: {refusal}")
-        member = self._make_member(rank, str(hello.get("address", peer)), link)
+        member = self.make_member(rank, str(hello.get("address", peer)), link)
         with self._changed:  # once the member reads the answer, all must see it as joined
             link.send(FrameKind.ACCEPTED, member.accepted)
             self._joined[rank] = member

@@ -88,7 +88,7 @@ def hello(rank: int = 1, **facts: object) -> dict[str, Any]:
 
 def test_a_node_of_the_same_engine_is_given_its_ranks(hub: Hub) -> None:
     async def rank_3_speaks(answer: Frame, link: NodeLink, writer: Any) -> Any:
-        ranks = await asyncio.to_thread(hub.hub.wait_joined)
+        ranks = await asyncio.to_thread(hub.hub.wait_for_ranks)
         writer.write(struct.pack("<BHI", FrameKind.DATA, 3, 5) + b"hello")
         ranks[0].link.sendall(b"rank 2")
         heard = await asyncio.to_thread(ranks[1].link.recv, 100)
@@ -177,7 +177,7 @@ def test_nodes_that_come_late_are_waited_for_no_longer_and_named_meanwhile(
 
         async def others(*_: Any) -> None:
             with pytest.raises(ModelError, match=r"^Nodes 1, 3 have not joined within 0.5 seconds.$"):
-                await asyncio.to_thread(hub.hub.wait_joined)
+                await asyncio.to_thread(hub.hub.wait_for_ranks)
 
         hub.connect(hub.args.tls, hello(2), others)
     finally:
@@ -255,7 +255,7 @@ def test_a_node_that_falls_silent_is_lost_and_one_that_is_busy_is_not(
     monkeypatch.setattr(node_link, "SILENCE_SECONDS", 0.6)
 
     async def stay(_: Frame, __: Any, writer: Any) -> tuple[bool, str]:
-        (first, _other) = await asyncio.to_thread(hub.hub.wait_joined)
+        (first, _other) = await asyncio.to_thread(hub.hub.wait_for_ranks)
         first.link.settimeout(10)
         for _ in range(12):
             writer.write(struct.pack("<BHI", FrameKind.HEARTBEAT, 0, 4) + b"null")
@@ -283,8 +283,8 @@ def test_time_in_which_node_0_itself_stood_still_is_no_silence_of_others(
     monkeypatch.setattr(node_link, "SILENCE_SECONDS", 0.6)
 
     async def pause_all(_: Frame, link: NodeLink, __: Any) -> bytes:
-        (first, _other) = await asyncio.to_thread(hub.hub.wait_joined)
-        hub.hub._hub.call(time.sleep, 2.0)
+        (first, _other) = await asyncio.to_thread(hub.hub.wait_for_ranks)
+        hub.hub.call(time.sleep, 2.0)
         await asyncio.sleep(2.0)
         running = asyncio.create_task(link.run(lambda _: asyncio.sleep(0)))
         await asyncio.sleep(1.0)
@@ -307,7 +307,7 @@ def test_a_rank_that_reads_nothing_for_long_does_not_make_its_node_silent(
     size, count = 1 << 16, 64
 
     async def send_all(_: Frame, __: Any, writer: Any) -> int:
-        (first, _other) = await asyncio.to_thread(hub.hub.wait_joined)
+        (first, _other) = await asyncio.to_thread(hub.hub.wait_for_ranks)
         first.link.settimeout(10)
         for _ in range(count):
             writer.write(struct.pack("<BHI", FrameKind.DATA, first.rank, size) + bytes(size))
@@ -324,7 +324,7 @@ def test_a_rank_that_reads_nothing_for_long_does_not_make_its_node_silent(
 
 def test_how_a_rank_of_a_node_ended_is_what_rank_0_hears(hub: Hub) -> None:
     async def lose(_: Frame, link: NodeLink, __: Any) -> str:
-        (first, _other) = await asyncio.to_thread(hub.hub.wait_joined)
+        (first, _other) = await asyncio.to_thread(hub.hub.wait_for_ranks)
         link.send(FrameKind.RANK_ENDED, "Rank 2 (process 7) was killed.")
         assert await asyncio.to_thread(first.link.recv, 1) == b""
         return first.exit_reason()
@@ -334,7 +334,7 @@ def test_how_a_rank_of_a_node_ended_is_what_rank_0_hears(hub: Hub) -> None:
 
 def test_a_node_is_told_when_the_engine_serves_and_when_it_ends(hub: Hub) -> None:
     async def hear(_: Frame, link: NodeLink, __: Any) -> list[int]:
-        ranks = await asyncio.to_thread(hub.hub.wait_joined)
+        ranks = await asyncio.to_thread(hub.hub.wait_for_ranks)
         hub.hub.announce_ready()
         threading.Timer(0.3, lambda: [rank.close_link() for rank in ranks]).start()
         kinds: list[int] = []
