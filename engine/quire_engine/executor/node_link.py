@@ -68,7 +68,7 @@ class Frame:
         """The JSON value of a frame other than DATA. Raises ``LinkEndedError``."""
         try:
             return json.loads(self.data)
-        except ValueError:
+        except (ValueError, RecursionError):
             raise LinkEndedError(NO_MESSAGE) from None
 
 

@@ -229,6 +229,8 @@ class RendezvousHub(ABC, Generic[M]):
             log.warning("a connection of %s is refused: it has not joined within %g seconds", peer, HANDSHAKE_SECONDS)
         except (LinkEndedError, OSError) as error:
             log.warning("a connection of %s is refused: it %s", peer, describe_failure(error))
+        except Exception:  # one connection ends no other
+            log.exception("a connection of %s failed", peer)
         finally:
             self._strangers -= 1
             if member is None:

@@ -147,7 +147,15 @@ def test_without_a_nodes_certificate_nothing_is_answered(
     assert hub.connect(hub.args.tls, hello()).kind == FrameKind.ACCEPTED, "the control"
 
 
-@pytest.mark.parametrize("data", [b"\0" * 20, struct.pack("<BHI", 1, 0, 1 << 30), struct.pack("<BHI", 1, 0, 1) + b"{"])
+@pytest.mark.parametrize(
+    "data",
+    [
+        b"\0" * 20,
+        struct.pack("<BHI", 1, 0, 1 << 30),
+        struct.pack("<BHI", 1, 0, 1) + b"{",
+        struct.pack("<BHI", 1, 0, 100_000) + b"[" * 100_000,
+    ],
+)
 def test_what_is_no_message_ends_the_connection_alone(hub: Hub, data: bytes) -> None:
     with pytest.raises(LinkEndedError):
         hub.connect(hub.args.tls, data)
