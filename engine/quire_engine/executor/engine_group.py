@@ -76,7 +76,7 @@ class EngineGroup:
         self.store = RankStore()
         self.lockstep = Lockstep(self._send)
         kind = _Coordinating if rendezvous.rank == 0 else _Following
-        self._end: _Coordinating | _Following = kind(rendezvous, facts, self.store, self._receive, self._lose)
+        self._end: _Coordinating | _Following = kind(rendezvous, facts, self)
         self.place = EnginePlace(rendezvous.rank, rendezvous.count, self._end.own_address)
         log.info("engine %d of a group of %d", self.place.dp_rank, self.place.dp_size)
 
@@ -142,15 +142,15 @@ class EngineGroup:
 
     # On the thread of the links
 
-    def _receive(self, message: DPMessage) -> None:
+    def receive(self, message: DPMessage) -> None:
         """Handles a message from the coordinator."""
         if message.kind == DPMessageKind.LOST:
-            self._lose(message.reason)
+            self.lose(message.reason)
         else:
             self._is_over |= message == DPMessage(DPMessageKind.FINISHED, SERVING)
             self.lockstep.receive(message)
 
-    def _lose(self, reason: str) -> None:
+    def lose(self, reason: str) -> None:
         """Ends the group, unless it has ended already."""
         if self._is_over:
             return
@@ -165,22 +165,16 @@ class EngineGroup:
             self._on_lost(reason)
 
 
-Receive = Callable[[DPMessage], None]
-Lose = Callable[[str], None]
-
-
 class EngineLink:
-    """A link between engine 0 and another engine, from either side. Calls ``receive`` with each message, and exchanges
-    values with ``store``. ``started`` is set when engine 0 says that all engines have joined. Use it on the thread of
-    the link, which calls ``receive`` too.
+    """A link between engine 0 and another engine, from either side. Passes what arrives to ``receiver``. ``started`` is
+    set when engine 0 says that all engines have joined. Use it on the thread of the link.
     """
 
     def __init__(
-        self, link: NodeLink, store: RankStore, receive: Receive, started: "Future[None] | None" = None
+        self, link: NodeLink, receiver: "EngineGroup | _Coordinating", started: "Future[None] | None" = None
     ) -> None:
         self._link = link
-        self._store = store
-        self._receive = receive
+        self._receiver = receiver
         self._started = started
 
     async def run(self) -> str:
@@ -209,7 +203,7 @@ class EngineLink:
                 case FrameKind.DP_MESSAGE, [kind, number, reason]:
                     message = DPMessage(DPMessageKind(kind), int(number), str(reason))
                 case FrameKind.STORED, [str(key), str(value)]:
-                    self._store.put(key, bytes.fromhex(value), self)
+                    self._receiver.store.put(key, bytes.fromhex(value), self)
                     return
                 case FrameKind.READY, None if self._started is not None and not self._started.done():
                     self._started.set_result(None)
@@ -218,7 +212,7 @@ class EngineLink:
                     raise LinkEndedError(NO_MESSAGE)
         except (TypeError, ValueError):
             raise LinkEndedError(NO_MESSAGE) from None
-        self._receive(message)
+        self._receiver.receive(message)
 
 
 class JoinedEngine(EngineLink):
@@ -226,28 +220,22 @@ class JoinedEngine(EngineLink):
 
     accepted = None
 
-    def __init__(
-        self, rank: int, address: str, link: NodeLink, *, store: RankStore, receive: Receive, lose: Lose
-    ) -> None:
-        super().__init__(link, store, receive)
+    def __init__(self, rank: int, address: str, link: NodeLink, receiver: "_Coordinating") -> None:
+        super().__init__(link, receiver)
         self.rank = rank
         self.address = address
-        self._lose = lose
 
     def end(self, reason: str) -> None:
         """See ``Member.end``."""
-        self._lose(_lost(f"Engine {self.rank} ({self.address})", reason))
+        self._receiver.lose(_lost(f"Engine {self.rank} ({self.address})", reason))
 
 
 class _Coordinating(RendezvousHub[JoinedEngine]):
-    """Engine 0's side of the links. Calls ``receive`` and ``lose`` on the thread of the links."""
+    """Engine 0's side of the links, for its ``group``."""
 
-    def __init__(
-        self, rendezvous: Rendezvous, facts: Mapping[str, Any], store: RankStore, receive: Receive, lose: Lose
-    ) -> None:
-        self._store = store
-        self._receive_own = receive
-        self._lose_own = lose
+    def __init__(self, rendezvous: Rendezvous, facts: Mapping[str, Any], group: EngineGroup) -> None:
+        self._group = group
+        self.store = group.store
         self._coordinator = DPCoordinator(rendezvous.count)
         super().__init__(rendezvous, facts)
         try:
@@ -258,26 +246,27 @@ class _Coordinating(RendezvousHub[JoinedEngine]):
         # If an engine restarts, it must find the next engine 0 and not this one, which is about to end.
         self.stop_listening()
         for engine in self.members:
-            store.attach(engine, partial(self.call, engine.send_stored))
+            self.store.attach(engine, partial(self.call, engine.send_stored))
             self.call(engine.send_ready)
 
     def send(self, message: DPMessage) -> None:
         """Passes a message of engine 0 to the coordinator."""
-        self.call(self._receive, message)
+        self.call(self.receive, message)
 
     def make_member(self, rank: int, address: str, link: NodeLink) -> JoinedEngine:
         """See ``RendezvousHub.make_member``."""
-        return JoinedEngine(rank, address, link, store=self._store, receive=self._receive, lose=self._lose)
+        return JoinedEngine(rank, address, link, self)
 
-    def _receive(self, message: DPMessage) -> None:
+    def receive(self, message: DPMessage) -> None:
         """Passes a message of any engine to the coordinator, and its answer to all engines."""
         if (answer := self._coordinator.receive(message)) is not None:
             self._send_all(answer)
-            self._receive_own(answer)
+            self._group.receive(answer)
 
-    def _lose(self, reason: str) -> None:
+    def lose(self, reason: str) -> None:
+        """Ends the group because an engine is lost."""
         self._send_all(DPMessage(DPMessageKind.LOST, reason=reason))
-        self._lose_own(reason)
+        self._group.lose(reason)
 
     def _send_all(self, message: DPMessage) -> None:
         for engine in self.members:
@@ -285,15 +274,12 @@ class _Coordinating(RendezvousHub[JoinedEngine]):
 
 
 class _Following:
-    """Another engine's side of its link to engine 0. Calls ``receive`` and ``lose`` on the thread of the link."""
+    """Another engine's side of its link to engine 0, for its ``group``."""
 
-    def __init__(
-        self, rendezvous: Rendezvous, facts: Mapping[str, Any], store: RankStore, receive: Receive, lose: Lose
-    ) -> None:
-        self._rendezvous = rendezvous
-        self._lose = lose
-        self._thread = LinkThread("engine-link", lambda started: self._serve(facts, store, receive, started))
-        store.attach(self._link, partial(self._thread.call, self._link.send_stored))
+    def __init__(self, rendezvous: Rendezvous, facts: Mapping[str, Any], group: EngineGroup) -> None:
+        self._group = group
+        self._thread = LinkThread("engine-link", partial(self._serve, rendezvous, facts))
+        group.store.attach(self._link, partial(self._thread.call, self._link.send_stored))
 
     def send(self, message: DPMessage) -> None:
         """Sends a message of this engine to the coordinator."""
@@ -303,20 +289,18 @@ class _Following:
         """Ends the link."""
         self._thread.close()
 
-    async def _serve(
-        self, facts: Mapping[str, Any], store: RankStore, receive: Receive, started: "Future[None]"
-    ) -> None:
-        master = self._rendezvous.sentence_start
+    async def _serve(self, rendezvous: Rendezvous, facts: Mapping[str, Any], started: "Future[None]") -> None:
+        master = rendezvous.sentence_start
         try:
-            joined = await join(self._rendezvous, facts, asyncio.Event())
+            joined = await join(rendezvous, facts, asyncio.Event())
         except LinkEndedError as error:
             raise ModelError(f"{master} {error}, and this engine ends.") from None
         self.own_address = joined.own_address
-        self._link = EngineLink(joined.link, store, receive, started)
+        self._link = EngineLink(joined.link, self._group, started)
         reason = await self._link.run()
         if not started.done():
             raise ModelError(f"{master} {reason}, and this engine ends.")
-        self._lose(_lost(master, reason))
+        self._group.lose(_lost(master, reason))
 
 
 def _lost(name: str, reason: str) -> str:
