@@ -25,7 +25,7 @@ def outputs(executor: TorchExecutor, prompts: list[list[int]]) -> Run:
 
 
 def captured(executor: TorchExecutor) -> set[int]:
-    held = executor._runner._cpu_graphs  # type: ignore[union-attr]
+    held = executor._worker.runner._cpu_graphs  # type: ignore[union-attr]
     return set() if held is None else {size for size, _ in held._graphs}
 
 
@@ -60,13 +60,13 @@ def test_a_model_that_computes_with_more_than_kernels_runs_without_graphs(
     small_models: SmallModels, model_name: str, settings: dict[str, str]
 ) -> None:
     executor = load(small_models.folder(model_name), 200, 0, **settings)
-    assert executor._runner._cpu_graphs is None  # type: ignore[union-attr]
+    assert executor._worker.runner._cpu_graphs is None  # type: ignore[union-attr]
 
 
 def test_without_kernels_there_are_no_graphs(small_models: SmallModels) -> None:
     with cpu_path("torch"):
         executor = load(small_models.folder("llama3"), 200, 0)
-        assert executor._runner._cpu_graphs is None  # type: ignore[union-attr]
+        assert executor._worker.runner._cpu_graphs is None  # type: ignore[union-attr]
 
 
 def test_a_model_that_turns_out_not_to_be_capturable_runs_eagerly(
@@ -76,7 +76,7 @@ def test_a_model_that_turns_out_not_to_be_capturable_runs_eagerly(
     prompts = small_models.prompts
     expected = outputs(load(folder, 200, 0, enforce_eager=True), prompts).choices
     with_graphs = load(folder, 200, 0)
-    last = with_graphs._runner._model._layers[-1]  # type: ignore[union-attr]
+    last = with_graphs._worker.runner._model._layers[-1]  # type: ignore[union-attr]
     down = last._mlp.down_proj
 
     class Doubled:

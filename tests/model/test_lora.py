@@ -116,7 +116,7 @@ def test_a_graph_that_was_captured_with_one_adapter_serves_others(
         for numbers in ([1], [0], [1, 2], [0, 4, 3], [2]):
             outputs = Driver(executor, seed=1, max_chunk=99).run(adapters.sequences("llama3", numbers))
             assert outputs == adapters.expected("llama3", numbers)
-        kinds = set(executor._runner._cpu_graphs._graphs)
+        kinds = set(executor._worker.runner._cpu_graphs._graphs)
     assert {with_adapters for _, with_adapters in kinds} == {False, True}
 
 
@@ -221,7 +221,7 @@ def test_a_batch_without_adapters_is_the_models_own_to_the_last_bit(small_models
 def _hidden(executor: TorchExecutor, chunks: list[KnownChunk]) -> torch.Tensor:
 
     with torch.inference_mode():
-        return executor._runner.forward(prepare(chunks, executor.kv_cache_config.block_size).model_input).clone()
+        return executor._worker.runner.forward(prepare(chunks, executor.kv_cache_config.block_size).model_input).clone()
 
 
 def test_quantised_layers_have_adapters_too(small_models: SmallModels, adapters: Adapters) -> None:
@@ -231,7 +231,7 @@ def test_quantised_layers_have_adapters_too(small_models: SmallModels, adapters:
     for quantization in (None, "int8"):
         with closing(load(folder, quantization=quantization)) as executor:
             own = _hidden(executor, [chunk(0, None)])
-            executor._runner.add_lora(request)
+            executor._worker.runner.add_lora(request)
             differences.append(_hidden(executor, [chunk(0, request)]) - own)
     exact, rounded = differences
     assert (rounded - exact).norm() < 0.1 * exact.norm()

@@ -151,7 +151,7 @@ def test_tokens_are_those_of_the_model_in_memory(
 def test_a_model_that_fits_lies_in_memory_and_has_graphs(deep: Path, cache_folder: Path) -> None:
     with closing(load(deep, 200, 0, weights_memory_gb=gib(LAYERS))) as executor:
         assert not streamed_layers(executor)
-        assert executor._runner._cpu_graphs is not None  # type: ignore[union-attr]
+        assert executor._worker.runner._cpu_graphs is not None  # type: ignore[union-attr]
     assert not cache_folder.exists()
 
 
@@ -318,7 +318,7 @@ def test_decode_steps_are_graphs_that_wait_for_their_layers(
     ):
         expected = outputs(whole, small_models.prompts).choices
         assert outputs(on_disk, small_models.prompts).choices == expected
-        graphs = on_disk._runner._cpu_graphs  # type: ignore[union-attr]
+        graphs = on_disk._worker.runner._cpu_graphs  # type: ignore[union-attr]
         assert graphs is not None
         assert len(PARAMS) in {size for size, _ in graphs._graphs}
         acquired: list[int] = []

@@ -85,7 +85,7 @@ def test_decode_steps_are_graphs_with_their_sums(threads: None, small_models: Sm
     folder = small_models.folder(name)
     with closing(load(folder, 2)) as shared, closing(load(folder, 2, enforce_eager=True)) as eager:
         made, wanted = (generate(each, small_models) for each in (shared, eager))
-        graphs = shared._runner._cpu_graphs._graphs  # type: ignore[union-attr]
+        graphs = shared._worker.runner._cpu_graphs._graphs  # type: ignore[union-attr]
         assert {1, 2} <= {size for size, _ in graphs}
     assert made.choices == wanted.choices
 
@@ -325,7 +325,7 @@ def test_rank_0_failing_alone_is_reported_although_the_others_wait_for_it(
         raise RuntimeError("out of memory")
 
     watched.run()
-    monkeypatch.setattr(watched.executor._runner._model, "_norm", fail)
+    monkeypatch.setattr(watched.executor._worker.runner._model, "_norm", fail)
     with pytest.raises(RankError, match=r"Rank 0 failed in a step in which other ranks did not: .*out of memory"):
         watched.run()
     watched.loss()

@@ -205,6 +205,13 @@ class KVCacheGroup:
         """Returns the first block that any token after the first ``num_computed_tokens`` can attend to."""
         return 0 if self.window is None else max(0, num_computed_tokens + 1 - self.window) // block_size
 
+    def releases_at(self, block: int, block_size: int) -> int:
+        """Returns the number of computed tokens after which no later token can attend to ``block``. Only with a
+        window.
+        """
+        assert self.window is not None, "without a window, tokens attend to every block"
+        return (block + 1) * block_size + self.window - 1
+
 
 @dataclass(frozen=True, slots=True)
 class KVCacheConfig:

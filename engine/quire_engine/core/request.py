@@ -170,14 +170,16 @@ class Sequence:
 
     ``index``: the choice that it belongs to. ``sample_requests``: how its next token is sampled, one for each output
     that is forked from it then; empty for a pooled prompt. ``limit``: the number of tokens at which it ends.
-    ``num_seqs``: how many it counts as against ``max_num_seqs``. ``num_output_sent``: output tokens that were
-    published. ``preemption_key`` orders admitted sequences: the largest is preempted first. ``absence``: its
-    preemption, until it has caught up. ``last_step``: the last step with a chunk of it. ``proposer`` proposes its
-    drafts, with speculation. ``queue_key`` orders waiting sequences. ``served_at_arrival``: tokens that the engine had
-    computed before it arrived.
+    ``num_seqs``: how many it counts as against ``max_num_seqs``. ``preemption_key`` orders admitted sequences: the
+    largest is preempted first. ``absence``: its preemption, until it has caught up. ``last_step``: the last step with a
+    chunk of it. ``proposer`` proposes its drafts, with speculation. ``queue_key`` orders waiting sequences.
+    ``served_at_arrival``: tokens that the engine had computed before it arrived.
 
-    ``row``: the worker's row while it runs; None while the worker has none of it. The row has the first
-    ``num_sent_tokens`` of its tokens: they were sent to the worker or sampled there.
+    ``row``: the worker's row while it runs; None while the worker has none of it. The row lacks the last
+    ``num_unsent_tokens`` of its tokens; it has the others, which were sent to the worker or sampled there.
+
+    ``plain_until``: while the sequence decodes tokens before this one, a step changes nothing but its tokens: it needs
+    no block, the worker's row is current, and the token does not end it, unless it is a stop token. 0 if unknown.
     """
 
     __slots__ = (
@@ -189,10 +191,10 @@ class Sequence:
         "last_step",
         "limit",
         "num_computed_tokens",
-        "num_output_sent",
         "num_scheduled_tokens",
-        "num_sent_tokens",
         "num_seqs",
+        "num_unsent_tokens",
+        "plain_until",
         "preemption_key",
         "proposer",
         "queue_key",
@@ -228,14 +230,14 @@ class Sequence:
         self.num_seqs = 1
         self.num_computed_tokens = 0
         self.num_scheduled_tokens = 0
-        self.num_output_sent = self.num_output
         self.preemption_key = (0, 0, sequence_id)
         self.absence: Absence | None = None
         self.last_step = 0
         self.proposer: NgramProposer | SuffixProposer | None = None
         self.queue_key = 0.0
         self.row: int | None = None
-        self.num_sent_tokens = 0
+        self.num_unsent_tokens = 0
+        self.plain_until = 0
         self.served_at_arrival = 0
         self.status = SequenceStatus.WAITING
 
@@ -266,13 +268,6 @@ class Sequence:
     def _runs_ahead(self) -> bool:
         goes_on = len(self.token_ids) + 1 < self.limit
         return goes_on and len(self.sample_requests) == 1 and self.group.runs_ahead
-
-    @property
-    def worker_is_current(self) -> bool:
-        """Whether the worker's row has all known tokens and all blocks of the sequence."""
-        table = self.table
-        has_tokens = self.row is not None and self.num_sent_tokens == len(self.token_ids)
-        return has_tokens and table.num_blocks == table.num_sent and not table.changed
 
     @property
     def num_output(self) -> int:
@@ -322,7 +317,6 @@ class SequenceRegistry:
             limit=parent.limit,
         )
         child.num_computed_tokens, child.num_scheduled_tokens = parent.num_computed_tokens, parent.num_scheduled_tokens
-        child.num_output_sent = parent.num_output_sent
         child.preemption_key = (*parent.preemption_key[:2], child.id)
         child.sample_requests = (self._new_sample_request(child.group, index),)
         self._register(child)

@@ -26,7 +26,7 @@ from quire_engine.errors import ModelError
 from quire_engine.executor.engine_group import EngineGroup
 from quire_engine.executor.node_agent import node_facts
 from quire_engine.executor.node_hub import NodeHub
-from quire_engine.executor.rank_processes import RankWorkers
+from quire_engine.executor.rank_processes import RankFailureTracker, RankWorkers
 from quire_engine.executor.rank_worker import RankSettings
 from quire_engine.executor.rpc import (
     RpcArray,
@@ -69,7 +69,9 @@ class MultiprocLeader:
         self._store = RankStore() if engines is None else engines.store
         self._hub = None if nodes is None or settings.nnodes == 1 else _make_hub(settings, nodes)
         try:
-            self._workers = RankWorkers(settings.ranks_per_node, self._store, self._on_rank_lost, self._hub)
+            failures = RankFailureTracker(settings.size - 1, settings.last_stage)
+            ranks, store = settings.ranks_per_node, self._store
+            self._workers = RankWorkers(ranks, failures, store, self._on_rank_lost, self._hub)
         except BaseException:
             self._close_hub()
             raise

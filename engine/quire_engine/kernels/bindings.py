@@ -139,6 +139,12 @@ _SIGNATURES = {
         *(_POINTER, _INTEGER, _INTEGER, _POINTER, _POINTER, _POINTER),
         *(_INTEGER, _INTEGER, _INTEGER, ctypes.c_float, ctypes.c_float, _INTEGER, _INTEGER),
     ),
+    "quire_square_sums": (_POINTER, _INTEGER, _POINTER, _INTEGER, *(_INTEGER,) * 4),
+    "quire_norm_by_sums": (
+        *(_POINTER, _INTEGER, _POINTER, _INTEGER, _POINTER),
+        *(_INTEGER, _INTEGER, _INTEGER, ctypes.c_float, _INTEGER, _INTEGER),
+    ),
+    "quire_add": (_POINTER, _POINTER, _INTEGER, _INTEGER, _INTEGER),
     "quire_route": (ctypes.POINTER(RouteCall),),
     "quire_experts": (ctypes.POINTER(ExpertsCall),),
     "quire_silu_mul": (_POINTER, _INTEGER, _POINTER, _INTEGER, _INTEGER, _INTEGER, _INTEGER),

@@ -27,6 +27,10 @@ void quire_experts(const ExpertsCall*);
 void quire_sum(const SumCall*);
 void quire_rms_norm(const void*, int64_t, int64_t, void*, const void*, void*, int64_t, int64_t, int64_t, float, float,
                     int64_t, int64_t);
+void quire_square_sums(const void*, int64_t, float*, int64_t, int64_t, int64_t, int64_t, int64_t);
+void quire_norm_by_sums(void*, int64_t, const float*, int64_t, const void*, int64_t, int64_t, int64_t, float, int64_t,
+                        int64_t);
+void quire_add(const void*, void*, int64_t, int64_t, int64_t);
 void quire_silu_mul(const void*, int64_t, void*, int64_t, int64_t, int64_t, int64_t);
 void quire_gelu_mul(const void*, int64_t, void*, int64_t, int64_t, int64_t, int64_t);
 void quire_rotate(void*, int64_t, int64_t, const float*, const float*, const void*, const void*, int64_t, int64_t,
@@ -81,6 +85,7 @@ constexpr Player kPlayers[] = {
     PLAYER(quire_attention), PLAYER(quire_linear),   PLAYER(quire_int8_linear), PLAYER(quire_groups_linear),
     PLAYER(quire_rms_norm),  PLAYER(quire_silu_mul), PLAYER(quire_rotate),      PLAYER(quire_lora),
     PLAYER(quire_route),     PLAYER(quire_experts),  PLAYER(quire_sum),         PLAYER(quire_gelu_mul),
+    PLAYER(quire_add),       PLAYER(quire_square_sums),  PLAYER(quire_norm_by_sums),
 };
 
 }  // namespace

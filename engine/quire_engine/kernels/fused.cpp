@@ -7,6 +7,14 @@ namespace {
 // Where torch would run one operation after the other, results are rounded between them as torch would. A weight with an
 // offset multiplies what is not rounded yet, as Gemma's norm does.
 template <typename T>
+void scale_row(const T* x, float scale, const T* weight, T* out, int64_t dim, float offset) {
+  for (int64_t d = 0; d < dim; d += kLanes) {
+    const Floats v = read_some(x + d, dim - d) * scale, w = read_some(weight + d, dim - d);
+    write_some(out + d, offset ? v * (w + offset) : rounded(v, T{}) * w, dim - d);
+  }
+}
+
+template <typename T>
 void norm_row(const T* x, T* residual, const T* weight, T* out, int64_t dim, float eps, float offset) {
   Floats squares{};
   for (int64_t d = 0; d < dim; d += kLanes) {
@@ -17,12 +25,7 @@ void norm_row(const T* x, T* residual, const T* weight, T* out, int64_t dim, flo
     }
     squares = squares + v * v;
   }
-  const float scale = 1.f / std::sqrt(total(squares) / float(dim) + eps);
-  const T* from = residual ? residual : x;
-  for (int64_t d = 0; d < dim; d += kLanes) {
-    const Floats v = read_some(from + d, dim - d) * scale, w = read_some(weight + d, dim - d);
-    write_some(out + d, offset ? v * (w + offset) : rounded(v, T{}) * w, dim - d);
-  }
+  scale_row(residual ? residual : x, 1.f / std::sqrt(total(squares) / float(dim) + eps), weight, out, dim, offset);
 }
 
 template <Floats (*activate)(Floats), typename T>
@@ -74,6 +77,50 @@ void quire_rms_norm(const void* x, int64_t token, int64_t head, void* residual, 
         T* sum = residual ? (T*)residual + row : nullptr;
         norm_row((const T*)x + t * token + h * head, sum, (const T*)weight, (T*)out + row, dim, eps, offset);
       }
+  };
+  bf16 ? run(Bf16{}) : run(float{});
+}
+
+// A norm in two steps, for rows of which each rank has a part: the sums of squares of the own part, and then the norm in
+// place by the sums of all ranks, which are for `width` numbers.
+void quire_square_sums(const void* x, int64_t token, float* sums, int64_t step, int64_t tokens, int64_t dim,
+                       int64_t bf16, int64_t threads) {
+  const auto run = [&](auto type) {
+    using T = decltype(type);
+#pragma omp parallel for num_threads(int(threads)) if (tokens * dim > kWorthSharing)
+    for (int64_t t = 0; t < tokens; ++t) {
+      const T* row = (const T*)x + t * token;
+      Floats squares{};
+      for (int64_t d = 0; d < dim; d += kLanes) {
+        const Floats v = read_some(row + d, dim - d);
+        squares = squares + v * v;
+      }
+      sums[t * step] = total(squares);
+    }
+  };
+  bf16 ? run(Bf16{}) : run(float{});
+}
+
+void quire_norm_by_sums(void* x, int64_t token, const float* sums, int64_t step, const void* weight, int64_t tokens,
+                        int64_t dim, int64_t width, float eps, int64_t bf16, int64_t threads) {
+  const auto run = [&](auto type) {
+    using T = decltype(type);
+#pragma omp parallel for num_threads(int(threads)) if (tokens * dim > kWorthSharing)
+    for (int64_t t = 0; t < tokens; ++t) {
+      T* row = (T*)x + t * token;
+      scale_row(row, 1.f / std::sqrt(sums[t * step] / float(width) + eps), (const T*)weight, row, dim, 0.f);
+    }
+  };
+  bf16 ? run(Bf16{}) : run(float{});
+}
+
+void quire_add(const void* x, void* residual, int64_t count, int64_t bf16, int64_t threads) {
+  const auto run = [&](auto type) {
+    using T = decltype(type);
+    T* sum = (T*)residual;
+#pragma omp parallel for num_threads(int(threads)) if (count > kWorthSharing)
+    for (int64_t i = 0; i < count; i += kLanes)
+      write_some(sum + i, read_some((const T*)x + i, count - i) + read_some(sum + i, count - i), count - i);
   };
   bf16 ? run(Bf16{}) : run(float{});
 }

@@ -1,4 +1,5 @@
-"""The small operations between a layer's matrix products, each in one pass over memory: norms, activation and rotation.
+"""The small operations between a layer's matrix products, each in one pass over memory: norms, sums, activation and
+rotation.
 
 Each uses the compiled kernel on the CPU in bf16 and fp32, FlashInfer's kernel on a GPU in bf16 and fp16 (see
 ``cuda_ops``), and torch otherwise. Results agree up to the last rounding. On the CPU, norm and activation round where
@@ -80,6 +81,46 @@ def add_rms_norm(
         return _torch_rms_norm(residual, weight, eps, offset)
     _check(x.shape == residual.shape, "x and residual must have one shape")
     return _call_rms_norm_kernel(kernels, x, residual, weight, eps, offset=offset)
+
+
+def square_sums(x: torch.Tensor, out: torch.Tensor) -> None:
+    """Writes the sum of squares of each row of ``x`` [T, N] to ``out`` [T] float32. Both may have any stride of T."""
+    kernels = _kernels_for(x)
+    if kernels is None or x.stride(1) != 1:
+        out.copy_(x.float().square().sum(-1))
+        return
+    _check(out.dtype is torch.float32 and out.shape == x.shape[:1], "out must be [T] in fp32")
+    (tokens, dim), threads = x.shape, torch.get_num_threads()
+    kernels.quire_square_sums(
+        x.data_ptr(), x.stride(0), out.data_ptr(), out.stride(0), tokens, dim, _is_bf16(x), threads
+    )
+
+
+def norm_by_sums(x: torch.Tensor, sums: torch.Tensor, weight: torch.Tensor, eps: float, *, width: int) -> None:
+    """Applies ``rms_norm`` in place to rows of ``width`` numbers, of which ``x`` [T, N] and ``weight`` [N] are a part.
+    ``sums`` [T] are the ``square_sums`` of whole rows.
+    """
+    kernels = _kernels_for(x, weight)
+    if kernels is None or x.stride(1) != 1:
+        normed = x.float() * torch.rsqrt(sums / width + eps)[:, None]
+        x.copy_(normed.to(x.dtype) * weight)
+        return
+    _check(sums.dtype is torch.float32 and sums.shape == x.shape[:1], "sums must be [T] in fp32")
+    _check(weight.shape == x.shape[1:] and weight.is_contiguous(), "weight must be [N], as long as x's rows")
+    kernels.quire_norm_by_sums(
+        *(x.data_ptr(), x.stride(0), sums.data_ptr(), sums.stride(0), weight.data_ptr()),
+        *(*x.shape, width, eps, _is_bf16(x), torch.get_num_threads()),
+    )
+
+
+def add(x: torch.Tensor, residual: torch.Tensor) -> None:
+    """Adds ``x`` to ``residual`` in place. Both have one shape."""
+    kernels = _kernels_for(x, residual)
+    if kernels is None or not (x.is_contiguous() and residual.is_contiguous()):
+        residual += x
+        return
+    _check(x.shape == residual.shape, "x and residual must have one shape")
+    kernels.quire_add(x.data_ptr(), residual.data_ptr(), x.numel(), _is_bf16(x), torch.get_num_threads())
 
 
 def silu_mul(gate_up: torch.Tensor) -> torch.Tensor:

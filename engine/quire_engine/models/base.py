@@ -53,13 +53,14 @@ class LayerInputs(NamedTuple):
 
 
 class Model(ABC):
-    """A decoder with its weights, of one dtype on one device. All attributes are constant.
+    """A model with its weights, of one dtype on one device. All attributes are constant.
 
-    ``attention_layers`` has the attention of each layer. If ``capturable``, the host never branches on results of the
-    device. Then ``forward`` can be captured in a CUDA graph; on the CPU, ``layers`` can be captured in a CPU graph if
-    the ranks of ``communicator`` allow it. If it ``waits_for_device``, the host reads what a layer computes, so
-    launching a pass takes as long as computing it. ``loras`` are the layers that adapters may change; None without
-    adapter slots. ``weight_stats`` count reads of layers on disk or in host memory; None if no layer is offloaded.
+    ``attention_layers`` has the attention of each layer with KV memory. If ``capturable``, the host never branches on
+    results of the device. Then ``forward`` can be captured in a CUDA graph; on the CPU, ``layers`` can be captured in a
+    CPU graph if the ranks of ``communicator`` allow it. If it ``waits_for_device``, the host reads what a layer
+    computes, so launching a pass takes as long as computing it. ``loras`` are the layers that adapters may change; None
+    without adapter slots. ``weight_stats`` count reads of layers on disk or in host memory; None if no layer is
+    offloaded.
     """
 
     attention_layers: Sequence[LayerAttention]
@@ -80,8 +81,7 @@ class Model(ABC):
     def load(cls, config: Any, folder: Path, weights: WeightLoader) -> "Model":
         """Loads the model of ``folder``, which ``config`` describes, with its ``weights``. Raises ``ModelError``."""
 
-    @classmethod
-    def load_classifier(cls, config: Any, folder: Path, device: torch.device) -> Classifier | None:
+    def load_classifier(self, config: Any, folder: Path, device: torch.device) -> Classifier | None:
         """Returns the classifier that scores pooled hidden states, if the model has one. Raises ``ModelError``."""
         del config, folder, device
         return None
@@ -112,12 +112,18 @@ class Model(ABC):
 
     @abstractmethod
     def forward(
-        self, token_ids: torch.Tensor, positions: torch.Tensor, kv: Sequence[LayerKV], attention: AttentionBackend
+        self,
+        token_ids: torch.Tensor,
+        positions: torch.Tensor,
+        kv: Sequence[LayerKV],
+        attention: AttentionBackend,
+        token_types: torch.Tensor | None = None,
     ) -> torch.Tensor:
         """Returns hidden states [T, hidden] of tokens [T] at positions [T], both integers.
 
         ``kv`` are views of the KV memory as ``BlockLayout.views`` returns them. ``attention``, which was prepared for
-        this batch, reads and writes them. Raises ``IndexError`` for a token id outside of the vocabulary.
+        this batch, reads and writes them. ``token_types`` [T] int64 are 1 in the second text of a pair and else 0; None
+        if the batch has no pairs. Raises ``IndexError`` for a token id outside of the vocabulary.
         """
 
     @abstractmethod
@@ -143,9 +149,14 @@ class LayeredModel(Model):
         return self
 
     def forward(
-        self, token_ids: torch.Tensor, positions: torch.Tensor, kv: Sequence[LayerKV], attention: AttentionBackend
+        self,
+        token_ids: torch.Tensor,
+        positions: torch.Tensor,
+        kv: Sequence[LayerKV],
+        attention: AttentionBackend,
+        _token_types: torch.Tensor | None = None,
     ) -> torch.Tensor:
-        """See ``Model.forward``."""
+        """See ``Model.forward``. Decoders do not tell token types apart."""
         return self.layers(self.inputs(token_ids, positions), kv, attention)
 
     @abstractmethod

@@ -23,7 +23,7 @@ from quire_engine.distributed.communicator import PendingSum, shard
 from quire_engine.distributed.pipeline import is_last
 from quire_engine.errors import ModelError, first_line
 from quire_engine.layers.decoder_layer import updated
-from quire_engine.layers.norm import RMSNorm
+from quire_engine.layers.norm import Norm, RMSNorm, no_norm
 from quire_engine.layers.offloaded import load_offloaded_layers
 from quire_engine.layers.rotary import RotaryEmbedding
 from quire_engine.layers.streamed import Layer, load_layers
@@ -83,8 +83,7 @@ class DecoderModel(LayeredModel):
             weights.checkpoint.log_unused()
         return model
 
-    @classmethod
-    def load_classifier(cls, config: DecoderConfig, folder: Path, device: torch.device) -> Classifier | None:
+    def load_classifier(self, config: DecoderConfig, folder: Path, device: torch.device) -> Classifier | None:
         """See ``Model``. Uses the ``score`` layer of ``folder``. If sentence-transformers' ``LogitScore`` is
         configured, uses the head's rows for the tokens that it compares: the first row, minus the second if there are
         two. None if the model makes embeddings.
@@ -165,8 +164,7 @@ class DecoderModel(LayeredModel):
         # which tokens go to which rank.
         receives = stage is not None and weights.device.type == "cuda"
         self.capturable = not (receives or weights.sends_tokens) and all(layer.is_capturable for layer in self._layers)
-        last = "model.norm" if is_last(stage) else f"model.layers.{indices.stop}.input_layernorm"
-        self._norm = RMSNorm(weights, last, config.hidden_size, config.rms_norm_eps, offset=config.norm_offset)
+        self._norm: Norm = RMSNorm(config, weights, "model.norm") if is_last(stage) else no_norm
         self._split_above = _split_above(weights)
 
     @classmethod
@@ -201,10 +199,7 @@ class DecoderModel(LayeredModel):
         residual, update, angles = inputs.hidden_states[shard(tokens, ranks)], None, (inputs.cos, inputs.sin)
         for layer, layer_kv in zip(self._layers, kv, strict=True):
             update = layer(residual, update, angles, layer_kv, attention)
-        # The norm adds the update to the residual stream. The next stage computes the normed states again from that
-        # sum.
-        normed = self._norm(residual, update)
-        return ranks.all_gather(normed if is_last(self._stage) else residual, tokens)
+        return ranks.all_gather(self._norm(residual, update), tokens)
 
     def _can_overlap(self) -> bool:
         """Whether sums over the ranks may run while the step computes. A step with adapters is not split, because its

@@ -11,7 +11,7 @@ from quire_proto.errors import ErrorCode, QuireError, internal
 from quire_proto.structured_output import Structured
 
 from quire_engine.core.request import Request
-from quire_engine.structured_output.llguidance import CompiledGrammar
+from quire_engine.structured_output.guidance import SizedGrammar
 
 log = logging.getLogger(__name__)
 
@@ -42,7 +42,7 @@ class PendingGrammars:
         self._withdrawn = withdrawn
         self._waiting: dict[str, _Waiting] = {}
 
-    def start(self, request: Request, compiled: "Future[CompiledGrammar]") -> None:
+    def start(self, request: Request, compiled: "Future[SizedGrammar]") -> None:
         """Adds a request that waits for ``compiled``. Calls back at once if that is done."""
         loop = asyncio.get_running_loop()
         timer = loop.call_later(GRAMMAR_TIMEOUT_SECONDS, self._time_out, request.request_id)
@@ -67,7 +67,7 @@ class PendingGrammars:
         waiting.cancelled.append(indexes)
         return True
 
-    def _on_compiled(self, key: str, compiled: "Future[CompiledGrammar]") -> None:
+    def _on_compiled(self, key: str, compiled: "Future[SizedGrammar]") -> None:
         waiting = self._pop(key)
         if waiting is None:
             return
@@ -95,15 +95,15 @@ class PendingGrammars:
 
 def _on_loop(
     loop: asyncio.AbstractEventLoop,
-    callback: Callable[[str, "Future[CompiledGrammar]"], None],
+    callback: Callable[[str, "Future[SizedGrammar]"], None],
     key: str,
-    done: "Future[CompiledGrammar]",
+    done: "Future[SizedGrammar]",
 ) -> None:
     with suppress(RuntimeError):  # the loop is closed, and the request with it
         loop.call_soon_threadsafe(callback, key, done)
 
 
-def _error_of(compiled: "Future[CompiledGrammar]") -> QuireError | None:
+def _error_of(compiled: "Future[SizedGrammar]") -> QuireError | None:
     if compiled.cancelled():
         return QuireError(ErrorCode.UNAVAILABLE, "The engine is shutting down.", retry_after=1.0)
     error = compiled.exception()

@@ -9,6 +9,7 @@ keeps their order.
 
 import asyncio
 import logging
+from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
@@ -22,16 +23,16 @@ from quire_engine.core.block_pool import BlockStored
 from quire_engine.core.engine_core import (
     AbortRequest,
     AddRequest,
-    EngineCore,
     EngineCoreOutputs,
     GetBlockStates,
     GetSnapshot,
     RemoveLoRA,
 )
-from quire_engine.core.lora import LoRARequest
+from quire_engine.core.lora import LoRARequest, no_loras
 from quire_engine.core.outputs import EngineCoreOutput, EngineLoad
 from quire_engine.core.request import Request
-from quire_engine.server.loras import LoRARegistry, no_loras
+from quire_engine.core_client.client import EngineCoreClient
+from quire_engine.server.loras import LoRARegistry
 from quire_engine.server.messages import (
     abort_to_proto,
     cached_to_proto,
@@ -77,6 +78,15 @@ class _SessionStep:
     handles: list[int] = field(default_factory=list)
     token_ids: list[int] = field(default_factory=list)
     positions: list[int] = field(default_factory=list)
+
+    def add_token(self, live: LiveRequest, index: int, token_id: int, position: int) -> None:
+        """Adds a token that came alone. It is not the first of its request."""
+        if live.handle:
+            self.handles.append(live.handle + index)
+            self.token_ids.append(token_id)
+            self.positions.append(position)
+        else:
+            self.outputs += output_to_proto(EngineCoreOutput("", [token_id], position, index=index), live.request_id)
 
     def add(self, live: LiveRequest, output: EngineCoreOutput) -> None:
         if live.handle and live.started and is_tokens(output):
@@ -131,17 +141,17 @@ class SessionManager:
         self._step = 0
         self._update_timer: asyncio.TimerHandle | None = None
         self._update_timer_due = inf
-        self._core: EngineCore | None = None
+        self._core: EngineCoreClient | None = None
         self._num_falling_asleep = 0
         self.draining = False
         self.on_first_session: Callable[[], None] | None = None
 
-    def bind(self, core: EngineCore) -> None:
+    def bind(self, core: EngineCoreClient) -> None:
         """Sets the core, whose steps come to ``publish``."""
         self._core = core
 
     @property
-    def core(self) -> EngineCore:
+    def core(self) -> EngineCoreClient:
         """The core that ``bind`` has set."""
         assert self._core is not None
         return self._core
@@ -280,12 +290,15 @@ class SessionManager:
         self._step = step.trace.step
         before = self._load.sleep_state
         self._load = self._to_proto(step.load)
-        steps: dict[str, _SessionStep] = {}
+        steps: defaultdict[str, _SessionStep] = defaultdict(_SessionStep)
+        tokens = step.tokens
+        columns = zip(tokens.request_ids, tokens.indexes, tokens.token_ids, tokens.positions, strict=True)
+        for request_id, index, token_id, position in columns:
+            if (live := self._live.get(request_id)) is not None:
+                steps[live.session.session_id].add_token(live, index, token_id, position)
         for output in step.outputs:
             if (live := self._live.get(output.request_id)) is not None:
-                if (mine := steps.get(live.session.session_id)) is None:
-                    mine = steps[live.session.session_id] = _SessionStep()
-                mine.add(live, output)
+                steps[live.session.session_id].add(live, output)
                 if output.ends_request:
                     self._remove(output.request_id)
         events = events_to_proto(step.kv_events) if steps else []

@@ -29,8 +29,8 @@ log = logging.getLogger(__name__)
 
 KERNELS = (
     *("quire_attention", "quire_linear", "quire_int8_linear", "quire_groups_linear"),
-    *("quire_rms_norm", "quire_silu_mul", "quire_gelu_mul", "quire_rotate", "quire_lora"),
-    *("quire_route", "quire_experts", "quire_sum"),
+    *("quire_rms_norm", "quire_add", "quire_silu_mul", "quire_gelu_mul", "quire_rotate", "quire_lora"),
+    *("quire_route", "quire_experts", "quire_sum", "quire_square_sums", "quire_norm_by_sums"),
 )
 """The kernels that can be captured, as in ``cpu_graph.cpp``."""
 

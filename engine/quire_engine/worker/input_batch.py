@@ -38,6 +38,7 @@ class ModelInput:
     * ``prompt_logprob_rows`` [N] int64: the indices of the tokens before each prompt log-probability target.
     * ``pending_rows`` [P] int64: the indices of tokens that the previous step has yet to sample.
     * ``lora_ids`` [T] int64: the adapter ids of the tokens, 0 for none; [0] if no token has an adapter.
+    * ``token_types`` [T] int64: 1 for the tokens of the second text of a pair, else 0; [0] if no prompt is a pair.
     """
 
     token_ids: torch.Tensor
@@ -47,6 +48,7 @@ class ModelInput:
     prompt_logprob_rows: torch.Tensor
     pending_rows: torch.Tensor
     lora_ids: torch.Tensor = _NO_ROWS
+    token_types: torch.Tensor = _NO_ROWS
 
     @property
     def is_decode(self) -> bool:
@@ -195,6 +197,7 @@ def prepare_inputs(
         prompt_logprob_rows=_prompt_logprob_rows(targets, query_indptr) if targets else _NO_ROWS,
         pending_rows=torch.from_numpy(pending_rows) if len(awaiting) else _NO_ROWS,
         lora_ids=torch.from_numpy(np.repeat(lora_ids, lengths)) if lora_ids.any() else _NO_ROWS,
+        token_types=_token_types(pooled, positions) if pooled else _NO_ROWS,
     )
     return InputBatch(
         model_input,
@@ -254,6 +257,15 @@ def _pooled_chunks(
         for number, (row, start, length) in enumerate(columns)
         if row in states.pooling
     ]
+
+
+def _token_types(pooled: Sequence[PooledChunk], positions: Indices) -> torch.Tensor:
+    """Returns ``ModelInput.token_types``. ``positions`` are the indices of all tokens in their sequences."""
+    pairs = [each for each in pooled if each.params.second_text_start]
+    types = np.zeros_like(positions if pairs else positions[:0])
+    for each in pairs:
+        types[each.rows] = positions[each.rows] >= each.params.second_text_start
+    return torch.from_numpy(types)
 
 
 def _attention_batch(
