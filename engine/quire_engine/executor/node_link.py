@@ -265,19 +265,23 @@ class LinkThread:
 
     def close(self) -> None:
         """Cancels ``serve`` and all other tasks of the loop, and ends the thread."""
-        self.call(self._task.cancel)
+        self.call(self._cancel)
         self._thread.join()
 
     def _run(self, serve: Callable[[Future[None]], Coroutine[Any, Any, None]], started: Future[None]) -> None:
-        with suppress(asyncio.CancelledError), asyncio.Runner() as runner:
-            self._loop = runner.get_loop()
-            self._task = self._loop.create_task(serve(started))
-            try:
-                self._loop.run_until_complete(self._task)
-            except Exception as error:
-                if started.done():
-                    raise
-                started.set_exception(error)
+        try:
+            with suppress(asyncio.CancelledError):
+                asyncio.run(self._serve(serve(started)))
+        except Exception as error:
+            if started.done():
+                raise
+            started.set_exception(error)
+
+    async def _serve(self, serving: Coroutine[Any, Any, None]) -> None:
+        task = asyncio.current_task()
+        assert task is not None, "a coroutine runs in one"
+        self._loop, self._cancel = asyncio.get_running_loop(), task.cancel
+        await serving
 
 
 # Certificates

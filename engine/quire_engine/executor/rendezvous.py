@@ -199,10 +199,10 @@ class RendezvousHub(ABC, Generic[M]):
     # On the thread of the links
 
     async def _serve(self, started: "Future[None]") -> None:
-        links = asyncio.TaskGroup()
+        tasks = asyncio.TaskGroup()
 
         def accept(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-            links.create_task(self._on_connection(NodeLink(reader, writer)))
+            tasks.create_task(self._on_connection(NodeLink(reader, writer)))
 
         try:
             address, port = self.own_address, self._place.port
@@ -210,7 +210,7 @@ class RendezvousHub(ABC, Generic[M]):
         except OSError as error:
             raise ModelError(f"Other {self._place.noun}s cannot join here: {error.strerror or error}.") from error
         try:
-            async with links:
+            async with tasks:
                 await self._server.start_serving()
                 started.set_result(None)
                 await asyncio.Event().wait()  # until it is cancelled
