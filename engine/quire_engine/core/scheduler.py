@@ -268,7 +268,7 @@ class Scheduler:
         running, preemptor = self._batch_scheduler.running, self._batch_scheduler.preemptor
         loras, waiting = self._batch_scheduler.admission.loras, self._batch_scheduler.admission.waiting
         # A best-effort sequence adds only 1, like a decoding one: no other request waits for its prompt.
-        admitted = sum([1 if s.best_effort else len(s.token_ids) - s.num_computed_tokens for s in running])
+        admitted = sum([1 if s.group.best_effort else len(s.token_ids) - s.num_computed_tokens for s in running])
         if preemptor.preempted:
             admitted += sum([s.num_uncomputed_tokens for s in preemptor.preempted if not s.best_effort])
         return EngineLoad(
@@ -443,7 +443,7 @@ class Scheduler:
             return
         self._append(sequence, token_id)
         delta = _output_delta(sequence, num_unpublished + 1, logprobs)
-        if len(sequence.token_ids) >= sequence.limit:
+        if len(sequence.token_ids) >= sequence.group.limit:
             self._end(delta, sequence, FinishReason.LENGTH)
         else:
             self._outputs.append(delta)
