@@ -73,7 +73,7 @@ class StepInFlight:
     """
 
     output: SchedulerOutput
-    sequences: list[Sequence | None]
+    sequences: abc.Sequence[Sequence | None]
 
 
 _FINISHED = SequenceStatus.FINISHED  # looking up an enum member is slow
@@ -217,7 +217,7 @@ class Scheduler:
         """Adds the step's tokens to their sequences. Returns the outputs, also of requests that ended in other ways
         since the last update, and the tokens that need no output of their own.
         """
-        sequences = list[Sequence | None]()
+        sequences: abc.Sequence[Sequence | None] = ()
         if self._in_flight and self._in_flight[0].output is scheduler_output:
             sequences = self._in_flight.popleft().sequences
         self._last_step = scheduler_output.step
