@@ -11,6 +11,8 @@ from quire_engine.config import EngineConfig
 from quire_engine.core.config import SchedulerConfig
 from quire_engine.core.kv_cache_manager import KVCacheManager
 from quire_engine.core.scheduler import Scheduler
+from quire_engine.core_client.client import LoadedCore
+from quire_engine.core_client.core_thread import CoreThread
 from quire_engine.server.server import EngineServer
 from quire_engine.simulation.config import SimulatedEngineConfig
 from quire_engine.simulation.simulated_executor import SimulatedExecutor
@@ -30,13 +32,9 @@ def make_server(model: Path, name: str, port: int, metrics_port: int, settings: 
     description = describe(settings)
     description.served_model_names.append(name)
     description.max_model_len, description.vocab_size = MODEL_LEN, vocab_size
-    return EngineServer(
-        EngineConfig(model=model, port=port, metrics_port=metrics_port, host="127.0.0.1"),
-        executor,
-        Scheduler(limits, memory, rates=settings.latency.rates),
-        description,
-        ModelGrammars(model, vocab_size, ()),
-    )
+    runner = CoreThread(Scheduler(limits, memory, rates=settings.latency.rates), executor)
+    config = EngineConfig(model=model, port=port, metrics_port=metrics_port, host="127.0.0.1")
+    return EngineServer(config, LoadedCore(runner, description, ModelGrammars(model, vocab_size, ())))
 
 
 if __name__ == "__main__":

@@ -68,6 +68,11 @@ class EngineConfig(CliSettings, NodeArgs, EngineArgs):
         default=False,
         description="Accept plain text as well as TLS, while routers change from one to the other; see docs/tls.md.",
     )
+    engine_core_process: bool = Field(
+        default=False,
+        description="Run the scheduler and the model in a process of their own, so that they need not share Python's "
+        "lock with connections and streams; see docs/operations.md.",
+    )
     session_grace: Seconds = Field(
         default=10.0, ge=0, description="Seconds that a router's requests continue after its stream broke."
     )

@@ -449,8 +449,8 @@ class EngineCore:
 
 class InFlightStep:
     """A scheduler output in an executor, from its launch, which is the creation of this object, to its model output.
-    ``get_output`` re-raises exceptions of the launch and of the sampling, so that failures appear in the order of the
-    steps. Only an ``ExecutorError`` of a discarded step is raised at once, because nothing can follow it.
+    ``get_output`` raises an exception of the launch, so that failures appear in the order of the steps. Only an
+    ``ExecutorError`` of a discarded step is raised at once, because nothing can follow it.
 
     An executor of depth 1 runs the whole step in ``get_output``. ``clocked`` is the time on the core's clock when
     scheduling began. ``started`` (nanoseconds since 1970) and ``begun`` (``perf_counter``) are the same moment, and
@@ -484,18 +484,23 @@ class InFlightStep:
 
     def sample_tokens(self) -> None:
         """Samples the step's tokens. All tokens before them must be known."""
-        if self._async_output is None or self.failure is not None:
-            return
-        try:
+        if self._async_output is not None:
             self._async_output.sample_tokens()
-        except Exception as failure:  # noqa: BLE001 - ``get_output`` raises it
-            self._fail(failure)
 
     def discard(self) -> None:
-        """Waits for the end of a step that computes garbage, because the step before it has failed."""
+        """Waits for the end of a step that computes garbage, because the step before it has failed. Raises
+        ``ExecutorError``.
+        """
+        if self._async_output is None:
+            return  # it failed at its launch
         self.sample_tokens()
-        if self.failure is None:
-            self._fail(RuntimeError("the step before it failed"))
+        try:
+            self._async_output.get_output()
+        except ExecutorError:
+            raise
+        except Exception:
+            log.debug("step %d was given up and has failed", self.scheduler_output.step, exc_info=True)
+        self._async_output, self.failure = None, RuntimeError("the step before it failed")
 
     def get_output(self) -> ModelOutput:
         """Waits until the step is done. Raises like ``Executor.execute_model``."""
@@ -504,18 +509,6 @@ class InFlightStep:
         if self._async_output is not None:
             return self._async_output.get_output()
         return ModelOutput() if self.scheduler_output.is_empty else self._executor.execute_model(self.scheduler_output)
-
-    def _fail(self, failure: Exception) -> None:
-        """Waits for the end of a step whose output is not used. Raises ``ExecutorError``."""
-        self.failure = failure
-        if self._async_output is None:
-            return
-        try:
-            self._async_output.get_output()
-        except ExecutorError:
-            raise
-        except Exception:
-            log.debug("step %d was given up and has failed", self.scheduler_output.step, exc_info=True)
 
 
 def _trace(

@@ -3,6 +3,8 @@
 from dataclasses import dataclass
 from pathlib import Path
 
+from quire_engine.errors import LoRAError
+
 
 @dataclass(frozen=True, slots=True)
 class LoRARequest:
@@ -35,3 +37,8 @@ class LoRAStats:
     waiting: tuple[str, ...] = ()
     num_used_slots: int = 0
     num_waiting_for_slot: int = 0
+
+
+def no_loras(lora: LoRARequest) -> LoRARequest:
+    """The ``check`` of an engine that serves no adapters."""
+    raise LoRAError(f"The adapter {lora.lora_name} cannot be loaded: this engine serves none.")

@@ -5,7 +5,8 @@ progress of the start for programs that watch it.
 import json
 import logging
 import os
-from collections.abc import Callable
+import sys
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
 from pathlib import Path
@@ -31,6 +32,19 @@ def report_facts(**facts: str | int) -> None:
     progress.info("%s %s", FACTS, json.dumps(facts))
 
 
+def print_progress() -> None:
+    """Writes the progress to standard output, each time in a line that begins with ``PROGRESS_MARK``, if a program
+    watches.
+    """
+    if not os.environ.get(PROGRESS_VARIABLE):
+        return
+    lines = logging.StreamHandler(sys.stdout)
+    lines.setFormatter(logging.Formatter(f"{PROGRESS_MARK}%(message)s"))
+    progress.addHandler(lines)
+    progress.setLevel(logging.INFO)
+    progress.propagate = False
+
+
 class StartupPhase(StrEnum):
     """What an engine does until it serves, in this order. Phases that do not occur are left out.
 
@@ -53,8 +67,8 @@ class StartupPhase(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class PhaseTime:
-    """A phase that has ended. ``started`` is in seconds since 1970. ``cpu_seconds`` is the sum over all threads of this
-    process.
+    """A phase that has ended. ``started`` is in seconds since 1970. ``cpu_seconds`` is the sum over all threads of the
+    process that loads the model.
     """
 
     phase: StartupPhase
@@ -83,6 +97,10 @@ class StartupTimer:
         self.end()
         self._phase = phase
         report_progress(phase)
+
+    def continue_after(self, phases: Sequence[PhaseTime]) -> None:
+        """Replaces the phases so far by those of the process that loaded the model."""
+        self.phases[:], self._phase = phases, None
 
     def end(self) -> None:
         """Ends the last phase; does nothing if it has ended."""

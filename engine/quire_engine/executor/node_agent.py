@@ -14,9 +14,10 @@ from quire_engine.checkpoint.config import ModelConfig
 from quire_engine.config import EngineArgs, EngineConfig
 from quire_engine.device.accelerator import resolve_device
 from quire_engine.errors import ModelError
+from quire_engine.executor.child_process import EXIT_TIMEOUT_SECONDS
 from quire_engine.executor.node_hub import node_rendezvous
 from quire_engine.executor.node_link import Frame, FrameKind, LinkEndedError, NodeLink
-from quire_engine.executor.rank_processes import EXIT_TIMEOUT_SECONDS, RankProcess
+from quire_engine.executor.rank_processes import RankProcess
 from quire_engine.executor.rendezvous import facts_in_common, join
 from quire_engine.executor.start_checks import check_start
 from quire_engine.models.loader import read_model_config

@@ -163,8 +163,3 @@ class LoRARegistry:
         log.info("the adapter %s is loaded from %s", lora.lora_name, lora.lora_path)
         self.on_change()
         return lora
-
-
-def no_loras(lora: LoRARequest) -> LoRARequest:
-    """The ``check`` of an engine that serves no adapters."""
-    raise LoRAError(f"The adapter {lora.lora_name} cannot be loaded: this engine serves none.")

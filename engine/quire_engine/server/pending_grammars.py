@@ -8,10 +8,10 @@ from contextlib import suppress
 from dataclasses import dataclass, field, replace
 
 from quire_proto.errors import ErrorCode, QuireError, internal
-from quire_proto.structured_output import Structured
 
 from quire_engine.core.request import Request
-from quire_engine.structured_output.llguidance import CompiledGrammar
+from quire_engine.structured_output.compiler import GrammarCompiler
+from quire_engine.structured_output.guidance import SizedGrammar
 
 log = logging.getLogger(__name__)
 
@@ -20,7 +20,6 @@ GRAMMAR_TIMEOUT_SECONDS = 15.0
 
 Ready = Callable[[Request, list[tuple[int, ...]]], None]
 Failed = Callable[[Request, QuireError], None]
-Withdrawn = Callable[[Structured], None]
 
 
 @dataclass(slots=True)
@@ -31,18 +30,23 @@ class _Waiting:
 
 
 class PendingGrammars:
-    """The requests whose grammars are being compiled. For each one that is not withdrawn, calls either ``ready``, with
-    the grammar in the request and the choices cancelled meanwhile, or ``failed``. Calls ``withdrawn`` with the grammar
-    of a request that was withdrawn or timed out. Runs on the event loop.
+    """The requests whose grammars are being compiled, by ``compiler``. For each one that is not withdrawn, calls either
+    ``ready``, with the grammar in the request and the choices cancelled meanwhile, or ``failed``. Runs on the event
+    loop.
     """
 
-    def __init__(self, ready: Ready, failed: Failed, withdrawn: Withdrawn) -> None:
+    def __init__(self, compiler: GrammarCompiler, ready: Ready, failed: Failed) -> None:
+        self._compiler = compiler
         self._ready = ready
         self._failed = failed
-        self._withdrawn = withdrawn
         self._waiting: dict[str, _Waiting] = {}
 
-    def start(self, request: Request, compiled: "Future[CompiledGrammar]") -> None:
+    def compile(self, request: Request) -> "Future[SizedGrammar] | None":
+        """Returns the future grammar of a request; None if it has none. Raises like ``GrammarCompiler.submit``."""
+        structured = request.sampling.structured
+        return None if structured is None else self._compiler.submit(structured, request.cache_salt)
+
+    def start(self, request: Request, compiled: "Future[SizedGrammar]") -> None:
         """Adds a request that waits for ``compiled``. Calls back at once if that is done."""
         loop = asyncio.get_running_loop()
         timer = loop.call_later(GRAMMAR_TIMEOUT_SECONDS, self._time_out, request.request_id)
@@ -67,7 +71,7 @@ class PendingGrammars:
         waiting.cancelled.append(indexes)
         return True
 
-    def _on_compiled(self, key: str, compiled: "Future[CompiledGrammar]") -> None:
+    def _on_compiled(self, key: str, compiled: "Future[SizedGrammar]") -> None:
         waiting = self._pop(key)
         if waiting is None:
             return
@@ -84,7 +88,7 @@ class PendingGrammars:
 
     def _release_grammar(self, request: Request) -> None:
         if request.sampling.structured is not None:
-            self._withdrawn(request.sampling.structured)
+            self._compiler.withdraw(request.sampling.structured)
 
     def _pop(self, key: str) -> _Waiting | None:
         waiting = self._waiting.pop(key, None)
@@ -95,15 +99,15 @@ class PendingGrammars:
 
 def _on_loop(
     loop: asyncio.AbstractEventLoop,
-    callback: Callable[[str, "Future[CompiledGrammar]"], None],
+    callback: Callable[[str, "Future[SizedGrammar]"], None],
     key: str,
-    done: "Future[CompiledGrammar]",
+    done: "Future[SizedGrammar]",
 ) -> None:
     with suppress(RuntimeError):  # the loop is closed, and the request with it
         loop.call_soon_threadsafe(callback, key, done)
 
 
-def _error_of(compiled: "Future[CompiledGrammar]") -> QuireError | None:
+def _error_of(compiled: "Future[SizedGrammar]") -> QuireError | None:
     if compiled.cancelled():
         return QuireError(ErrorCode.UNAVAILABLE, "The engine is shutting down.", retry_after=1.0)
     error = compiled.exception()

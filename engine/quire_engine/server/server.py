@@ -1,271 +1,152 @@
-"""``EngineServer``: runs the core's thread, the gRPC server, and the HTTP server of metrics and probes, from start to
-drained shutdown.
+"""``EngineServer``: runs the core, the gRPC server, and the HTTP server of metrics and probes, from start to drained
+shutdown.
 """
 
 import asyncio
 import logging
 import secrets
-import signal
 from collections import Counter
 from collections.abc import Callable, Coroutine
-from contextlib import suppress
-from threading import Thread
+from functools import partial
 from typing import Any
 
-import grpc
-from grpc_health.v1 import health, health_pb2, health_pb2_grpc
-from grpc_reflection.v1alpha import reflection
-from quire.v1 import engine_pb2, engine_pb2_grpc
-from quire_proto.certificates import ReloadingServerCredentials
-from quire_proto.cli import join_host_port
-from quire_proto.engine_token import EngineTokens
 from quire_proto.supervise import SupervisedTask
 from quire_proto.telemetry import DropReason
 
 from quire_engine.config import EngineConfig
-from quire_engine.core.data_parallel import DataParallel, DPEngineCore
-from quire_engine.core.engine_core import EngineCore, EngineCoreOutputs, Shutdown
-from quire_engine.core.executor import Executor, Sleeper, WeightStats
-from quire_engine.core.scheduler import Scheduler
+from quire_engine.core.engine_core import EngineCoreOutputs, Shutdown
 from quire_engine.core.startup import StartupPhase, StartupTimer
-from quire_engine.core.step_recording import StepRecorder
-from quire_engine.server.connection_mux import ConnectionMux
-from quire_engine.server.grpc_options import server_options
+from quire_engine.core_client.client import LoadedCore
+from quire_engine.server.grpc_server import GrpcServer
 from quire_engine.server.loras import LoRARegistry
 from quire_engine.server.metrics import EngineMetrics
 from quire_engine.server.probes import ProbeServer
+from quire_engine.server.server_events import ServerEvents
 from quire_engine.server.servicer import EngineServicer
 from quire_engine.server.session_manager import SessionManager
-from quire_engine.server.token_interceptor import TokenInterceptor
 from quire_engine.server.tracing import TraceExporter
-from quire_engine.structured_output.compiler import GrammarCompiler, ModelGrammars
+from quire_engine.structured_output.compiler import GrammarCompiler
 
 log = logging.getLogger(__name__)
 
-SERVICE = engine_pb2.DESCRIPTOR.services_by_name["Engine"].full_name
 CORE_END_SECONDS = 5.0
 
 
 class EngineServer:
-    """One engine on the network. The metrics port is plain HTTP. The gRPC port uses TLS if ``config.tls`` is set, and
-    requires a token if ``config.engine_token_file`` is set.
+    """One engine on the network: its core, its gRPC port (``GrpcServer``), and a plain HTTP port of metrics and probes.
 
     ``dropped_spans`` counts the spans that do not reach a collector; None if none are exported. ``loras`` are its
-    adapters; None if it serves none. ``weights`` are the statistics of layers on disk or in host memory; None without
-    such layers. ``data_parallel`` is set for an engine of a group: when it is asked to stop, it stops the others too,
-    and takes part in their steps until all have finished their requests. ``startup`` has timed the phases so far.
-    ``sleeper`` frees memory while the engine sleeps; without one it never sleeps. ``recorder`` gets all steps; None if
-    they are not recorded.
-
-    Raises ``TlsError`` if the files of ``config.tls`` cannot be used, and ``TokenError`` if the token file cannot.
+    adapters; None if it serves none. ``startup`` has timed the phases so far. An engine of a data-parallel group that
+    is asked to stop stops the others too. Raises like ``GrpcServer``.
     """
 
     def __init__(
         self,
         config: EngineConfig,
-        executor: Executor,
-        scheduler: Scheduler,
-        description: engine_pb2.DescribeResponse,
-        grammars: ModelGrammars,
+        core: LoadedCore,
         *,
         loras: LoRARegistry | None = None,
         dropped_spans: Counter[DropReason] | None = None,
-        weights: WeightStats | None = None,
-        data_parallel: DataParallel | None = None,
         startup: StartupTimer | None = None,
-        sleeper: Sleeper | None = None,
-        recorder: StepRecorder | None = None,
     ) -> None:
         self._config = config
-        self._lockstep = None if data_parallel is None else data_parallel.lockstep
-        self._certificates = None if config.tls is None else ReloadingServerCredentials(config.tls)
-        self._mux: ConnectionMux | None = None
-        token_file = config.engine_token_file
-        self._interceptors = () if token_file is None else (TokenInterceptor(EngineTokens(token_file)),)
+        self._grpc = GrpcServer(config)
         self._startup = startup or StartupTimer()
-        self._executor = executor
-        self._description = description
-        description.generation = secrets.randbits(64)
-        self._core = (
-            EngineCore(scheduler, executor, self._publish, sleeper=sleeper, recorder=recorder)
-            if data_parallel is None
-            else DPEngineCore(scheduler, executor, self._publish, data_parallel, recorder=recorder)
-        )
-        name = description.served_model_names[0]
+        self._core, self._description = core.runner, core.description
+        self._description.generation = secrets.randbits(64)
         dropped = Counter[DropReason]() if dropped_spans is None else dropped_spans
         self._metrics = EngineMetrics(
-            name,
-            scheduler.stats,
+            self._description.served_model_names[0],
+            self._core.stats,
             lambda: self._core.seconds_since_progress,
             dropped,
             loras=loras if config.enable_lora else None,
             max_loras=config.max_loras,
-            weights=weights,
-            dp_stats=None if data_parallel is None else data_parallel.stats,
             startup=self._startup.phases,
         )
-        self._grammars = GrammarCompiler(grammars, self._metrics.on_grammar)
+        self._grammars = GrammarCompiler(core.grammars, self._metrics.on_grammar)
         exporter = TraceExporter(
             enabled=dropped_spans is not None, step_interval=config.trace_step_interval, dropped=dropped
         )
-        self._sessions = SessionManager(description.generation, config.session_grace, exporter, self._grammars, loras)
-        self._sessions.bind(self._core)
-        self._sessions.on_first_session = self._end_startup
-        self._tracing = exporter
-        self._failure: BaseException | None = None
+        self._sessions = SessionManager(
+            self._core,
+            self._description.generation,
+            config.session_grace,
+            exporter,
+            self._grammars,
+            loras=loras,
+            on_first_session=partial(_end_startup, self._startup, exporter),
+        )
         self._tasks: list[SupervisedTask] = []
-        self._started = self._ready = False
+        self._is_started = False
 
     async def serve(self) -> None:
         """Serves until SIGTERM or SIGINT, then drains. Raises the exception that made the core fail."""
-        self._loop = asyncio.get_running_loop()
-        self._stop_requested, self._stop_now, self._core_ended = asyncio.Event(), asyncio.Event(), asyncio.Event()
-        self._install_signal_handlers()
+        self._events = ServerEvents(self._on_step)
         probes = ProbeServer(self._config.host, self._config.metrics_port, self._metrics.registry, self._probes())
-        server, self._health = await self._start_grpc()
-        thread = Thread(target=self._run_core, name="engine-core", daemon=True)
-        thread.start()
-        self._started = True
+        servicer = EngineServicer(self._sessions, self._description, self._core.stats.scheduler)
+        await self._grpc.start(servicer, self._description.served_model_names[0])
+        self._core.start(self._events)
+        self._is_started = True
         self._startup.begin(StartupPhase.REGISTERED)
-        await self._set_ready(True)
+        await self._grpc.set_ready(True)
         self._grammars.prepare()
         heartbeats = self._supervise("session heartbeats", self._sessions.send_heartbeats)
-        await self._until_leaving()
-        await self._set_ready(False)
-        await self._drain_delay()
+        await self._events.wait_until_leaving()
+        self._core.leave()
+        await self._grpc.set_ready(False)
+        await self._delay()
         await self._drain()
         await heartbeats.stop()
-        await server.stop(grace=1.0 if self._failure is None else None)
-        if self._mux is not None:
-            self._mux.close()
+        await self._grpc.stop(1.0 if self._events.failure is None else None)
         self._core.send(Shutdown())
-        await asyncio.to_thread(thread.join, self._end_timeout)
+        await asyncio.to_thread(self._core.join, self._end_timeout)
         await asyncio.to_thread(self._grammars.close)
         probes.close()
-        if self._failure is not None:
-            raise self._failure
-
-    def _end_startup(self) -> None:
-        self._startup.end()
-        self._tracing.export_startup(self._startup.phases)
-
-    async def _until_leaving(self) -> None:
-        """Waits for a signal, for the end of the core, or until another engine of the group was asked to stop."""
-        if self._lockstep is None:
-            await self._until_stopped()
-            return
-        await _first_completed(self._until_stopped(), asyncio.to_thread(self._lockstep.wait_until_leaving))
-        if self._lockstep.wait_for_loss(0) is not None:  # no engine leaves in order: the core fails too
-            await self._until_stopped()
-        elif not (self._stop_requested.is_set() or self._core_ended.is_set()):
-            log.info("another engine of the group is stopping: this one stops with it")
-        self._lockstep.leave()
-
-    async def _until_stopped(self) -> None:
-        """Waits for a signal or the end of the core."""
-        await _first_completed(self._stop_requested.wait(), self._core_ended.wait())
+        if self._events.failure is not None:
+            raise self._events.failure
 
     @property
     def _end_timeout(self) -> float:
         """Seconds in which the core must end. In a group this includes the time in which others finish."""
         config, others_end = self._config, 0.0
-        if self._lockstep is not None:
+        if config.data_parallel_size > 1:
             others_end = config.shutdown_delay + config.shutdown_timeout
         return CORE_END_SECONDS + others_end
-
-    async def _start_grpc(self) -> tuple[grpc.aio.Server, health.aio.HealthServicer]:
-        server = grpc.aio.server(interceptors=self._interceptors, options=server_options())
-        servicer = EngineServicer(self._sessions, self._description, self._core.scheduler.stats)
-        engine_pb2_grpc.add_EngineServicer_to_server(servicer, server)
-        checks = health.aio.HealthServicer()
-        health_pb2_grpc.add_HealthServicer_to_server(checks, server)
-        names = (SERVICE, health.SERVICE_NAME, reflection.SERVICE_NAME)
-        reflection.enable_server_reflection(names, server)
-        port = await self._listen(server)
-        name, over = self._description.served_model_names[0], "" if self._certificates is None else " over TLS"
-        if self._mux is not None:
-            log.warning("plain text is accepted as well as TLS (--tls-optional): turn it off when all routers use TLS")
-        log.info("serving %s on %s%s", name, join_host_port(self._config.host, port), over)
-        return server, checks
-
-    async def _listen(self, server: grpc.aio.Server) -> int:
-        """Starts the gRPC port and returns it. Raises ``OSError`` if that fails."""
-        host, port = self._config.host, self._config.port
-        if self._certificates is None or not self._config.tls_optional:
-            port = _add_port(server, join_host_port(host, port), self._certificates)
-            await server.start()
-            return port
-        self._mux = ConnectionMux()
-        _add_port(server, self._mux.tls_address, self._certificates)
-        _add_port(server, self._mux.plain_address, None)
-        await server.start()
-        return await self._mux.listen(host, port)
-
-    def _run_core(self) -> None:
-        try:
-            self._core.run()
-        except BaseException as failure:  # noqa: BLE001 - serve() raises it on the event loop's thread
-            self._failure = failure
-        finally:
-            with suppress(RuntimeError):  # a hung step ended after the loop was closed
-                self._loop.call_soon_threadsafe(self._core_ended.set)
-
-    def _publish(self, step: EngineCoreOutputs) -> None:
-        """Hands a step to the event loop, which keeps their order. Runs on the core's thread."""
-        self._loop.call_soon_threadsafe(self._on_step, step)
 
     def _on_step(self, step: EngineCoreOutputs) -> None:
         self._sessions.publish(step)
         self._metrics.on_step(step)
 
-    def _install_signal_handlers(self) -> None:
-        for number in (signal.SIGTERM, signal.SIGINT):
-            self._loop.add_signal_handler(number, self._on_signal)
-
-    def _on_signal(self) -> None:
-        """Requests a stop. A second signal skips the shutdown delay."""
-        (self._stop_now if self._stop_requested.is_set() else self._stop_requested).set()
-
-    async def _drain_delay(self) -> None:
-        """Keeps serving for ``shutdown_delay`` while routers see that this engine is not ready. Ends early on a second
-        signal, or if the core has ended.
-        """
-        if self._config.shutdown_delay:
-            log.info("shutting down: new requests are accepted for %g more seconds", self._config.shutdown_delay)
-            with suppress(TimeoutError):
-                async with asyncio.timeout(self._config.shutdown_delay):
-                    await _first_completed(self._stop_now.wait(), self._core_ended.wait())
+    async def _delay(self) -> None:
+        """Keeps serving for ``shutdown_delay`` while routers see that this engine is not ready."""
+        if delay := self._config.shutdown_delay:
+            log.info("shutting down: new requests are accepted for %g more seconds", delay)
+            await self._events.wait_delay(delay)
 
     async def _drain(self) -> None:
         """Refuses new requests and waits for running ones to end, for at most ``shutdown_timeout`` and while the core
         runs. Does nothing if the core has failed: then nothing ends in order, and routers are not told.
         """
-        if self._failure is not None:
+        if self._events.failure is not None:
             return
         log.info("stopping: %d requests in progress", self._sessions.in_progress)
         self._sessions.drain()
-        with suppress(TimeoutError):
-            async with asyncio.timeout(self._config.shutdown_timeout):
-                await _first_completed(self._sessions.wait_idle(), self._core_ended.wait())
-
-    async def _set_ready(self, ready: bool) -> None:
-        self._ready = ready
-        status = health_pb2.HealthCheckResponse.SERVING if ready else health_pb2.HealthCheckResponse.NOT_SERVING
-        for name in ("", SERVICE):
-            await self._health.set(name, status)
+        await self._events.wait_while_core_runs(self._sessions.wait_idle(), self._config.shutdown_timeout)
 
     def _probes(self) -> dict[str, Callable[[], bool]]:
         """Returns the probes by path. ``/live`` fails when the engine has to be restarted."""
         return {
-            "/started": lambda: self._started,
-            "/ready": lambda: self._ready,
-            "/health": lambda: self._ready,
+            "/started": lambda: self._is_started,
+            "/ready": lambda: self._grpc.is_ready,
+            "/health": lambda: self._grpc.is_ready,
             "/live": self._is_live,
         }
 
     def _is_live(self) -> bool:
-        failing = any(task.failing for task in self._tasks)
-        return self._failure is None and not failing and self._core.seconds_since_progress < self._config.stall_timeout
+        if self._events.failure is not None or any(task.failing for task in self._tasks):
+            return False
+        return self._core.seconds_since_progress < self._config.stall_timeout
 
     def _supervise(self, name: str, work: Callable[[], Coroutine[Any, Any, None]]) -> SupervisedTask:
         """Starts a task that runs as long as the engine. ``/live`` fails while the task keeps failing."""
@@ -274,21 +155,6 @@ class EngineServer:
         return task
 
 
-def _add_port(server: grpc.aio.Server, address: str, certificates: ReloadingServerCredentials | None) -> int:
-    """Binds an address and returns its port. Raises ``OSError`` if that fails."""
-    try:
-        if certificates is None:
-            return server.add_insecure_port(address)
-        return server.add_secure_port(address, certificates.credentials())
-    except RuntimeError as error:
-        raise OSError(f"{address} cannot be listened on: it is in use, or not of this machine") from error
-
-
-async def _first_completed(*awaited: Coroutine[Any, Any, object]) -> None:
-    """Waits until one of the coroutines returns, and cancels the others."""
-    tasks = [asyncio.create_task(each) for each in awaited]
-    try:
-        await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
-    finally:
-        for task in tasks:
-            task.cancel()
+def _end_startup(startup: StartupTimer, exporter: TraceExporter) -> None:
+    startup.end()
+    exporter.export_startup(startup.phases)

@@ -7,7 +7,8 @@ from collections.abc import Callable
 
 from quire_proto.errors import ErrorCode, QuireError
 
-from quire_engine.core.engine_core import Command, EngineCore, Sleep, WakeUp
+from quire_engine.core.engine_core import Command, Sleep, WakeUp
+from quire_engine.core_client.client import EngineCoreClient
 from quire_engine.server.session_manager import SessionManager
 
 MAX_WAIT_SECONDS = 3600.0
@@ -19,7 +20,7 @@ class SleepControl:
     sleep, and then send no new requests, so that the running ones end. Requests that arrive all the same are run.
     """
 
-    def __init__(self, sessions: SessionManager, core: EngineCore) -> None:
+    def __init__(self, sessions: SessionManager, core: EngineCoreClient) -> None:
         self._sessions = sessions
         self._core = core
         self._num_wake_ups = 0

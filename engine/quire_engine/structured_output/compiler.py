@@ -13,15 +13,14 @@ from enum import StrEnum
 from functools import partial
 from pathlib import Path
 from queue import LifoQueue
-from threading import Lock, RLock
+from threading import RLock
 from time import perf_counter
 
 from quire_proto.errors import ErrorCode, QuireError, invalid
 from quire_proto.structured_output import Structured
 
+from quire_engine.structured_output.guidance import GrammarBackend, ModelGuidance, SizedGrammar
 from quire_engine.structured_output.llguidance import (
-    CompiledGrammar,
-    Guidance,
     RejectedError,
     UnusableTokenizerError,
     import_llguidance,
@@ -72,13 +71,13 @@ class GrammarCompiler:
         self._backend = backend
         self._turns = TenantTurns(NUM_THREADS, "grammars")
         self._lock = RLock()  # an RLock, because a grammar's finalizer may run on the thread that holds it
-        self._cache: OrderedDict[Structured, Future[CompiledGrammar]] = OrderedDict()
+        self._cache: OrderedDict[Structured, Future[SizedGrammar]] = OrderedDict()
         self._waiters: Counter[Structured] = Counter()
         self._jobs: dict[Structured, Job] = {}
         self._num_pending: Counter[bytes] = Counter()
         self._alive_bytes: Counter[bytes] = Counter()
 
-    def submit(self, structured: Structured, tenant: bytes = b"") -> "Future[CompiledGrammar]":
+    def submit(self, structured: Structured, tenant: bytes = b"") -> "Future[SizedGrammar]":
         """Returns a future of the compiled grammar, which equal grammars share. Grammars are compiled in turns of their
         ``tenant``, a cache salt. The future fails with ``QuireError`` INVALID for an invalid grammar. Call ``withdraw``
         to stop waiting. Raises ``QuireError`` OVERLOADED if too many grammars are pending or in use, in total or for
@@ -100,7 +99,7 @@ class GrammarCompiler:
                 raise QuireError(ErrorCode.OVERLOADED, "The engine has too many grammars at once.", retry_after=1.0)
             self._num_pending[tenant] += 1
             job = self._jobs[structured] = Job(partial(self._compile, structured, tenant))
-            future: Future[CompiledGrammar] = job.future
+            future: Future[SizedGrammar] = job.future
             self._cache[structured] = future
             future.add_done_callback(lambda done: self._on_compiled(structured, tenant, done))
             self._turns.submit(tenant, job)
@@ -137,7 +136,7 @@ class GrammarCompiler:
         self._turns.close()
         self._backend.close()
 
-    def _compile(self, structured: Structured, tenant: bytes) -> CompiledGrammar:
+    def _compile(self, structured: Structured, tenant: bytes) -> SizedGrammar:
         begin = perf_counter()
         outcome, grammar, rejected = CompileOutcome.FAILED, None, None
         try:
@@ -155,7 +154,7 @@ class GrammarCompiler:
         self._track_memory(grammar, tenant, _num_bytes(structured, grammar))
         return grammar
 
-    def _track_memory(self, grammar: CompiledGrammar, tenant: bytes, size: int) -> None:
+    def _track_memory(self, grammar: SizedGrammar, tenant: bytes, size: int) -> None:
         with self._lock:
             self._alive_bytes[tenant] += size
         weakref.finalize(grammar, self._release, tenant, size)
@@ -164,7 +163,7 @@ class GrammarCompiler:
         with self._lock:
             _subtract(self._alive_bytes, tenant, size)
 
-    def _on_compiled(self, structured: Structured, tenant: bytes, done: "Future[CompiledGrammar]") -> None:
+    def _on_compiled(self, structured: Structured, tenant: bytes, done: "Future[SizedGrammar]") -> None:
         with self._lock:
             _subtract(self._num_pending, tenant, 1)
             self._jobs.pop(structured, None)
@@ -190,7 +189,7 @@ def _subtract(counts: Counter[bytes], tenant: bytes, count: int) -> None:
         del counts[tenant]
 
 
-def _is_cacheable(done: "Future[CompiledGrammar]") -> bool:
+def _is_cacheable(done: "Future[SizedGrammar]") -> bool:
     """Whether compiling again would give the same result."""
     if done.cancelled():
         return False
@@ -198,43 +197,48 @@ def _is_cacheable(done: "Future[CompiledGrammar]") -> bool:
     return error is None or (isinstance(error, QuireError) and error.code is ErrorCode.INVALID)
 
 
-def _result_or_none(settled: "Future[CompiledGrammar]") -> CompiledGrammar | None:
+def _result_or_none(settled: "Future[SizedGrammar]") -> SizedGrammar | None:
     return None if settled.cancelled() or settled.exception() is not None else settled.result()
 
 
-def _num_bytes(structured: Structured, grammar: CompiledGrammar | None) -> int:
+def _num_bytes(structured: Structured, grammar: SizedGrammar | None) -> int:
     """Returns bytes in memory: the text, the minimum that a grammar takes, and this one's measured size."""
     return len(structured.text) + 1024 + (0 if grammar is None else grammar.num_bytes)
 
 
 class ModelGrammars:
-    """Compiles grammars for the model in ``folder``. Reads the tokenizer and starts sandboxes with the first grammar.
-    Thread-safe; ``num_sandboxes`` grammars can be tried at once.
+    """Compiles grammars for the model in ``folder``, with ``backend`` or, without one, in this process. Reads the
+    tokenizer and starts sandboxes with the first grammar. Thread-safe; ``num_sandboxes`` grammars can be tried at once.
     """
 
     def __init__(
-        self, folder: Path, vocab_size: int, eos_token_ids: Collection[int], *, num_sandboxes: int = 2
+        self,
+        folder: Path,
+        vocab_size: int,
+        eos_token_ids: Collection[int],
+        backend: GrammarBackend | None = None,
+        *,
+        num_sandboxes: int = 2,
     ) -> None:
-        self._path = folder / TOKENIZER
-        self._vocab_size = vocab_size
-        self._eos_token_ids = sorted(set(eos_token_ids))
-        self._guidance: Guidance | UnusableTokenizerError | None = None
-        self._lock = Lock()
-        self._sandboxes = [GrammarSandbox(self._path, vocab_size, self._eos_token_ids) for _ in range(num_sandboxes)]
+        path, ends = folder / TOKENIZER, sorted(set(eos_token_ids))
+        self.backend: GrammarBackend = ModelGuidance(path, vocab_size, ends) if backend is None else backend
+        self._sandboxes = [GrammarSandbox(path, vocab_size, ends) for _ in range(num_sandboxes)]
         self._idle_sandboxes: LifoQueue[GrammarSandbox] = LifoQueue()
         for sandbox in reversed(self._sandboxes):
             self._idle_sandboxes.put(sandbox)
 
-    def compile(self, structured: Structured) -> CompiledGrammar:
+    def compile(self, structured: Structured) -> SizedGrammar:
         """Compiles a grammar, which may take seconds. Raises ``QuireError`` INVALID if the grammar is invalid, needs
         too much time or memory, or is not supported with this model. Raises OVERLOADED if the sandbox timed out, or if
         a file, process or memory was not available.
         """
         try:
             definition = to_llguidance(structured)
-            guidance = self._guidance_for(structured)
+            self.backend.load()
             num_bytes, definition = self._check_in_sandbox(definition)
-            grammar = guidance.compile(definition)
+            grammar = self.backend.compile(definition)
+        except UnusableTokenizerError:
+            raise _unavailable(structured) from None
         except RejectedError as error:
             raise rejection(structured, str(error)) from None
         except (OSError, MemoryError) as error:  # the machine's fault, not the grammar's: another engine may succeed
@@ -261,21 +265,6 @@ class ModelGrammars:
         finally:
             self._idle_sandboxes.put(sandbox)
         raise QuireError(ErrorCode.OVERLOADED, "The grammar could not be compiled in time.", retry_after=1.0)
-
-    def _guidance_for(self, structured: Structured) -> Guidance:
-        with self._lock:
-            if self._guidance is None:
-                self._guidance = self._load()
-        if isinstance(self._guidance, Guidance):
-            return self._guidance
-        raise _unavailable(structured)
-
-    def _load(self) -> Guidance | UnusableTokenizerError:
-        try:
-            return Guidance.load(self._path, self._vocab_size, self._eos_token_ids)
-        except UnusableTokenizerError as error:
-            log.warning("structured output is not available with this model: %s", error)
-            return error
 
 
 def _unavailable(structured: Structured) -> QuireError:

@@ -27,6 +27,7 @@ from quire_engine.core.kv_transfer.connector import TransferFailure
 from quire_engine.core.outputs import EngineLoad, KVCacheFragmentation, SchedulerStats
 from quire_engine.core.startup import StartupTimer
 from quire_engine.core.step import StepTimings
+from quire_engine.core_client.client import CoreStats
 from quire_engine.server.loras import LoRARegistry
 from quire_engine.server.metrics import EngineMetrics
 from quire_engine.simulation.config import SimulationConfig
@@ -234,11 +235,9 @@ def busy_engine() -> EngineMetrics:
     startup = StartupTimer()
     startup.end()
     told = EngineMetrics(
-        *("m", statistics, lambda: 0.0),
+        *("m", CoreStats(statistics, WeightStats(), DPStats()), lambda: 0.0),
         loras=loras,
         max_loras=1,
-        weights=WeightStats(),
-        dp_stats=DPStats(),
         startup=startup.phases,
     )
     told.on_grammar(CompileOutcome.COMPILED, 1.0)

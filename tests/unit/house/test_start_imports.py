@@ -89,16 +89,22 @@ def test_a_start_with_default_settings_imports_nothing_heavy_that_it_does_not_us
     assert not {name for name in names if is_heavy(name, HEAVY[script])}
 
 
+def test_the_server_of_a_core_in_a_process_of_its_own_does_not_import_torch() -> None:
+    names = modules_of(ENGINE, "--engine-core-process")
+    assert "grpc" in names
+    assert not {name for name in names if is_heavy(name, HEAVY[ENGINE] | {"torch"})}
+
+
 def is_heavy(name: str, heavy: set[str]) -> bool:
     return any(name == package or name.startswith(f"{package}.") for package in heavy)
 
 
-def modules_of(script: str) -> set[str]:
+def modules_of(script: str, *flags: str) -> set[str]:
     """The modules that a fresh interpreter has when the command of ``script`` opens its ports."""
     settings = {name: value for name, value in os.environ.items() if not name.startswith(("QUIRE_", "OTEL_"))}
     path = os.pathsep.join(entry for entry in sys.path if entry)
     ports = ("--port", str(free_port()), "--metrics-port", str(free_port())) if script is ENGINE else ()
-    command = [sys.executable, "-c", f"import sys\n{script}", *FLAGS[script], *ports]
+    command = [sys.executable, "-c", f"import sys\n{script}", *FLAGS[script], *ports, *flags]
     ran = subprocess.run(
         command, capture_output=True, text=True, timeout=120, check=False, env={**settings, "PYTHONPATH": path}
     )

@@ -22,8 +22,9 @@ from quire_engine.core.executor import ExecutorError
 from quire_engine.core.kv_cache_manager import KVCacheManager
 from quire_engine.core.scheduler import Scheduler
 from quire_engine.core.step import ModelOutput, SchedulerOutput
-from quire_engine.server import server as server_module
-from quire_engine.server import session_manager
+from quire_engine.core_client.client import LoadedCore
+from quire_engine.core_client.core_thread import CoreThread
+from quire_engine.server import grpc_server, session_manager
 from quire_engine.server.grpc_options import server_options
 from quire_engine.server.server import EngineServer
 from quire_router.engines.connection import EngineConnection
@@ -90,9 +91,8 @@ class Served:
         )
         scheduler = Scheduler(SchedulerConfig(max_model_len=4000, vocab_size=VOCAB_SIZE), KVCacheManager(CAPACITY))
         description = engine_pb2.DescribeResponse(served_model_names=["m"], max_model_len=4000, vocab_size=VOCAB_SIZE)
-        self.server = EngineServer(
-            config, self.executor, scheduler, description, SlowSource(), data_parallel=data_parallel
-        )
+        core = CoreThread(scheduler, self.executor, data_parallel=data_parallel)
+        self.server = EngineServer(config, LoadedCore(core, description, SlowSource()))
         self.serving = self.server.serve()
         self.load = engine_pb2.Load()
         self.link = EngineConnection(f"127.0.0.1:{self.port}", settings, on_load=self.load.CopyFrom)
@@ -229,7 +229,7 @@ async def until_probes(engine: Served, expected: list[int]) -> None:
 
 async def test_a_router_that_vanishes_leaves_no_session_behind(monkeypatch: pytest.MonkeyPatch) -> None:
     """Its connection stays open on the engine's side, and nothing more comes over it."""
-    monkeypatch.setattr(server_module, "server_options", partial(server_options, 0.2))
+    monkeypatch.setattr(grpc_server, "server_options", partial(server_options, 0.2))
     async with served() as (engine, _), cut_off(engine.port) as (port, dead):
         manager = engine.server._sessions
         vanishing = EngineConnection(f"127.0.0.1:{port}")
@@ -237,9 +237,9 @@ async def test_a_router_that_vanishes_leaves_no_session_behind(monkeypatch: pyte
         try:
             await until(lambda: vanishing.ready)
             await asyncio.sleep(1.0)
-            assert vanishing.session.id in manager._sessions  # one that is there answers
+            assert manager._sessions.get(vanishing.session.id) is not None  # one that is there answers
             dead.set()
-            await until(lambda: vanishing.session.id not in manager._sessions)
+            await until(lambda: manager._sessions.get(vanishing.session.id) is None)
             assert engine.link.ready
         finally:
             await vanishing.close()

@@ -16,10 +16,11 @@ from quire_engine.core.data_parallel import DPStats
 from quire_engine.core.engine_core import EngineCoreOutputs, StepTrace
 from quire_engine.core.executor import WeightStats
 from quire_engine.core.lora import LoRAStats
-from quire_engine.core.outputs import EngineCoreOutput, EngineLoad, SchedulerStats
+from quire_engine.core.outputs import EngineCoreOutput, EngineLoad
 from quire_engine.core.request import Request, SequenceEvent, SequenceTimings
 from quire_engine.core.startup import StartupPhase, StartupTimer, process_start
 from quire_engine.core.step import StepTimings
+from quire_engine.core_client.client import CoreStats
 from quire_engine.server.loras import LoRARegistry
 from quire_engine.server.metrics import EngineMetrics
 from quire_engine.server.tracing import TraceExporter
@@ -89,7 +90,7 @@ def test_the_phases_of_a_start_follow_each_other_below_one_span() -> None:
 def test_phases_are_exported_as_they_end() -> None:
     timer = timed_start()
     registered = timer.phases.pop()
-    metrics = EngineMetrics("m", SchedulerStats(), lambda: 0.0, startup=timer.phases)
+    metrics = EngineMetrics("m", CoreStats(), lambda: 0.0, startup=timer.phases)
     assert 'startup_seconds{model="m",phase="weights"} 2.0' in generate_latest(metrics.registry).decode()
     timer.phases.append(registered)
     text = generate_latest(metrics.registry).decode()
@@ -162,7 +163,7 @@ def test_each_of_all_steps_is_linked_to_the_requests_that_were_not_in_the_one_be
 def test_the_steps_that_a_trace_lacks_are_as_many_as_the_metric_says(refuses: bool) -> None:
     """The collector stalls, or refuses what it gets first."""
     dropped = Counter[DropReason]()
-    metrics = EngineMetrics("demo", SchedulerStats(), lambda: 0.0, dropped)
+    metrics = EngineMetrics("demo", CoreStats(), lambda: 0.0, dropped)
     with collector() as received:
         received.answers.clear()
         received.refuses = refuses
@@ -237,7 +238,7 @@ def test_a_preemption_and_the_return_from_it_say_how_and_how_long() -> None:
 
 
 def test_times_away_are_counted_by_the_mode_of_the_preemption() -> None:
-    metrics = EngineMetrics("demo", SchedulerStats(), lambda: 0.0)
+    metrics = EngineMetrics("demo", CoreStats(), lambda: 0.0)
     away = [TimeAway(PreemptionMode.SWAP, 0.2), TimeAway(PreemptionMode.RECOMPUTE, 3.0)]
     for _ in range(2):
         metrics.on_step(EngineCoreOutputs([], LOAD, [], TRACE, times_away=away))
@@ -252,7 +253,7 @@ def summary(span: ReadableSpan) -> tuple[object, int | None]:
 
 
 def test_grammars_are_counted_by_outcome() -> None:
-    metrics = EngineMetrics("demo", SchedulerStats(), lambda: 0.0)
+    metrics = EngineMetrics("demo", CoreStats(), lambda: 0.0)
     for outcome, seconds in (
         (CompileOutcome.COMPILED, 0.004),
         (CompileOutcome.KNOWN, 0.0),
@@ -269,7 +270,7 @@ async def test_adapters_are_counted_and_named_in_one_series_at_a_time() -> None:
     loras = LoRARegistry(lambda lora: lora, ["demo"])
     for name in "abc":
         await loras.load(name, f"/{name}")
-    metrics = EngineMetrics("demo", SchedulerStats(), lambda: 0.0, loras=loras, max_loras=2)
+    metrics = EngineMetrics("demo", CoreStats(), lambda: 0.0, loras=loras, max_loras=2)
     before = time()
     assert lora_info(metrics)[0] == {"max_lora": "2", "running_lora_adapters": "", "waiting_lora_adapters": ""}
     for stats in (LoRAStats(("a",), (), 1), LoRAStats(("a", "b"), ("b", "c"), 2, 5)):
@@ -285,12 +286,12 @@ async def test_adapters_are_counted_and_named_in_one_series_at_a_time() -> None:
 
 
 def test_an_engine_without_adapters_has_no_metrics_of_them() -> None:
-    assert "lora" not in generate_latest(EngineMetrics("demo", SchedulerStats(), lambda: 0.0).registry).decode()
+    assert "lora" not in generate_latest(EngineMetrics("demo", CoreStats(), lambda: 0.0).registry).decode()
 
 
 def test_weights_on_disk_are_counted_as_they_are_when_they_are_asked_for() -> None:
     stats = WeightStats(memory_bytes=3, disk_bytes=7)
-    metrics = EngineMetrics("demo", SchedulerStats(), lambda: 0.0, weights=stats)
+    metrics = EngineMetrics("demo", CoreStats(weights=stats), lambda: 0.0)
     stats.read_bytes, stats.wait_seconds = 14, 2.5
     text = generate_latest(metrics.registry).decode()
     for sample in (
@@ -304,7 +305,7 @@ def test_weights_on_disk_are_counted_as_they_are_when_they_are_asked_for() -> No
 
 
 def test_a_gpu_that_waits_for_weights_of_the_host_says_how_many_it_copied_and_not_for_how_long() -> None:
-    metrics = EngineMetrics("demo", SchedulerStats(), lambda: 0.0, weights=WeightStats(3, host_bytes=7, read_bytes=14))
+    metrics = EngineMetrics("demo", CoreStats(weights=WeightStats(3, host_bytes=7, read_bytes=14)), lambda: 0.0)
     text = generate_latest(metrics.registry).decode()
     assert 'quire_engine_weight_bytes{model="demo",tier="host"} 7.0\n' in text
     assert 'quire_engine_weight_read_bytes_total{model="demo"} 14.0\n' in text
@@ -312,7 +313,7 @@ def test_a_gpu_that_waits_for_weights_of_the_host_says_how_many_it_copied_and_no
 
 
 def test_an_engine_whose_weights_are_in_memory_has_no_metrics_of_them() -> None:
-    assert "weight" not in generate_latest(EngineMetrics("demo", SchedulerStats(), lambda: 0.0).registry).decode()
+    assert "weight" not in generate_latest(EngineMetrics("demo", CoreStats(), lambda: 0.0).registry).decode()
 
 
 def lora_info(metrics: EngineMetrics) -> tuple[dict[str, str], float]:
@@ -324,7 +325,7 @@ def lora_info(metrics: EngineMetrics) -> tuple[dict[str, str], float]:
 
 def test_an_engine_of_a_group_counts_its_dummy_passes_though_it_has_no_steps() -> None:
     stats = DPStats()
-    metrics = EngineMetrics("demo", SchedulerStats(), lambda: 0.0, dp_stats=stats)
+    metrics = EngineMetrics("demo", CoreStats(data_parallel=stats), lambda: 0.0)
     stats.dummy_passes = 7
     assert 'quire_engine_dummy_passes_total{model="demo"} 7.0' in generate_latest(metrics.registry).decode()
-    assert "dummy" not in generate_latest(EngineMetrics("demo", SchedulerStats(), lambda: 0.0).registry).decode()
+    assert "dummy" not in generate_latest(EngineMetrics("demo", CoreStats(), lambda: 0.0).registry).decode()
