@@ -22,10 +22,7 @@ from quire_engine.core.startup import StartupTimer
 from quire_engine.structured_output.compiler import GrammarCompiler, ModelGrammars
 
 if TYPE_CHECKING:
-    from quire_engine.executor.encoder_executor import EncoderExecutor
     from quire_engine.executor.torch_executor import TorchExecutor
-
-    ModelExecutor = TorchExecutor | EncoderExecutor
 
 log = logging.getLogger(__name__)
 
@@ -39,7 +36,7 @@ def load_executor(
     owns_process: bool = False,
     nodes: NodeArgs | None = None,
     startup: StartupTimer | None = None,
-) -> "ModelExecutor":
+) -> "TorchExecutor":
     """Loads the model onto its device and allocates its KV memory. ``on_lost`` is called, on another thread, with the
     reason why a model that several processes share cannot run any more. The others are as in ``TorchExecutor.load``; if
     the engine ``owns_process`` and torch was not imported before, oneDNN's caches are limited too. Raises
@@ -50,21 +47,16 @@ def load_executor(
 
         limit_onednn_caches()
         gc.disable()  # what is imported stays: looking for garbage among 1,500 modules takes a tenth of the time
-    from quire_engine.executor.encoder_executor import EncoderExecutor
     from quire_engine.executor.torch_executor import TorchExecutor
-    from quire_engine.models.loader import read_model_config
 
     if owns_process:
         gc.freeze()
         gc.enable()
-    model_config = read_model_config(config.model, config)
-    if not model_config.is_causal:
-        return EncoderExecutor.load(config, model_config, owns_process=owns_process, startup=startup)
     return TorchExecutor.load(config, on_lost, owns_process=owns_process, nodes=nodes, startup=startup)
 
 
 def make_scheduler(
-    config: EngineArgs, executor: "ModelExecutor", step_policy: StepPolicy = continuous_batching
+    config: EngineArgs, executor: "TorchExecutor", step_policy: StepPolicy = continuous_batching
 ) -> Scheduler:
     """A scheduler for this executor, with empty pools."""
     limits = SchedulerConfig.of(
@@ -80,20 +72,20 @@ def make_scheduler(
     )
     memory = KVCacheManager(
         executor.kv_cache_config,
-        prefix_caching=config.enable_prefix_caching,
+        prefix_caching=config.enable_prefix_caching and executor.config.is_causal,  # an encoder's blocks hold nothing
         host_caching=config.enable_host_caching,
         disk=executor.disk_contents,
     )
     return Scheduler(limits, memory, rates=executor.rates, step_policy=step_policy)
 
 
-def supported_tasks(executor: "ModelExecutor") -> frozenset[Task]:
+def supported_tasks(executor: "TorchExecutor") -> frozenset[Task]:
     """What requests may ask this executor's model for."""
     pooler = executor.config.pooler_config
     return frozenset({Task.GENERATE if pooler is None else pooler.task})
 
 
-def block_revision(config: EngineArgs, executor: "ModelExecutor") -> str:
+def block_revision(config: EngineArgs, executor: "TorchExecutor") -> str:
     """What the hashes of KV blocks name as the model's revision: blocks whose rows are held in another dtype than the
     model's own are other blocks.
     """
@@ -111,7 +103,7 @@ def settings_digest(config: EngineArgs, dtype_name: str) -> bytes:
     return blake2b(facts.encode(), digest_size=8, person=b"quire settings").digest()
 
 
-def model_grammars(config: EngineArgs, executor: "ModelExecutor", tokenizer: Path | None = None) -> ModelGrammars:
+def model_grammars(config: EngineArgs, executor: "TorchExecutor", tokenizer: Path | None = None) -> ModelGrammars:
     """The grammar backend of this executor's model, with the model's tokenizer, or that of another folder. Costs
     nothing before the first grammar.
     """
@@ -120,7 +112,7 @@ def model_grammars(config: EngineArgs, executor: "ModelExecutor", tokenizer: Pat
 
 
 def make_grammar_compiler(
-    config: EngineArgs, executor: "ModelExecutor", tokenizer: Path | None = None
+    config: EngineArgs, executor: "TorchExecutor", tokenizer: Path | None = None
 ) -> GrammarCompiler:
     """The grammar compiler of the offline API, whose callers may submit many grammars at once. ``tokenizer`` as of
     ``model_grammars``.

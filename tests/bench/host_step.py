@@ -83,6 +83,7 @@ def measure(engine: str, sequences: int, context: int) -> list[float]:
         llm = LLM(str(FOLDER), kv_cache_memory=kv_cache_memory, swap_space=0, max_step_seconds=0, **common)
     else:
         os.environ.setdefault("VLLM_CPU_KVCACHE_SPACE", "2")
+        os.environ.setdefault("VLLM_LOGGING_STREAM", "ext://sys.stderr")  # the figures are the last line of our output
         from vllm import LLM, SamplingParams  # type: ignore[import-not-found, no-redef]
 
         llm = LLM(str(FOLDER), disable_log_stats=True, **common)

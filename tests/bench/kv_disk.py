@@ -30,8 +30,8 @@ class Engine:
         self._requests = 0
 
     def _receive(self, step: EngineCoreOutputs) -> None:
-        assert not any(output.error for output in step.outputs)
-        if any(output.token_ids for output in step.outputs):
+        assert not any(output.error for output in step.all_outputs())
+        if any(output.token_ids for output in step.all_outputs()):
             self._first_token = perf_counter()
 
     def first_token(self, prompt: list[int]) -> float:

@@ -135,7 +135,7 @@ def run(executor: TorchExecutor, scheduler: Scheduler, work: Work, seed: int) ->
 
     def receive(step: EngineCoreOutputs) -> None:
         nonlocal outputs
-        outputs += len(step.outputs)
+        outputs += len(step.all_outputs())
 
     core = EngineCore(scheduler, executor, receive)
     for number in range(work.streams):

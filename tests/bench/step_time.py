@@ -59,10 +59,10 @@ def measure_one(
 
     def receive(step: EngineCoreOutputs) -> None:
         nonlocal long_done
-        assert not any(item.error for item in step.outputs)
+        assert not any(item.error for item in step.all_outputs())
         ends.append(perf_counter())
         promises.append(step.trace.max_seconds)
-        long_done = long_done or any(item.request_id == "long" and item.token_ids for item in step.outputs)
+        long_done = long_done or any(item.request_id == "long" and item.token_ids for item in step.all_outputs())
 
     core = EngineCore(make_scheduler(args, executor), executor, receive)
 

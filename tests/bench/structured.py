@@ -124,8 +124,8 @@ def run(
 
     def receive(step: EngineCoreOutputs) -> None:
         nonlocal made
-        assert not any(item.error for item in step.outputs)
-        made += sum(len(item.token_ids) for item in step.outputs)
+        assert not any(item.error for item in step.all_outputs())
+        made += sum(len(item.token_ids) for item in step.all_outputs())
         steps.append(step.trace)
 
     config = SchedulerConfig(

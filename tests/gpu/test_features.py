@@ -81,7 +81,7 @@ def test_experts_part_from_transformers_only_where_both_are_probable(
 ) -> None:
     folder, prompts = model_folders["qwen3-moe"], small_models.prompts[:6]
     with closing(load(folder, 200, 0, "bfloat16", device="cuda", enforce_eager=enforce_eager)) as executor:
-        assert (executor._runner._cuda_graphs is None) == enforce_eager
+        assert (executor._worker.runner._cuda_graphs is None) == enforce_eager
         made = run(executor, prompts, [PARAMS] * len(prompts))
     for (choice,), their_steps in zip(made.choices, theirs(folder, tuple(map(tuple, prompts))), strict=True):
         check_close(choice, their_steps)

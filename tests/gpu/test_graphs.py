@@ -85,7 +85,7 @@ def test_the_engine_makes_the_same_tokens_with_graphs_and_without(
         executor: TorchExecutor = load(
             *(model_folders[name], 200, 0, "bfloat16"), device="cuda", deterministic=True, enforce_eager=enforce_eager
         )
-        assert (executor._runner._cuda_graphs is None) == enforce_eager
+        assert (executor._worker.runner._cuda_graphs is None) == enforce_eager
         prompts = small_models.prompts
         made.append(run(executor, prompts, [params] * len(prompts), chunk=64, max_num_seqs=13).choices)
         executor.close()

@@ -33,7 +33,7 @@ def test_tokens_after_wake_up_on_a_gpu_are_those_before_sleep(
     model_folders: dict[str, Path], name: str, enforce_eager: bool
 ) -> None:
     with awake(model_folders[name], enforce_eager=enforce_eager) as running:
-        expected, runner = outputs(running), running.executor._runner
+        expected, runner = outputs(running), running.executor._worker.runner
         assert (runner._cuda_graphs is None) is enforce_eager
         held = torch.cuda.memory_reserved()
         for _ in range(2):

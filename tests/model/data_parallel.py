@@ -123,7 +123,7 @@ class Engine:
 
     def _receive(self, step: EngineCoreOutputs) -> None:
         with self._changed:
-            for output in step.outputs:
+            for output in step.all_outputs():
                 answer = self.answers[output.request_id]
                 answer.token_ids += output.token_ids
                 answer.logprobs += [each.logprob for each in output.logprobs]

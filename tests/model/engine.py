@@ -120,7 +120,7 @@ def run(
     told: list[list[TokenLogprobs]] = [[] for _ in prompts]
 
     def receive(step: EngineCoreOutputs) -> None:
-        for output in step.outputs:
+        for output in step.all_outputs():
             assert output.error is None, output.error
             choice = choices[int(output.request_id)][output.index]
             choice.token_ids += output.token_ids

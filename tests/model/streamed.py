@@ -24,7 +24,7 @@ def gib_of(layers: float, size: int) -> float:
 
 def streamed_layers(executor: TorchExecutor) -> list[StreamedLayer[WeightFile]]:
     """Those that are read from disk, on rank 0 if there are several."""
-    runner = executor._runner
+    runner = executor._worker.runner
     assert isinstance(runner, ModelRunner)
     layers = runner._model._layers  # type: ignore[attr-defined]
     return [layer for layer in layers if isinstance(layer, StreamedLayer)]

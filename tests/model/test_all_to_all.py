@@ -199,7 +199,7 @@ def test_steps_are_not_captured(threads: None, small_models: SmallModels, tmp_pa
     """Nor are those of a stage without experts, which gathers tokens all the same."""
     folder = small_model("qwen3-moe", tmp_path, num_hidden_layers=4, mlp_only_layers=[0, 1])
     with closing(load(folder, 2, pipeline_parallel_size=2)) as shared:
-        assert shared._runner._cpu_graphs is None  # type: ignore[union-attr]
+        assert shared._worker.runner._cpu_graphs is None  # type: ignore[union-attr]
         made = generate(shared, small_models, num_stages=2)
     with closing(load(folder, 1, backend="allgather_reducescatter")) as whole:
         assert_near(made, generate(whole, small_models))
@@ -256,7 +256,7 @@ def test_rank_0_failing_alone_is_reported_although_the_others_wait_for_it(
         raise RuntimeError("out of memory")
 
     watched.run()
-    experts = watched.executor._runner._model._layers[1]._mlp._experts
+    experts = watched.executor._worker.runner._model._layers[1]._mlp._experts
     assert isinstance(experts, AllToAllExperts)
     monkeypatch.setattr(experts, *(("_local", fail) if "results" in place else ("_communicator", None)))
     with pytest.raises(RankError, match=r"Rank 0 failed in a step in which other ranks did not"):

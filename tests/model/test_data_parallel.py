@@ -382,7 +382,7 @@ def failing(small_models: SmallModels, size: int = 2, **settings: Any) -> Iterat
 
 
 def own_runner(engine: Engine) -> ModelRunner:
-    runner = engine.executor._runner
+    runner = engine.executor._worker.runner
     assert isinstance(runner, ModelRunner)
     return runner
 

@@ -133,14 +133,14 @@ def test_masks_are_filled_while_the_model_computes(executor: TorchExecutor, monk
         def new_matcher(self) -> ModuloMatcher:
             return Waiting(self)
 
-    forward = executor._runner._model.forward
+    forward = executor._worker.runner._model.forward
 
     def watched(*args: object) -> torch.Tensor:
         computing.set()
         assert filled.wait(timeout=30)
         return forward(*args)
 
-    monkeypatch.setattr(executor._runner._model, "forward", watched)
+    monkeypatch.setattr(executor._worker.runner._model, "forward", watched)
     output = make_output(0, [5, 6], grammar=Grammar(2, VOCAB_SIZE))
     assert executor.execute_model(make_step(0, [whole([5, 6], [output])])).token_ids[0] % 2 == 1
 
@@ -168,7 +168,7 @@ def test_what_is_kept_of_a_row_is_dropped_when_it_is_freed(executor: TorchExecut
     executor.execute_model(
         make_step(0, [KnownChunk(id, [5], 0, [id + 1], (request,)) for id, request in enumerate(requests)])
     )
-    kept = executor._worker._states._sampling_states
+    kept = executor._worker.states._sampling_states
     assert len(kept) == 3
     executor.execute_model(make_step(1, freed_rows=array("i", [0, 2])))
     assert len(kept) == 1

@@ -214,7 +214,7 @@ def test_a_mask_of_a_models_own_making_is_refused(mask: torch.Tensor | None) -> 
 def test_each_layer_has_the_window_of_its_mask(
     tmp_path: Path, model_type: str, special: dict[str, Any], windows: tuple[int | None, ...]
 ) -> None:
-    layers = load(write(tmp_path / "model", model_type, **special))._runner._model.attention_layers
+    layers = load(write(tmp_path / "model", model_type, **special))._worker.runner._model.attention_layers
     assert tuple(layer.window for layer in layers) == windows
 
 
@@ -330,5 +330,5 @@ def test_loading_adds_two_names_to_transformers_and_changes_nothing_else(tmp_pat
     assert attentions == before[0] | {name: attentions[name] for name in (PAGED_ATTENTION, PROBE_ATTENTION)}
     assert masks_ == before[1] | {PROBE_ATTENTION: masks_[PROBE_ATTENTION]}
     assert their_model.config._attn_implementation == "sdpa"
-    assert executor._runner._model._causal.config._attn_implementation == PAGED_ATTENTION
+    assert executor._worker.runner._model._causal.config._attn_implementation == PAGED_ATTENTION
     their_model.generate(torch.tensor([[5, 6, 7]]), max_new_tokens=3)

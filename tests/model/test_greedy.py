@@ -66,8 +66,8 @@ def _logits(executor: TorchExecutor, tokens: list[int]) -> torch.Tensor:
     chunk = KnownChunk(0, tokens, 0, first, other_block_ids=others)
     batch = prepare([chunk], capacity.block_size, capacity.groups).model_input
     with torch.inference_mode():
-        hidden = executor._runner.forward(batch)
-        return executor._runner.logits(hidden, torch.arange(len(tokens)))
+        hidden = executor._worker.runner.forward(batch)
+        return executor._worker.runner.logits(hidden, torch.arange(len(tokens)))
 
 
 def test_bfloat16_runs_and_stays_near_float32(small_models: SmallModels) -> None:

@@ -46,7 +46,7 @@ def generate(folder: Path, disk: Path | None, rounds: list[list[list[int]]], **s
     outputs: dict[str, list[int]] = {}
 
     def receive(step: EngineCoreOutputs) -> None:
-        for output in step.outputs:
+        for output in step.all_outputs():
             assert output.error is None
             outputs.setdefault(output.request_id, []).extend(output.token_ids)
 

@@ -161,10 +161,10 @@ def test_a_layer_that_does_not_wait_for_its_copy_makes_other_tokens(small_models
 def test_decode_steps_are_not_captured(tmp_path: Path) -> None:
     folder = deep("llama3", tmp_path)
     with closing(load(folder, deterministic=True)) as whole:
-        assert whole._runner._model.capturable  # type: ignore[union-attr]
+        assert whole._worker.runner._model.capturable  # type: ignore[union-attr]
     with offloads_on_the_cpu(3, None), closing(load(folder, **OFFLOAD, deterministic=True)) as some:
-        assert not some._runner._model.capturable  # type: ignore[union-attr]
-        assert some._runner._cpu_graphs is None  # type: ignore[union-attr]
+        assert not some._worker.runner._model.capturable  # type: ignore[union-attr]
+        assert some._worker.runner._cpu_graphs is None  # type: ignore[union-attr]
 
 
 @needs_kernels

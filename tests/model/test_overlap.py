@@ -116,7 +116,7 @@ def test_an_error_in_sampling_is_raised_with_the_result(
     one = Sequence(make_output(0, [5, 6, 7], **style), wanted=3)
     first = executor.execute_model_async(make_step(0, [one.chunk(40)]))
     with monkeypatch.context() as patch:
-        patch.setattr(executor._worker._sampler, draws, fail)
+        patch.setattr(executor._worker.sampler, draws, fail)
         first.sample_tokens()
     one.pending = True
     second = executor.execute_model_async(make_step(1, [one.chunk(40)]))
@@ -136,8 +136,8 @@ def test_a_device_that_fails_ends_the_engine(
 
     scheduler_output = make_step(0, [Sequence(make_output(0, [5, 6], **style), wanted=3).chunk(40)])
     target = {
-        "launch": (executor._runner, "forward"),
-        "draw": (executor._worker._sampler, "sample" if style else "sample_plain"),
+        "launch": (executor._worker.runner, "forward"),
+        "draw": (executor._worker.sampler, "sample" if style else "sample_plain"),
         "result": (SamplerOutput if style else PlainSamplerOutput, "fetch_into"),
     }
     monkeypatch.setattr(*target[when], fail)
@@ -150,13 +150,13 @@ def test_copies_wait_for_a_forward_pass_that_failed_too(
 ) -> None:
     said: list[str] = []
     swap_stream = SimpleNamespace(record_compute=lambda: said.append("computed"))
-    monkeypatch.setattr(executor._runner._kv_cache, "swap_stream", swap_stream)
+    monkeypatch.setattr(executor._worker.runner._kv_cache, "swap_stream", swap_stream)
 
     def fail(*_: object) -> None:
         said.append("half of it")
         raise ValueError("no memory")
 
-    monkeypatch.setattr(executor._runner._model, "forward", fail)
+    monkeypatch.setattr(executor._worker.runner._model, "forward", fail)
     with pytest.raises(ValueError, match="no memory"):
         executor.execute_model(make_step(0, [Sequence(make_output(0, [5, 6]), wanted=3).chunk(40)]))
     assert said == ["half of it", "computed"]
@@ -166,13 +166,13 @@ def test_masks_of_known_tokens_are_filled_while_the_model_computes_and_others_wh
     executor: TorchExecutor, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     begun: list[list[int]] = []
-    prepare = executor._worker._sampler.prepare
+    prepare = executor._worker.sampler.prepare
 
     def watched(draws: list[Draw]) -> object:
         begun.append([draw.number for draw in draws])
         return prepare(draws)
 
-    monkeypatch.setattr(executor._worker._sampler, "prepare", watched)
+    monkeypatch.setattr(executor._worker.sampler, "prepare", watched)
     grammar = ModuloGrammar(3, VOCAB_SIZE)
     outputs = [make_output(0, [5, 6], grammar=grammar), make_output(1, [7, 8], grammar=grammar), make_output(2, [9])]
     one, two, three = (Sequence(output, wanted=9) for output in outputs)

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from quire_engine import LLM
 from quire_engine import SamplingParams as LlmParams
 from quire_engine.core.block_pool import BlockCopies, BlockCopy
@@ -27,6 +28,7 @@ from tests.model.engine import Run, run
 from tests.model.models import OWN, SmallModels, small_model
 from tests.model.ranks import (
     SCHEDULES,
+    SECONDS_TO_BE_TOLD,
     Watched,
     assert_gone,
     assert_near,
@@ -34,7 +36,9 @@ from tests.model.ranks import (
     chunk,
     expected,
     generate,
+    in_background,
 )
+from tests.support import forked_ranks
 from tests.support.executors import load_executor
 from tests.support.forked_ranks import running_ranks
 from tests.support.rank_threads import ranks_are_threads
@@ -260,6 +264,59 @@ def test_a_draw_that_fails_in_the_last_stage_is_that_steps_error(
             with pytest.raises(RuntimeError, match="ZeroDivisionError: no luck"):
                 shared.execute_model(make_step(1, [chunk([5, 6], [1])]))
         assert shared.execute_model(make_step(2, [chunk([5, 6], [1])])).token_ids == wanted
+
+
+def test_logits_that_fail_on_all_ranks_of_the_last_stage_are_that_steps_error(
+    threads: None, deep: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """And no error of the step that was launched behind it."""
+    failed: list[int] = []
+    logits = DecoderModel.logits
+
+    def fail_once(model: DecoderModel, hidden: torch.Tensor) -> torch.Tensor:
+        if model.communicator.rank not in failed:
+            failed.append(model.communicator.rank)
+            raise ZeroDivisionError("no luck")
+        return logits(model, hidden)
+
+    one, other = chunk([5, 6], [1], id=1), chunk([7, 8, 9], [3], id=3)
+    with closing(load(deep, 2, 2)) as shared:
+        wanted = [shared.execute_model(make_step(0, [each])).token_ids for each in (one, other)]
+        monkeypatch.setattr(DecoderModel, "logits", fail_once)
+        first, second = (shared.execute_model_async(make_step(1, [each])) for each in (one, other))
+        first.sample_tokens()
+        with pytest.raises(RuntimeError, match="ZeroDivisionError: no luck"):
+            first.get_output()
+        assert sorted(failed) == [0, 1]
+        second.sample_tokens()
+        assert second.get_output().token_ids == wanted[1]
+        assert shared.execute_model(make_step(2, [one])).token_ids == wanted[0]
+
+
+@pytest.mark.parametrize("part", [0, pytest.param(1, marks=pytest.mark.soak)])
+def test_logits_that_fail_on_one_rank_of_the_last_stage_end_the_engine(
+    deep: Path, monkeypatch: pytest.MonkeyPatch, part: int
+) -> None:
+    """The rank that samples, or one that it waits for."""
+    monkeypatch.setattr(forked_ranks, "prepare", partial(fail_logits_of, part))
+    with closing(Watched(partial(load, deep, 2, 2))) as watched:
+        thread, raised = in_background(watched.run)
+        told = f"Rank {2 + part} failed in a step in which other ranks did not: ZeroDivisionError: no luck."
+        assert watched.loss() == told
+        thread.join(SECONDS_TO_BE_TOLD)
+        assert [type(error) for error in raised] == [RankError]
+
+
+def fail_logits_of(part: int) -> None:
+    """What this process computes of logits fails if its rank has this part of a stage."""
+    logits = DecoderModel.logits
+
+    def fail(model: DecoderModel, hidden: torch.Tensor) -> torch.Tensor:
+        if model.communicator.rank == part:
+            raise ZeroDivisionError("no luck")
+        return logits(model, hidden)
+
+    DecoderModel.logits = fail  # type: ignore[method-assign]
 
 
 def test_a_copy_that_fails_in_every_stage_ends_the_engine(threads: None, deep: Path) -> None:

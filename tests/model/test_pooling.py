@@ -13,15 +13,18 @@ from quire_engine.config import EngineConfig
 from quire_engine.core.config import SchedulerConfig
 from quire_engine.core.engine_core import EngineCore, EngineCoreOutputs
 from quire_engine.core.kv_cache_manager import KVCacheManager
+from quire_engine.core.lora import LoRARequest
 from quire_engine.core.outputs import EngineCoreOutput
 from quire_engine.core.request import Request
 from quire_engine.core.scheduler import Scheduler
-from quire_engine.errors import ModelError
+from quire_engine.core.step_recording import RecordedEngine, StepRecorder, read_steps
+from quire_engine.errors import LoRAError, ModelError
 from quire_engine.executor.torch_executor import TorchExecutor
 from quire_engine.factory import load_executor
 from quire_engine.models import encoder as encoder_model
 from quire_engine.models.loader import read_model_config
-from quire_proto.errors import QuireError
+from quire_engine.simulation.replay import run_steps
+from quire_proto.errors import ErrorCode, QuireError
 from quire_proto.pooling import PoolingParams, Task
 from quire_proto.sampling import SamplingParams
 from torch.nn.functional import normalize
@@ -70,13 +73,14 @@ class PoolingEngine:
             pooler_config=pooler,
             enable_chunked_prefill=self.executor.config.is_causal,
         )
-        self.scheduler = Scheduler(limits, KVCacheManager(self.executor.kv_cache_config), rates=self.executor.rates)
+        memory = KVCacheManager(self.executor.kv_cache_config, prefix_caching=self.executor.config.is_causal)
+        self.scheduler = Scheduler(limits, memory, rates=self.executor.rates)
         self.core = EngineCore(self.scheduler, self.executor, self._publish)
         self.ends: dict[str, EngineCoreOutput] = {}
         self.tokens: dict[str, list[int]] = {}
 
     def _publish(self, step: EngineCoreOutputs) -> None:
-        for output in step.outputs:
+        for output in step.all_outputs():
             self.tokens.setdefault(output.request_id, []).extend(output.token_ids)
             if output.ends_request:
                 self.ends[output.request_id] = output
@@ -168,7 +172,7 @@ def test_embeddings_beside_sequences_that_decode_and_take_their_memory(
         made = [engine.tokens[f"g{number}"] for number in range(3)]
         assert made == small_models.outputs("llama3", range(3), 40)
         engine.pool([[5]])  # with it the executor hears of those that have ended
-        assert not engine.executor._worker._pooler._sums, "what was kept of prompts is not given back"
+        assert not engine.executor._worker.pooler._sums, "what was kept of prompts is not given back"
 
 
 def test_what_a_request_asks_for(folder: Path, small_models: SmallModels) -> None:
@@ -190,14 +194,14 @@ def test_what_a_request_asks_for(folder: Path, small_models: SmallModels) -> Non
 
 def test_numbers_that_are_not_finite_end_their_own_request(folder: Path, small_models: SmallModels) -> None:
     with closing(PoolingEngine(folder)) as engine:
-        forward = engine.executor._runner.forward
+        forward = engine.executor._worker.runner.forward
 
         def broken(*arguments: object) -> torch.Tensor:
             states = forward(*arguments)
             states[len(small_models.prompts[0]) - 1] = float("nan")
             return states
 
-        engine.executor._runner.forward = broken
+        engine.executor._worker.runner.forward = broken
         for number, prompt in enumerate(small_models.prompts[:2]):
             engine.scheduler.add_request(Request(str(number), prompt, NOTHING, pooling=PoolingParams()))
         engine.run()
@@ -332,19 +336,86 @@ def encoded_prompts() -> list[list[int]]:
     return [[draw.randrange(5, VOCAB_SIZE) for _ in range(length)] for length in (3, 90, 17, 40, 128, 1)]
 
 
+def embedded_by_hand(model: PreTrainedModel, prompts: list[list[int]], pooling: str = "cls") -> np.ndarray:
+    with torch.inference_mode():
+        states = [model(input_ids=torch.tensor([each])).last_hidden_state[0] for each in prompts]
+    return normalize(torch.stack(list(map(POOLED_BY_HAND[pooling], states))), dim=1).numpy()
+
+
+@pytest.mark.parametrize("overlaps", [False, True])
 @pytest.mark.parametrize("name", ENCODERS)
-def test_an_encoder_embeds_as_transformers_does(tmp_path: Path, encoded_prompts: list[list[int]], name: str) -> None:
+def test_an_encoder_embeds_as_transformers_does(
+    tmp_path: Path, encoded_prompts: list[list[int]], name: str, overlaps: bool
+) -> None:
     """With room for two of the prompts in a step, of which each is computed whole."""
     model = encoder(tmp_path, name, AutoModel)
-    with torch.inference_mode():
-        states = [model(input_ids=torch.tensor([each])).last_hidden_state[0] for each in encoded_prompts]
-    for pooling in ("mean", "cls"):
-        wanted = normalize(torch.stack(list(map(POOLED_BY_HAND[pooling], states))), dim=1).numpy()
-        with closing(
-            PoolingEngine(tmp_path, convert="auto", pooling_type=pooling, max_num_batched_tokens=140)
-        ) as engine:
+    settings = {"convert": "auto", "max_num_batched_tokens": 140, "async_scheduling": overlaps}
+    for pooling in POOLINGS:
+        wanted = embedded_by_hand(model, encoded_prompts, pooling)
+        with closing(PoolingEngine(tmp_path, pooling_type=pooling, **settings)) as engine:
+            assert engine.executor.depth == 1 + overlaps
             for _ in range(2):
                 assert np.abs(engine.pool(encoded_prompts) - wanted).max() < TOLERANCE
+
+
+def test_an_encoder_has_blocks_for_as_many_prompts_as_may_run_and_no_memory_for_them(tmp_path: Path) -> None:
+    encoder(tmp_path, "bert", AutoModel)
+    settings = {"convert": "auto", "max_num_batched_tokens": 130, "max_num_seqs": 40, "async_scheduling": True}
+    with closing(PoolingEngine(tmp_path, 1 << 40, **settings, swap_space=1.0)) as engine:
+        memory = engine.executor.kv_cache_config
+        assert memory.device_blocks * memory.block_bytes < 1 << 10
+        assert memory.host_blocks == 0
+        assert engine.pool([[5 + each, 6] for each in range(100)]).shape == (100, 64)
+        assert engine.pool([[5] * 130] * 3).shape == (3, 64)
+        assert not engine.scheduler.stats.preemptions
+        assert not engine.scheduler.kv_cache_manager.take_events()
+
+
+def test_a_prompt_that_an_encoder_fails_on_ends_alone(
+    tmp_path: Path, encoded_prompts: list[list[int]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    wanted = embedded_by_hand(encoder(tmp_path, "bert", AutoModel), encoded_prompts[:2])
+    encode, poison = encoder_model.EncoderModel.encode, VOCAB_SIZE - 1
+
+    def fail(model: encoder_model.EncoderModel, token_ids: torch.Tensor, *others: object) -> torch.Tensor:
+        if poison in token_ids:
+            raise ValueError("no such token")
+        return encode(model, token_ids, *others)
+
+    with closing(PoolingEngine(tmp_path, convert="auto")) as engine:
+        monkeypatch.setattr(encoder_model.EncoderModel, "encode", fail)
+        for number, prompt in enumerate([encoded_prompts[0], [5, poison], encoded_prompts[1]]):
+            engine.scheduler.add_request(Request(str(number), prompt, NOTHING, pooling=PoolingParams()))
+        engine.run()
+        assert engine.ends["1"].error.code is ErrorCode.INTERNAL
+        assert np.abs(np.stack([engine.vector("0"), engine.vector("2")]) - wanted).max() < TOLERANCE
+
+
+def test_an_encoder_embeds_the_same_after_it_slept(tmp_path: Path, encoded_prompts: list[list[int]]) -> None:
+    encoder(tmp_path, "bert", AutoModel).bfloat16().save_pretrained(tmp_path)  # so that weights are not a mapped file
+    with closing(PoolingEngine(tmp_path, convert="auto")) as engine:
+        wanted = engine.pool(encoded_prompts)
+        assert engine.executor.can_sleep
+        engine.executor.sleep()
+        weight = engine.executor._worker.runner._model._body.get_input_embeddings().weight
+        assert not weight[64:192].any(), "the pages of the weights are not given back"
+        engine.executor.wake_up()
+        assert np.array_equal(engine.pool(encoded_prompts), wanted)
+
+
+def test_the_steps_of_an_encoder_are_recorded_and_run_again(tmp_path: Path, encoded_prompts: list[list[int]]) -> None:
+    folder, path = tmp_path / "model", tmp_path / "steps"
+    encoder(folder, "bert", AutoModel)
+    settings = {"convert": "auto", "max_num_batched_tokens": 140}
+    with closing(PoolingEngine(folder, **settings)) as engine:
+        recorder = StepRecorder(path, RecordedEngine("bert", VOCAB_SIZE, engine.executor.kv_cache_config), 1 << 30)
+        engine.core._recorder = recorder
+        engine.pool(encoded_prompts)
+        recorder.close()
+    with closing(PoolingEngine(folder, **settings)) as again:
+        report = run_steps(again.executor, read_steps(path)[1])
+    assert (report.ended, report.num_failed) == ("", 0)
+    assert report.num_tokens == sum(map(len, encoded_prompts))
 
 
 @pytest.mark.parametrize("name", ENCODERS)
@@ -391,13 +462,20 @@ def _without_windows(attention: Callable[..., object]) -> Callable[..., object]:
         ({"quantization": "int8"}, "--quantization is for decoders"),
         ({"enable_lora": True}, "--enable-lora is for decoders"),
         ({"runner": "generate"}, "makes no text"),
-        ({"max_model_len": 500}, "--max-model-len is 500"),
+        ({"max_model_len": 500}, "--max-model-len is 500, and this model's sequences have 1 to 130 tokens"),
     ],
 )
 def test_settings_that_an_encoder_cannot_have(tmp_path: Path, settings: dict[str, object], sentence: str) -> None:
     encoder(tmp_path, "bert", AutoModel)
     with pytest.raises(ModelError, match=sentence):
         PoolingEngine(tmp_path, **{"convert": "auto", **settings})
+
+
+def test_an_encoder_serves_no_adapters_and_says_why(tmp_path: Path) -> None:
+    encoder(tmp_path, "bert", AutoModel)
+    with closing(PoolingEngine(tmp_path, convert="auto")) as engine, pytest.raises(LoRAError) as caught:
+        engine.executor.check_lora(LoRARequest("a", 1, str(tmp_path)))
+    assert str(caught.value).startswith("This engine serves no adapters: --enable-lora is for decoders")
 
 
 def test_a_random_schedule_changes_nothing(folder: Path) -> None:
@@ -420,7 +498,7 @@ def test_a_random_schedule_changes_nothing(folder: Path) -> None:
         assert aborted
         assert np.abs(got - wanted).max() < TOLERANCE
         engine.pool([[5]])  # with it the executor hears of those that have ended
-        assert not engine.executor._worker._pooler._sums, "what was kept of prompts is not given back"
+        assert not engine.executor._worker.pooler._sums, "what was kept of prompts is not given back"
 
 
 @pytest.mark.parametrize(

@@ -327,7 +327,7 @@ def run(executor: Executor, scenario: Scenario) -> Run:
     outputs: Outputs = {}
 
     def receive(step: EngineCoreOutputs) -> None:
-        for output in step.outputs:
+        for output in step.all_outputs():
             outputs.setdefault((output.request_id, output.index), []).extend(output.token_ids)
 
     with open_disk(executor, scenario) as disk:

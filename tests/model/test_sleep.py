@@ -29,7 +29,7 @@ def demo() -> Iterator[Running]:
 
 def contents(executor: TorchExecutor) -> list[torch.Tensor]:
     """Bytes of all weights, whatever they are held as."""
-    storages = device_storages(executor._runner._model, torch.device("cpu"))
+    storages = device_storages(executor._worker.runner._model, torch.device("cpu"))
     return [torch.empty(0, dtype=torch.uint8).set_(storage).clone() for storage in storages]
 
 
@@ -137,7 +137,7 @@ def test_an_engine_that_cannot_put_its_weights_away_stays_awake(
 
 def anonymous_bytes(executor: TorchExecutor) -> int:
     """Memory of rank 1's process that no file has the contents of."""
-    (rank,) = executor._ranks._workers._processes
+    (rank,) = executor._worker.ranks._workers._processes
     status = Path(f"/proc/{rank.pid}/status").read_text()
     return int(re.search(r"RssAnon:\s+(\d+) kB", status)[1]) << 10
 
@@ -167,7 +167,7 @@ def test_if_one_rank_cannot_change_none_does(
         if asked is WakeUp:
             assert running.ask(Sleep) is None
         with monkeypatch.context() as patched:
-            patched.setattr(running.executor._runner, cannot, refuse)
+            patched.setattr(running.executor._worker.runner, cannot, refuse)
             failure = running.ask(asked)
             assert failure is not None
             assert "rank 0 has its reasons" in failure.message

@@ -50,7 +50,7 @@ def test_a_step_that_failed_is_run_again_from_the_states_that_it_began_with(
 ) -> None:
     """Every fifth step fails, and then its sequences are run one by one."""
     executor, calls = executors[name], iter(range(1 << 30))
-    runner = executor._runner
+    runner = executor._worker.runner
     model = runner._model
     # Behind the first layer with a state.
     where, attribute = (model._decoder.layers[1], "forward") if place == "in a layer" else (runner, "logits")
@@ -73,7 +73,7 @@ def test_a_sequence_whose_state_is_lost_ends_and_no_other(
 ) -> None:
     from tests.support.steps import KnownChunk, prepare
 
-    runner, tokens = executors["lfm2"]._runner, small_models.prompts[9][:4]
+    runner, tokens = executors["lfm2"]._worker.runner, small_models.prompts[9][:4]
 
     def forward(chunks: list[KnownChunk]) -> torch.Tensor:
         with torch.inference_mode():
@@ -144,5 +144,5 @@ def test_what_steps_keep_of_states_is_kept_free(small_models: SmallModels, monke
 
 def test_a_block_of_a_model_without_a_state_has_none(small_models: SmallModels) -> None:
     executor = load_executor(small_models.folder("gemma3"), kv_cache_memory=1 << 20, swap_bytes=0)
-    assert executor._runner._model.state_bytes == 0
-    assert len(executor._runner._kv_cache.layers) == 2
+    assert executor._worker.runner._model.state_bytes == 0
+    assert len(executor._worker.runner._kv_cache.layers) == 2

@@ -133,7 +133,7 @@ def expected_tokens(folder: Path, prompt: list[int]) -> list[int]:
 def test_the_text_part_makes_the_tokens_of_the_whole_model(tmp: Path, model_type: str) -> None:
     folder = model_folder(tmp, model_type)
     executor = load_executor(folder, kv_cache_memory=4 << 20, swap_bytes=4 << 20, attention="auto")
-    assert isinstance(executor._runner._model, MODELS[model_type][0])
+    assert isinstance(executor._worker.runner._model, MODELS[model_type][0])
     prompts = [[token % 250 for token in prompt] for prompt in small_prompts()[2:5]]
     made = Driver(executor, seed=1, max_chunk=13).run(
         [Sequence(index, prompt, OUTPUT_TOKENS) for index, prompt in enumerate(prompts)]

@@ -283,7 +283,7 @@ class EngineStateMachine(RuleBasedStateMachine):
                 self.cached.add(entry)
             else:
                 self.cached.remove(entry)
-        for received in output.outputs:
+        for received in output.all_outputs():
             client = self.clients[received.request_id]
             assert not client.ended, "an output came after the end"
             client.ended = received.ends_request
@@ -378,7 +378,7 @@ class EngineStateMachine(RuleBasedStateMachine):
         if not hasattr(self, "memory"):
             return
         for _ in range(5000):
-            if not self.scheduler.has_work and not self.core._rejected:
+            if not self.scheduler.has_work:
                 break
             self.step_once()
         assert not self.scheduler.has_work, "the engine made no progress"

@@ -97,7 +97,7 @@ def offloads_on_the_cpu(number: int, device: FakeDevice | None, left_out: Wait |
 
 def offloaded_layers(executor: TorchExecutor) -> list[StreamedLayer[HostWeights]]:
     """Those in host memory, on rank 0 if there are several."""
-    runner = executor._runner
+    runner = executor._worker.runner
     assert isinstance(runner, ModelRunner)
     layers = runner._model._layers  # type: ignore[attr-defined]
     return [layer for layer in layers if isinstance(layer, StreamedLayer)]

@@ -50,7 +50,7 @@ class OverlappingPagedExecutor(PagedExecutor):
 
     ``fails`` is asked whether a step fails: at its "launch", in its "forward" pass (then its pending tokens are known),
     at its "draw", or in a "run". A failing forward pass spoils what it should have filled, and so does a step that was
-    launched on top of it.
+    launched on top of it or of a failing draw.
 
     With ``num_stages`` above 1 it is a pipeline, in which as many steps are in flight, and drawn late.
     """
@@ -174,7 +174,10 @@ class PagedStep:
         rows = self._executor.rows.tokens
         known = [rows[chunk.row][: chunk.end] for chunk in self.scheduler_output.chunks]
         self._executor.queue(partial(self.sample, known))
-        self._executor.check("draw", self.scheduler_output)
+        try:
+            self._executor.check("draw", self.scheduler_output)
+        except FailureError as failure:
+            self._executor.spoilt, self._failure = True, failure
 
     def get_output(self) -> ModelOutput:
         require(self._executor.in_flight[0] is self, "steps are taken out of order, or twice")

@@ -45,7 +45,7 @@ class Running:
     def outputs(self) -> Iterator[EngineCoreOutput]:
         """Those of the request that was submitted last, until it has ended."""
         while True:
-            for output in self.published.get(timeout=SECONDS).outputs:
+            for output in self.published.get(timeout=SECONDS).all_outputs():
                 yield output
                 if output.ends_request:
                     return

@@ -153,10 +153,10 @@ class Run:
                 self._add(request)
             for abort in scenario.aborts.get(number, ()):
                 self.core._handle_command(abort)
-            if number > last and not self.core._has_work:
+            if number > last and not self.scheduler.has_work:
                 break
             self.core.step()
-        assert not self.core._has_work, "the engine made no progress"
+        assert not self.scheduler.has_work, "the engine made no progress"
         assert all(answer.ended for answer in self.answers.values()), "a request never ended"
         memory.check_integrity()
         assert all(pool.num_free == pool.num_blocks for pool in (memory.device_pool, memory.host_pool)), (
@@ -173,5 +173,5 @@ class Run:
         self.core._handle_command(AddRequest(request))
 
     def _receive(self, step: EngineCoreOutputs) -> None:
-        for output in step.outputs:
+        for output in step.all_outputs():
             self.answers[output.request_id].hear(output)

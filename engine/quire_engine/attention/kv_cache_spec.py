@@ -88,7 +88,8 @@ class BlockLayout:
         is a multiple of ``STATE_ALIGNMENT`` bytes.
 
         With ``max_model_len``, layers with shorter windows get groups from ``group_layers``. If that finds none, or
-        with a state, there is one group that sees all tokens.
+        with a state, there is one group that sees all tokens. Without ``layers`` a block has one element, which nothing
+        reads, so that blocks can be counted by their bytes.
         """
         start = -(-state_bytes // STATE_ALIGNMENT) * STATE_ALIGNMENT // dtype.itemsize
         owners = [index for index, layer in enumerate(layers) if layer.kv_layer is None]
@@ -112,7 +113,7 @@ class BlockLayout:
             block_size,
             specs=tuple(specs[index] for index in read),
             state_bytes=state_bytes,
-            elements=end,
+            elements=max(1, end),
             dtype=dtype,
             layer_groups=tuple(numbers[index] for index in read),
             windows=tuple(group.window for group in groups) or (None,),

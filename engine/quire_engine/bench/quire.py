@@ -71,7 +71,7 @@ class Quire:
 
         def receive(step: EngineCoreOutputs) -> None:
             nonlocal made, failed
-            made += sum(len(output.token_ids) for output in step.outputs)
+            made += sum(len(output.token_ids) for output in step.outputs) + len(step.tokens.token_ids)
             ends.extend([time.perf_counter()] * sum(output.ends_request for output in step.outputs))
             failed = next((str(output.error) for output in step.outputs if output.error), failed)
             self._traces.append(step.trace)

@@ -23,6 +23,9 @@ if TYPE_CHECKING:
 BEST_EFFORT_RESERVE = 1 / 8
 """Fraction of the blocks that a best-effort admission leaves free, so that regular requests rarely have to preempt it.
 """
+QUIET_SECONDS = 60.0
+"""Seconds since the last regular request after which best-effort work gets whole steps."""
+_NANOSECONDS = 1_000_000_000
 
 
 class Admission:
@@ -57,11 +60,20 @@ class Admission:
         self._kv_cache_manager = kv_cache_manager
         self._stats = stats
         self._clock = clock
-        self._by_priority = config.scheduling_policy == "priority"
-        num_blocks = kv_cache_manager.device_pool.num_blocks
-        self._watermark = max(1, int(config.watermark * num_blocks))
-        self._best_effort_reserve = max(self._watermark, int(BEST_EFFORT_RESERVE * num_blocks))
+        self._last_regular = -(1 << 62)
         self._num_admitted = 0
+
+    def add(self, sequence: Sequence) -> None:
+        """Queues a new sequence."""
+        if not sequence.best_effort:
+            self._last_regular = sequence.timings.arrived
+        sequence.served_at_arrival = self._stats.computed_tokens
+        self.waiting.push(sequence)
+
+    @property
+    def is_quiet(self) -> bool:
+        """Whether no regular request has arrived in the last ``QUIET_SECONDS``."""
+        return self._clock() - self._last_regular > QUIET_SECONDS * _NANOSECONDS
 
     def start(self, sequence: Sequence) -> None:
         """Adds a sequence to the running ones."""
@@ -203,19 +215,17 @@ class Admission:
         """
         if not any(running.group is not sequence.group for running in self._running):
             return 0
-        return self._best_effort_reserve if sequence.best_effort else self._watermark
+        num_blocks = self._kv_cache_manager.device_pool.num_blocks
+        watermark = max(1, int(self._config.watermark * num_blocks))
+        return max(watermark, int(BEST_EFFORT_RESERVE * num_blocks)) if sequence.best_effort else watermark
 
     def _attach(self, sequence: Sequence, hits: list[CachedBlocks]) -> None:
         """Starts a sequence from its cached blocks. Its first admission fixes its precedence."""
         group = sequence.group
-        if group.admission_index is None:
-            group.admission_index = self._num_admitted
+        if group.precedence is None:
+            by_priority = self._config.scheduling_policy == "priority" or group.best_effort
+            group.precedence = group.request.priority if by_priority else 0, self._num_admitted
             self._num_admitted += 1
-        sequence.preemption_key = (
-            group.request.priority if self._by_priority or sequence.best_effort else 0,
-            group.admission_index,
-            sequence.id,
-        )
         sequence.num_computed_tokens = sequence.num_scheduled_tokens = self._kv_cache_manager.attach_cached_blocks(
             sequence.table, hits
         )

@@ -24,7 +24,7 @@ from quire_engine.core.admission import Admission
 from quire_engine.core.executor import Rates
 from quire_engine.core.kv_cache_manager import KVCacheManager
 from quire_engine.core.outputs import SchedulerStats
-from quire_engine.core.preemption import Preemptor, copy_beside, preempted_with, running_beams
+from quire_engine.core.preemption import Preemptor, preempted_with, running_beams
 from quire_engine.core.request import Sequence, SequenceGroup, SequenceStatus
 from quire_engine.core.request_queue import AdmittedQueue
 from quire_engine.core.speculation import Speculator, can_take_drafts
@@ -36,9 +36,6 @@ if TYPE_CHECKING:
     from quire_engine.core.config import SchedulerConfig
 
 MIN_STAGE_TOKENS = 64
-QUIET_SECONDS = 60.0
-"""Seconds since the last regular request after which best-effort work gets whole steps."""
-_NANOSECONDS = 1_000_000_000
 
 Accepts = Callable[[Sequence], bool]
 """Returns whether the policy lets a sequence into the step."""
@@ -73,7 +70,7 @@ def continuous_batching(batch: "BatchScheduler", scheduler_output: SchedulerOutp
 
 
 class BatchScheduler:
-    """Owns the queues; the waiting queue belongs to ``admission``.
+    """Decides each step. ``admission`` owns the waiting sequences, ``preemptor`` the preempted ones.
 
     For the last step, ``scheduled`` holds the sequence of each chunk, and ``out_of_memory`` the sequences that did not
     fit even after preemption. ``speculator`` chooses drafts; None without speculation.
@@ -95,43 +92,26 @@ class BatchScheduler:
         self.preemptor = Preemptor(
             config, self.running, self.rows, kv_cache_manager, rates=rates, stats=stats, clock=clock
         )
-        self.swapped, self.preempted = self.preemptor.swapped, self.preemptor.preempted
         self.admission = Admission(
             config, self.running, self.preemptor, kv_cache_manager, rates=rates, stats=stats, clock=clock
         )
-        self.waiting = self.admission.waiting
         self.scheduled: list[Sequence] = []
         self.out_of_memory: list[Sequence] = []
         self.speculator = Speculator(config, rates) if config.speculative_method != "none" else None
-        self._queues = {
-            SequenceStatus.RUNNING: self.running,
-            SequenceStatus.SWAPPED: self.swapped,
-            SequenceStatus.PREEMPTED: self.preempted,
-        }
         self._config = config
         self.kv_cache_manager = kv_cache_manager
-        self._rates = rates
-        self._stats = stats
-        self._clock = clock
         self._step_times = step_times
         self._step_policy = step_policy
-        self._last_regular = -(1 << 62)
-        self._is_pipeline = config.num_stages > 1
         self._oldest_in_flight = 0
-
-    def add(self, sequence: Sequence) -> None:
-        """Queues a new sequence."""
-        if not sequence.best_effort:
-            self._last_regular = sequence.timings.arrived
-        sequence.served_at_arrival = self._stats.computed_tokens
-        self.waiting.push(sequence)
 
     def remove(self, sequence: Sequence) -> None:
         """Removes a finished sequence from its queue."""
         if sequence.status is SequenceStatus.WAITING:
             self.admission.abort(sequence)
+        elif sequence.status is SequenceStatus.RUNNING:
+            self.running.remove(sequence)
         else:
-            self._queues[sequence.status].remove(sequence)
+            self.preemptor.remove(sequence)
         self.rows.release(sequence)
         self.preemptor.absences.end(sequence)
         sequence.status = SequenceStatus.FINISHED
@@ -146,8 +126,9 @@ class BatchScheduler:
         if self.rows.released:
             scheduler_output.freed_rows = self.rows.free_released(self._oldest_in_flight)
         budget = self._make_budget()
-        if self._is_pipeline:
-            share = _share_of_tokens(self.running, self.waiting.uncomputed_tokens, in_flight, self._config.num_stages)
+        if self._config.num_stages > 1:
+            waiting_tokens = self.admission.waiting.uncomputed_tokens
+            share = _share_of_tokens(self.running, waiting_tokens, in_flight, self._config.num_stages)
             budget.tokens = min(budget.tokens, share)
         self._step_policy(self, scheduler_output, budget)
         if not (
@@ -161,22 +142,15 @@ class BatchScheduler:
         if budget.has_prompts:
             scheduler_output.max_seconds = budget.max_seconds
         if self._config.swap_ahead or self.kv_cache_manager.tiers.asynchronous:
-            copy_beside(
-                scheduler_output,
-                self.running,
-                self.kv_cache_manager,
-                self._rates,
-                self._step_times.model,
-                swap_ahead_part=self._config.swap_ahead,
-            )
+            self.preemptor.copy_beside(scheduler_output, self._step_times.model)
         scheduler_output.copies = self.kv_cache_manager.take_pending_copies()
         return scheduler_output
 
     @property
     def num_best_effort(self) -> int:
         """The number of best-effort sequences in all queues."""
-        admitted = self.running.num_best_effort + self.swapped.num_best_effort + self.preempted.num_best_effort
-        return admitted + self.waiting.num_best_effort
+        preempted = self.preemptor.swapped.num_best_effort + self.preemptor.preempted.num_best_effort
+        return self.running.num_best_effort + preempted + self.admission.waiting.num_best_effort
 
     def prompt_tokens_per_step(self) -> int:
         """Returns how many prompt tokens one more prompt may compute in a step with the sequences that decode now; 0 if
@@ -189,7 +163,8 @@ class BatchScheduler:
 
     def running_of_step(self) -> abc.Sequence[Sequence]:
         """Returns the running sequences that the step may compute. In a pipeline the others are in steps in flight."""
-        return _micro_batch(self.running, self._config.num_stages) if self._is_pipeline else self.running
+        num_stages = self._config.num_stages
+        return _micro_batch(self.running, num_stages) if num_stages > 1 else self.running
 
     def schedule_in_order(
         self,
@@ -202,9 +177,9 @@ class BatchScheduler:
         ``accepts`` rejects are treated as absent.
         """
         self.schedule_running(running, scheduler_output, budget)
-        if self.swapped or self.preempted:
+        if self.preemptor.swapped or self.preemptor.preempted:
             self.schedule_preempted(scheduler_output, budget, accepts)
-        if self.waiting.sequences and self.next_preempted(accepts) is None:
+        if self.admission.waiting.sequences and self.next_preempted(accepts) is None:
             if accepts is not _is_best_effort:  # best effort comes second; held sequences are released already
                 self.admission.release_held()
             self.schedule_waiting(scheduler_output, budget, accepts)
@@ -218,17 +193,17 @@ class BatchScheduler:
         """Whether best effort must stay out of a step whose regular work is scheduled: the step computes a regular
         prompt, or had no room for one.
         """
-        waits = self.next_preempted(_is_regular) is not None or self.waiting.has_regular_ready
+        waits = self.next_preempted(_is_regular) is not None or self.admission.waiting.has_regular_ready
         chunks = zip(self.scheduled, scheduler_output.starts, strict=True)
         return waits or bool(self.out_of_memory) or any(start < each.group.num_prompt_tokens for each, start in chunks)
 
     def make_best_effort_budget(self, tokens: int) -> StepBudget:
-        """Returns the budget that the step has for best effort. It limits time too if regular requests are present or
-        were present in the last ``QUIET_SECONDS``.
+        """Returns the budget that the step has for best effort. It limits time too unless nothing else is admitted and
+        ``admission.is_quiet``.
         """
         is_bounded = self._config.max_step_seconds != 0 and self._config.enable_chunked_prefill
         is_alone = not self.running or self.running[0].best_effort
-        if not is_bounded or (is_alone and self._clock() - self._last_regular > QUIET_SECONDS * _NANOSECONDS):
+        if not is_bounded or (is_alone and self.admission.is_quiet):
             return StepBudget(tokens)
         return self._step_times.make_best_effort_budget(tokens)
 
@@ -239,15 +214,16 @@ class BatchScheduler:
         config = self._config
         if config.max_step_seconds == 0:
             return StepBudget(config.max_num_batched_tokens)
-        num_waiting = len(self.waiting.sequences) - self.waiting.num_best_effort
-        num_waiting += len(self.preempted) - self.preempted.num_best_effort
+        waiting, preempted = self.admission.waiting, self.preemptor.preempted
+        num_waiting = len(waiting.sequences) - waiting.num_best_effort + len(preempted) - preempted.num_best_effort
         contexts: list[int] = []
         prompts: list[int] = []
         for sequence in self.running_of_step():
-            if sequence.best_effort:
+            if sequence.group.best_effort:
                 break
-            lacking = sequence.num_unscheduled_tokens
-            if lacking:
+            if sequence.num_scheduled_tokens < sequence.plain_until:
+                contexts.append(sequence.num_scheduled_tokens)
+            elif lacking := sequence.num_unscheduled_tokens:
                 (contexts if lacking == 1 else prompts).append(sequence.num_scheduled_tokens)
         return self._step_times.make_budget(
             config.max_num_batched_tokens,
@@ -266,7 +242,7 @@ class BatchScheduler:
         running sequences of the lowest precedence.
         """
         search: SequenceGroup | None = None
-        best_effort = bool(sequences) and sequences[-1].best_effort
+        best_effort = bool(sequences) and sequences[-1].group.best_effort
         drafts: Mapping[int, abc.Sequence[int]] = {}
         if self.speculator is not None:
             drafts = self._propose_drafts(self.speculator, sequences, budget)
@@ -277,10 +253,10 @@ class BatchScheduler:
         for sequence in [*sequences]:  # iterates over a copy: preempted sequences leave the queue
             if budget.tokens == len(decoding) or self.out_of_memory or sequence.status is not running:
                 break  # victims have the lowest precedence, so everything after a victim is a victim too
-            wanted = sequence.num_unscheduled_tokens
-            if wanted == 1 and all_at_once and self._lacks_only_its_token(sequence):
+            if all_at_once and sequence.num_scheduled_tokens < sequence.plain_until:
                 decoding.append(sequence)
                 continue
+            wanted = sequence.num_unscheduled_tokens
             if decoding:
                 self._schedule_decodes(decoding, scheduler_output, budget)
                 decoding = []
@@ -299,23 +275,11 @@ class BatchScheduler:
                 self._schedule(sequence, length, scheduler_output, budget, drafts.get(sequence.id, ()))
         self._schedule_decodes(decoding, scheduler_output, budget)
 
-    def _lacks_only_its_token(self, sequence: Sequence) -> bool:
-        """Whether a sequence that computes one token needs nothing else: no block, and no update of the worker's
-        row.
-        """
-        start, group = sequence.num_scheduled_tokens, sequence.group
-        return (
-            start >= group.num_prompt_tokens
-            and group.beam_search is None
-            and self.kv_cache_manager.has_room(sequence.table, start + 1)
-            and sequence.worker_is_current
-        )
-
     def _schedule_decodes(
         self, sequences: list[Sequence], scheduler_output: SchedulerOutput, budget: StepBudget
     ) -> None:
-        """Adds the next token of each of ``sequences``, like ``_schedule``, but for all of them at once. The worker's
-        rows of these sequences must be current.
+        """Adds the next token of each of ``sequences``, like ``_schedule``, but for all of them at once. All are before
+        their ``plain_until``.
         """
         step, first = scheduler_output.step, len(scheduler_output.rows)
         budget.spend_decodes(len(sequences))
@@ -342,7 +306,8 @@ class BatchScheduler:
         drafts.
         """
         best_effort = bool(running) and running[-1].best_effort
-        may_grow = self.waiting.sequences if best_effort else self.waiting.num_regular
+        waiting = self.admission.waiting
+        may_grow = waiting.sequences if best_effort else waiting.num_regular
         if may_grow or self.next_preempted(None if best_effort else _is_regular) is not None:
             return {}
         beside_others = best_effort and len(running) < len(self.running)
@@ -409,6 +374,14 @@ class BatchScheduler:
         scheduler_output.draws.append(num_draws if end >= num_known else 0)
         self.scheduled.append(sequence)
         sequence.num_scheduled_tokens, sequence.last_step = end, scheduler_output.step
+        sequence.plain_until = self._plain_until(sequence) if num_known <= end == start + 1 else 0
+
+    def _plain_until(self, sequence: Sequence) -> int:
+        """Returns the ``plain_until`` of a sequence that decodes and whose row is current."""
+        is_ordinary = sequence.timings.first_token and sequence.group.beam_search is None and sequence.absence is None
+        return (
+            min(self.kv_cache_manager.unchanged_until(sequence.table), sequence.group.limit - 1) if is_ordinary else 0
+        )
 
     def _preempt(self, victim: Sequence, scheduler_output: SchedulerOutput) -> None:
         scheduler_output.num_preempted += 1
@@ -475,8 +448,8 @@ class BatchScheduler:
         """Admits waiting sequences in the policy's order and adds their first chunks. Stops at the first that
         ``accepts`` rejects or that lacks room. Call ``admission.release_held`` first.
         """
-        while self.waiting.has_ready and budget.allows_prompts:
-            sequence = self.waiting.next()
+        while self.admission.waiting.has_ready and budget.allows_prompts:
+            sequence = self.admission.waiting.next()
             if accepts is not None and not accepts(sequence):
                 break
             if not self._config.enable_chunked_prefill and sequence.num_tokens > budget.tokens:

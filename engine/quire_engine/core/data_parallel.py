@@ -235,7 +235,7 @@ class DPEngineCore(EngineCore):
         while not self._stopped:
             number = self._lockstep.number
             self._process_commands()
-            if self._has_work:
+            if self.scheduler.has_work:
                 self.step()
             if self._lockstep.is_due and self._lockstep.number == number:
                 self._execute_dummy_batch()

@@ -14,7 +14,6 @@ from time import perf_counter, time_ns
 from typing import cast
 
 from quire_proto.errors import ErrorCode, QuireError, internal
-from quire_proto.sampling import FinishReason
 
 from quire_engine.core.absence import TimeAway
 from quire_engine.core.block_pool import BlockStored, KVCacheEvent
@@ -27,7 +26,7 @@ from quire_engine.core.executor import (
     SleepError,
 )
 from quire_engine.core.kv_transfer.transfer import TransferResult
-from quire_engine.core.outputs import EngineCoreOutput, EngineLoad, KVCacheFragmentation
+from quire_engine.core.outputs import EngineCoreOutput, EngineLoad, KVCacheFragmentation, TokenColumns
 from quire_engine.core.request import Request
 from quire_engine.core.scheduler import Scheduler
 from quire_engine.core.step import ModelOutput, SchedulerOutput, StepTimings
@@ -146,9 +145,9 @@ class StepTrace:
 
 @dataclass(slots=True)
 class EngineCoreOutputs:
-    """Everything that a step made. ``fragmentation`` is measured in every ``FRAGMENTATION_INTERVAL``-th step and in the
-    last step before the engine is idle; otherwise it is None. ``times_away`` are the times of preempted sequences that
-    came back or ended since the last step.
+    """Everything that a step made: ``tokens`` of choices that go on, and all other ``outputs``. ``fragmentation`` is
+    measured in every ``FRAGMENTATION_INTERVAL``-th step and in the last step before the engine is idle; otherwise it is
+    None. ``times_away`` are the times of preempted sequences that came back or ended since the last step.
     """
 
     outputs: list[EngineCoreOutput]
@@ -157,42 +156,49 @@ class EngineCoreOutputs:
     trace: StepTrace
     fragmentation: KVCacheFragmentation | None = None
     times_away: list[TimeAway] = field(default_factory=list)
+    tokens: TokenColumns = field(default_factory=TokenColumns)
+
+    def all_outputs(self) -> list[EngineCoreOutput]:
+        """Returns ``tokens`` and ``outputs`` in one form. Slow: not for the hot path."""
+        return [*self.tokens.outputs(), *self.outputs]
 
 
-class Progress:
-    """When a loop made progress last, while it has work."""
+class Heartbeat:
+    """When the loop last made progress. Thread-safe."""
 
     def __init__(self) -> None:
         self._busy_since: float | None = None
         self._allowance = 0.0  # seconds without progress that do not count as a hang
 
     @property
-    def seconds_since(self) -> float:
-        """Seconds since then; 0 if the loop waits for work. Thread-safe."""
+    def seconds_since_progress(self) -> float:
+        """Seconds since the last round of the loop while it has work; 0 if it waits for work. A large value means that
+        the loop hangs.
+        """
         since = self._busy_since
         return 0.0 if since is None else max(0.0, perf_counter() - since - self._allowance)
 
-    def on_work(self) -> None:
-        """Notes that there is work again. Thread-safe."""
+    def begin_work(self) -> None:
+        """Notes that there is work, unless the loop has some already."""
         if self._busy_since is None:
             self._busy_since = perf_counter()
 
-    def on_idle(self) -> None:
-        """Notes that there is no more work."""
-        self._busy_since = None
-
-    def on_round(self) -> None:
-        """Notes progress."""
+    def beat(self) -> None:
+        """Notes that the loop makes progress."""
         self._busy_since = perf_counter()
 
+    def stop(self) -> None:
+        """Notes that the loop waits for work."""
+        self._busy_since = None
+
     @contextmanager
-    def allow(self, seconds: float) -> Iterator[None]:
-        """Within this context the loop counts as making progress, although it does not run."""
+    def allowing(self, seconds: float) -> Iterator[None]:
+        """Within this context, the loop may make no progress for ``seconds``."""
         self._allowance = seconds
         try:
             yield
         finally:
-            self._busy_since = perf_counter()
+            self.beat()
             self._allowance = 0.0
 
 
@@ -204,8 +210,8 @@ class EngineCore:
 
     ``recorder`` gets each completed step, and is closed when the loop ends.
 
-    While ``is_sleeping``, ``sleeper`` has freed memory; a request wakes the engine up first. Without a ``sleeper`` the
-    engine does not sleep.
+    While ``is_sleeping``, which may be read on any thread, ``sleeper`` has freed memory; a request wakes the engine up
+    first. Without a ``sleeper`` the engine does not sleep.
     """
 
     def __init__(
@@ -230,25 +236,18 @@ class EngineCore:
         self._ended = clock()
         self._in_flight: deque[InFlightStep] = deque()
         self._commands: SimpleQueue[Command] = SimpleQueue()
-        self._rejected: list[EngineCoreOutput] = []
         self._stopped = False
-        self._progress = Progress()
-
-    @property
-    def is_sleeping(self) -> bool:
-        """Whether the engine has freed its memory. Thread-safe."""
-        return self.scheduler.is_sleeping
+        self._heartbeat = Heartbeat()
+        self.is_sleeping = False
 
     @property
     def seconds_since_progress(self) -> float:
-        """Seconds since the last round of the loop while it has work; 0 if it waits for work. A large value means that
-        the loop hangs. Thread-safe.
-        """
-        return self._progress.seconds_since
+        """See ``Heartbeat``. Thread-safe."""
+        return self._heartbeat.seconds_since_progress
 
     def send(self, command: Command) -> None:
-        """Queues a command, to be handled between two steps."""
-        self._progress.on_work()
+        """Queues a command, to be handled between two steps. Thread-safe."""
+        self._heartbeat.begin_work()
         self._commands.put(command)
 
     def run(self) -> None:
@@ -262,13 +261,9 @@ class EngineCore:
     def _run(self) -> None:
         while not self._stopped:
             self._process_commands()
-            if self._has_work:
+            if self.scheduler.has_work:
                 self.step()
         self._finish_all_steps()
-
-    @property
-    def _has_work(self) -> bool:
-        return self.scheduler.has_work or bool(self._rejected)
 
     def step(self) -> None:
         """Runs one round of the loop: schedules and launches a step, then finishes the oldest one in flight (gets its
@@ -283,10 +278,12 @@ class EngineCore:
         scheduler_output = self.scheduler.schedule()
         schedule = perf_counter() - begun
         is_empty = scheduler_output.is_empty
-        self._take_transfers(wait=is_empty and not self._in_flight)
+        if self.scheduler.kv_cache_manager.tiers.asynchronous:
+            self._take_transfers(wait=is_empty and not self._in_flight)
         if not (is_empty and self._in_flight):  # an empty step is finished too, but only if none is in flight
-            step = InFlightStep(self._executor, scheduler_output, started, begun, schedule)
-            step.clocked = clocked
+            step = InFlightStep(
+                self._executor, scheduler_output, started=started, begun=begun, clocked=clocked, schedule=schedule
+            )
             self._in_flight.append(step)
         if is_empty or len(self._in_flight) == self._executor.depth:
             self._finish_step()
@@ -297,8 +294,7 @@ class EngineCore:
 
     def _take_transfers(self, *, wait: bool) -> None:
         """Processes transfers that have ended. Waits a little if there is nothing else to do."""
-        tiers = self.scheduler.kv_cache_manager.tiers
-        if tiers.asynchronous and tiers.has_transfers:
+        if self.scheduler.kv_cache_manager.tiers.has_transfers:
             waits = wait and self._commands.empty()
             self.scheduler.finish_transfers(self._wait_for_transfers() if waits else self._executor.take_transfers(0.0))
 
@@ -312,13 +308,21 @@ class EngineCore:
     def _finish_step(self) -> None:
         """Gets the model output of the oldest step in flight, updates the scheduler with it, and publishes."""
         step = self._in_flight.popleft()
+        scheduler_output = step.scheduler_output
         if self.scheduler.config.num_stages > 1:
             step.sample_tokens()
-        model_output, scheduler_output = self._get_model_output(step), step.scheduler_output
+        try:
+            model_output = step.get_output()
+        except ExecutorError:
+            raise
+        except Exception:
+            log.exception(
+                "step %d failed; running its %d sequences one by one", scheduler_output.step, len(scheduler_output.rows)
+            )
+            model_output = self._retry(scheduler_output)
         executed = perf_counter()
         request_ids = [] if scheduler_output.is_empty else self.scheduler.request_ids()
-        outputs = self._rejected + self.scheduler.update_from_output(scheduler_output, model_output)
-        self._rejected = []
+        outputs, tokens = self.scheduler.update_from_output(scheduler_output, model_output)
         measures = scheduler_output.step % FRAGMENTATION_INTERVAL == 0 or not self.scheduler.has_work
         fragmentation = self.scheduler.get_fragmentation() if measures else None
         trace = _trace(step, model_output, request_ids, executed, perf_counter())
@@ -327,7 +331,8 @@ class EngineCore:
             self._recorder.record(scheduler_output, model_output, trace.seconds)
         events = self.scheduler.kv_cache_manager.take_events()
         away = self.scheduler.take_times_away()
-        self._publish(EngineCoreOutputs(outputs, self.scheduler.get_load(), events, trace, fragmentation, away))
+        load = self.scheduler.get_load(is_sleeping=self.is_sleeping)
+        self._publish(EngineCoreOutputs(outputs, load, events, trace, fragmentation, away, tokens))
 
     def _measure(self, step: "InFlightStep", model_output: ModelOutput) -> float:
         """Returns the step's duration on the core's clock, in seconds; overlapping steps count from the end of the step
@@ -341,20 +346,10 @@ class EngineCore:
             self.scheduler.step_times.observe(work, seconds - model_output.timings.swap, ended)
         return seconds
 
-    def _get_model_output(self, step: "InFlightStep") -> ModelOutput:
-        try:
-            return step.get_output()
-        except ExecutorError:
-            raise
-        except Exception:
-            failed = step.scheduler_output
-            log.exception("step %d failed; running its %d sequences one by one", failed.step, len(failed.rows))
-            for later in self._in_flight:
-                later.discard()
-            return self._run_one_by_one(failed)
-
-    def _run_one_by_one(self, failed: SchedulerOutput) -> ModelOutput:
+    def _retry(self, failed: SchedulerOutput) -> ModelOutput:
         """Runs each sequence of a failed step alone: only a sequence that also fails alone ends with an error."""
+        for later in self._in_flight:
+            later.discard()
         merged = ModelOutput()
         for number, single in enumerate(self.scheduler.split_for_retry(failed)):
             model_output = ModelOutput([0] * failed.draws[number])
@@ -371,10 +366,10 @@ class EngineCore:
 
     def _process_commands(self) -> None:
         """Handles the queued commands. Waits for one if the engine has no other work."""
-        if not self._has_work:
-            self._progress.on_idle()
+        if not self.scheduler.has_work:
+            self._heartbeat.stop()
             self._wait_for_work()
-        self._progress.on_round()
+        self._heartbeat.beat()
         while not (self._stopped or self._commands.empty()):
             self._handle_command(self._commands.get())
 
@@ -389,7 +384,8 @@ class EngineCore:
                 self.scheduler.abort_request(request_id, indexes)
             case GetSnapshot(reply):
                 self._finish_all_steps()  # steps in flight have already changed the prefix cache
-                reply(self.scheduler.get_load(), self.scheduler.kv_cache_manager.stored_blocks())
+                load = self.scheduler.get_load(is_sleeping=self.is_sleeping)
+                reply(load, self.scheduler.kv_cache_manager.stored_blocks())
             case GetBlockStates(reply):
                 pools = self.scheduler.kv_cache_manager
                 reply(pools.device_pool.block_states(), pools.host_pool.block_states())
@@ -408,16 +404,13 @@ class EngineCore:
                 raise failure
             self.scheduler.add_request(request)
         except QuireError as error:
-            rejection = EngineCoreOutput(
-                request.request_id, finish_reason=FinishReason.ERROR, error=error, ends_request=True
-            )
-            self._rejected.append(rejection)
+            self.scheduler.reject_request(request.request_id, error)
 
     def _sleep(self) -> QuireError | None:
         if self._sleeper is None:
             return QuireError(ErrorCode.UNAVAILABLE, CANNOT_SLEEP)
         self._finish_all_steps()
-        if self._has_work:
+        if self.scheduler.has_work:
             return QuireError(ErrorCode.OVERLOADED, "The engine has requests, and does not sleep before they end.")
         if self.is_sleeping:
             return None
@@ -426,11 +419,11 @@ class EngineCore:
         self.step()  # copies the evicted blocks that are worth it to the host
         self._finish_all_steps()
         try:
-            with self._progress.allow(MOVE_SECONDS):
+            with self._heartbeat.allowing(MOVE_SECONDS):
                 self._sleeper.sleep()
         except SleepError as error:
             return QuireError(ErrorCode.UNAVAILABLE, f"The engine cannot sleep: {error}.")
-        self.scheduler.is_sleeping = True
+        self.is_sleeping = True
         log.info("asleep after %.2f s", perf_counter() - begun)
         self.step()  # publishes that the engine sleeps
         return None
@@ -441,11 +434,11 @@ class EngineCore:
         assert self._sleeper is not None, "it was put to sleep"
         begun = perf_counter()
         try:
-            with self._progress.allow(MOVE_SECONDS):
+            with self._heartbeat.allowing(MOVE_SECONDS):
                 self._sleeper.wake_up()
         except SleepError as error:
             return QuireError(ErrorCode.UNAVAILABLE, f"The engine cannot wake up: {error}.", retry_after=1.0)
-        self.scheduler.is_sleeping = False
+        self.is_sleeping = False
         seconds = perf_counter() - begun
         self.scheduler.stats.wake_ups += 1
         self.scheduler.stats.wake_seconds += seconds
@@ -456,8 +449,8 @@ class EngineCore:
 
 class InFlightStep:
     """A scheduler output in an executor, from its launch, which is the creation of this object, to its model output.
-    ``get_output`` re-raises exceptions of the launch and of the sampling, so that failures appear in the order of the
-    steps. Only an ``ExecutorError`` of a discarded step is raised at once, because nothing can follow it.
+    ``get_output`` raises an exception of the launch, so that failures appear in the order of the steps. Only an
+    ``ExecutorError`` of a discarded step is raised at once, because nothing can follow it.
 
     An executor of depth 1 runs the whole step in ``get_output``. ``clocked`` is the time on the core's clock when
     scheduling began. ``started`` (nanoseconds since 1970) and ``begun`` (``perf_counter``) are the same moment, and
@@ -466,13 +459,20 @@ class InFlightStep:
     """
 
     def __init__(
-        self, executor: Executor, scheduler_output: SchedulerOutput, started: int, begun: float, schedule: float
+        self,
+        executor: Executor,
+        scheduler_output: SchedulerOutput,
+        *,
+        started: int,
+        begun: float,
+        clocked: float,
+        schedule: float,
     ) -> None:
         self.scheduler_output = scheduler_output
         self.started = started
         self.begun = begun
+        self.clocked = clocked
         self.schedule = schedule
-        self.clocked = 0.0
         self._executor = executor
         self.failure: Exception | None = None
         self._async_output: AsyncModelOutput | None = None
@@ -484,18 +484,23 @@ class InFlightStep:
 
     def sample_tokens(self) -> None:
         """Samples the step's tokens. All tokens before them must be known."""
-        if self._async_output is None or self.failure is not None:
-            return
-        try:
+        if self._async_output is not None:
             self._async_output.sample_tokens()
-        except Exception as failure:  # noqa: BLE001 - ``get_output`` raises it
-            self._fail(failure)
 
     def discard(self) -> None:
-        """Waits for the end of a step that computes garbage, because the step before it has failed."""
+        """Waits for the end of a step that computes garbage, because the step before it has failed. Raises
+        ``ExecutorError``.
+        """
+        if self._async_output is None:
+            return  # it failed at its launch
         self.sample_tokens()
-        if self.failure is None:
-            self._fail(RuntimeError("the step before it failed"))
+        try:
+            self._async_output.get_output()
+        except ExecutorError:
+            raise
+        except Exception:
+            log.debug("step %d was given up and has failed", self.scheduler_output.step, exc_info=True)
+        self._async_output, self.failure = None, RuntimeError("the step before it failed")
 
     def get_output(self) -> ModelOutput:
         """Waits until the step is done. Raises like ``Executor.execute_model``."""
@@ -504,18 +509,6 @@ class InFlightStep:
         if self._async_output is not None:
             return self._async_output.get_output()
         return ModelOutput() if self.scheduler_output.is_empty else self._executor.execute_model(self.scheduler_output)
-
-    def _fail(self, failure: Exception) -> None:
-        """Waits for the end of a step whose output is not used. Raises ``ExecutorError``."""
-        self.failure = failure
-        if self._async_output is None:
-            return
-        try:
-            self._async_output.get_output()
-        except ExecutorError:
-            raise
-        except Exception:
-            log.debug("step %d was given up and has failed", self.scheduler_output.step, exc_info=True)
 
 
 def _trace(

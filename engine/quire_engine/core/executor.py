@@ -121,7 +121,8 @@ class AsyncModelOutput(Protocol):
     def sample_tokens(self) -> None:
         """Starts sampling. The rows now have every token before the ones to sample, because the step before has had its
         ``get_output``. Grammars, penalties and everything else that reads tokens is therefore done here. Returns
-        without waiting for the device if possible.
+        without waiting for the device if possible. Raises only ``ExecutorError``: ``get_output`` raises anything else
+        that fails here.
         """
         ...
 

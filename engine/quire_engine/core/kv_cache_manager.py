@@ -216,6 +216,18 @@ class KVCacheManager:
         while table.num_blocks * self.block_size < num_tokens:
             table.append_blocks([self.device_pool.allocate() for _ in table.groups])
 
+    def unchanged_until(self, table: BlockTable) -> int:
+        """Returns the number of computed tokens with which the table changes next: a block is full, or a window
+        releases one. 0 if the next token may need a copy of the last block.
+        """
+        if table.tail_shared:
+            return 0
+        num_blocks = min(table.num_blocks, table.num_cached_blocks + 1) if self.prefix_caching else table.num_blocks
+        until = num_blocks * self.block_size
+        for number, spec in self._windows:
+            until = min(until, spec.releases_at(table.groups[number].num_skipped, self.block_size))
+        return until
+
     def free_unused_blocks(self, table: BlockTable, num_computed_tokens: int) -> None:
         """Frees the device blocks after those that ``num_computed_tokens`` fill. They hold only rejected drafts."""
         while table.num_blocks > self.num_blocks_for(num_computed_tokens):

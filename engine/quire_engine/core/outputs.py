@@ -1,7 +1,7 @@
 """What a step means to the outside: new tokens, ends and the load. Plain data."""
 
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 
 from quire_proto.errors import QuireError
@@ -45,6 +45,26 @@ class EngineCoreOutput:
     stop_token: StopToken | None = None
     pooled: bytes = b""
     ends_request: bool = False
+
+
+@dataclass(slots=True)
+class TokenColumns:
+    """New tokens of choices that go on, one of each choice: ``token_ids[i]`` is the token at ``positions[i]`` of choice
+    ``indexes[i]`` of request ``request_ids[i]``. An ``EngineCoreOutput`` per token would cost more than the token. A
+    choice's first token is never here, nor one with log-probabilities.
+    """
+
+    request_ids: list[str] = field(default_factory=list)
+    indexes: list[int] = field(default_factory=list)
+    token_ids: list[int] = field(default_factory=list)
+    positions: list[int] = field(default_factory=list)
+
+    def outputs(self) -> Iterator[EngineCoreOutput]:
+        """Yields each token as an output. Slow: not for the hot path."""
+        for request_id, index, token_id, position in zip(
+            self.request_ids, self.indexes, self.token_ids, self.positions, strict=True
+        ):
+            yield EngineCoreOutput(request_id, [token_id], position, index=index)
 
 
 @dataclass(frozen=True, slots=True)

@@ -52,30 +52,6 @@ def choose_preemption_mode(
     return (PreemptionMode.SWAP if swap <= recompute else PreemptionMode.RECOMPUTE), PreemptionReason.CHEAPER
 
 
-def copy_beside(
-    scheduler_output: SchedulerOutput,
-    running: abc.Sequence[Sequence],
-    memory: KVCacheManager,
-    rates: Rates,
-    model: StepTimeModel | None,
-    *,
-    swap_ahead_part: float,
-) -> None:
-    """Copies blocks to the host while the step computes, as many as fit into that time: first blocks of the next
-    victims, as ``swap_ahead`` does, then blocks that further tiers store. Call it after everything else of the step was
-    scheduled.
-    """
-    swaps_ahead = swap_ahead_part and scheduler_output.rows
-    stores = memory.tiers.is_busy
-    if not (swaps_ahead or stores):
-        return
-    limit = num_blocks_beside(scheduler_output, memory.block_bytes, rates, model)
-    if swaps_ahead:
-        limit -= swap_ahead(running, memory, part=swap_ahead_part, limit=limit)
-    if stores:
-        memory.begin_stores(limit)
-
-
 def num_blocks_beside(
     scheduler_output: SchedulerOutput, block_bytes: int, rates: Rates, model: StepTimeModel | None
 ) -> int:
@@ -249,6 +225,25 @@ class Preemptor:
         blocks = self._kv_cache_manager.swap_in(sequence.table)
         self._stats.blocks_swapped_in += blocks
         self._record(sequence, "swap_in", blocks, away_seconds=self.absences.on_swapped_in(sequence))
+
+    def remove(self, sequence: Sequence) -> None:
+        """Removes a preempted sequence that has ended from its queue."""
+        (self.swapped if sequence.status is SequenceStatus.SWAPPED else self.preempted).remove(sequence)
+
+    def copy_beside(self, scheduler_output: SchedulerOutput, model: StepTimeModel | None) -> None:
+        """Copies blocks to the host while the step computes, as many as fit into that time: first blocks of the next
+        victims, as ``swap_ahead`` does, then blocks that further tiers store. Call it after everything else of the step
+        was scheduled.
+        """
+        memory, part = self._kv_cache_manager, self._config.swap_ahead
+        swaps_ahead, stores = part and scheduler_output.rows, memory.tiers.is_busy
+        if not (swaps_ahead or stores):
+            return
+        limit = num_blocks_beside(scheduler_output, memory.block_bytes, self._rates, model)
+        if swaps_ahead:
+            limit -= swap_ahead(self._running, memory, part=part, limit=limit)
+        if stores:
+            memory.begin_stores(limit)
 
     def on_computed(self, sequence: Sequence) -> None:
         """Records if a preempted sequence has caught up."""

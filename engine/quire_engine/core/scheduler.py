@@ -21,7 +21,7 @@ although that step still writes into them. This is safe for five reasons:
 import logging
 from collections import Counter, abc, deque
 from collections.abc import Callable, Iterable
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from time import time_ns
 from typing import TYPE_CHECKING
 
@@ -41,6 +41,7 @@ from quire_engine.core.outputs import (
     EngineLoad,
     KVCacheFragmentation,
     SchedulerStats,
+    TokenColumns,
     count_leaked_blocks,
     measure_fragmentation,
 )
@@ -52,6 +53,7 @@ from quire_engine.core.request import (
     SequenceStatus,
     check_request,
 )
+from quire_engine.core.request_queue import AdmittedQueue, WaitingQueue
 from quire_engine.core.step import BeamCandidates, ModelOutput, ScheduledChunk, SchedulerOutput
 from quire_engine.core.step_time_model import StepTimeEstimator
 from quire_engine.core.worker_rows import new_request
@@ -62,6 +64,18 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 
 ASYNC_DEPTH = 2
+
+
+@dataclass(slots=True)
+class StepInFlight:
+    """A scheduled step without its output. ``sequences`` has the sequence of each chunk, or None if the chunk's results
+    are dropped.
+    """
+
+    output: SchedulerOutput
+    sequences: abc.Sequence[Sequence | None]
+
+
 _FINISHED = SequenceStatus.FINISHED  # looking up an enum member is slow
 
 
@@ -88,19 +102,36 @@ class Scheduler:
         self._batch_scheduler = BatchScheduler(
             config, kv_cache_manager, rates, self.stats, self.step_times, clock=clock, step_policy=step_policy
         )
-        self.waiting = self._batch_scheduler.waiting
-        self.running = self._batch_scheduler.running
-        self.swapped = self._batch_scheduler.swapped
-        self.preempted = self._batch_scheduler.preempted
-        self.max_depth = max(ASYNC_DEPTH, config.num_stages)
-        self.is_sleeping = False  # set by ``EngineCore``
         self._step = 0
         self._last_step = 0
-        self._in_flight: deque[SchedulerOutput] = deque()
-        # For each step in flight, the sequence of each chunk, or None if the chunk's results are dropped.
-        self._scheduled: deque[list[Sequence | None]] = deque()
+        self._in_flight: deque[StepInFlight] = deque()
         self._outputs: list[EngineCoreOutput] = []
         self._complete_searches: list[SequenceGroup] = []
+
+    @property
+    def max_depth(self) -> int:
+        """The most steps that may be in flight."""
+        return max(ASYNC_DEPTH, self.config.num_stages)
+
+    @property
+    def waiting(self) -> WaitingQueue:
+        """Sequences that were not admitted yet."""
+        return self._batch_scheduler.admission.waiting
+
+    @property
+    def running(self) -> AdmittedQueue:
+        """Admitted sequences on the device."""
+        return self._batch_scheduler.running
+
+    @property
+    def swapped(self) -> AdmittedQueue:
+        """Preempted sequences whose blocks are on the host."""
+        return self._batch_scheduler.preemptor.swapped
+
+    @property
+    def preempted(self) -> AdmittedQueue:
+        """Preempted sequences that are recomputed."""
+        return self._batch_scheduler.preemptor.preempted
 
     @property
     def has_work(self) -> bool:
@@ -123,7 +154,12 @@ class Scheduler:
             raise QuireError(ErrorCode.OVERLOADED, "The engine's queue is full.", retry_after=1.0)
         check_request(request, self.config, self.kv_cache_manager)
         for sequence in self._registry.create(request):
-            self._batch_scheduler.add(sequence)
+            self._batch_scheduler.admission.add(sequence)
+
+    def reject_request(self, request_id: str, error: QuireError) -> None:
+        """Publishes with the next step that a request which was not added has failed."""
+        output = EngineCoreOutput(request_id, finish_reason=FinishReason.ERROR, error=error, ends_request=True)
+        self._outputs.append(output)
 
     def abort_request(self, request_id: str, indexes: Iterable[int] = ()) -> None:
         """Aborts a request, or only the choices at ``indexes``, in any state. Frees their blocks at once. Unknown
@@ -145,15 +181,14 @@ class Scheduler:
         """
         assert len(self._in_flight) < self.max_depth, "too many steps are in flight"
         self._step += 1
-        ahead = bool(self._in_flight)
-        scheduler_output = self._batch_scheduler.schedule(self._step, self._in_flight)
-        if not ahead:  # otherwise the step in flight may free memory
+        in_flight = [each.output for each in self._in_flight]
+        scheduler_output = self._batch_scheduler.schedule(self._step, in_flight)
+        if not in_flight:  # otherwise the step in flight may free memory
             for sequence in self._batch_scheduler.out_of_memory:
                 self.stats.out_of_memory += 1
                 self._fail(sequence.group, _out_of_memory())
         if not scheduler_output.is_empty:
-            self._in_flight.append(scheduler_output)
-            self._scheduled.append([*self._batch_scheduler.scheduled])
+            self._in_flight.append(StepInFlight(scheduler_output, self._batch_scheduler.scheduled))
         self._batch_scheduler.scheduled = []  # keep no reference to a sequence after its request has ended
         return scheduler_output
 
@@ -169,7 +204,8 @@ class Scheduler:
         """Returns one step per chunk of the oldest step in flight, which failed, so that each chunk runs alone. An
         entry is None if the chunk's sequence has lost its blocks; nothing is committed for it.
         """
-        sequences = self._scheduled[0] = [each if self._can_retry(each) else None for each in self._scheduled[0]]
+        failed = self._in_flight[0]
+        sequences = failed.sequences = [each if self._can_retry(each) else None for each in failed.sequences]
         return [
             None if sequence is None else self._alone(scheduler_output.step, chunk, sequence)
             for chunk, sequence in zip(scheduler_output.chunks, sequences, strict=True)
@@ -177,14 +213,13 @@ class Scheduler:
 
     def update_from_output(
         self, scheduler_output: SchedulerOutput, model_output: ModelOutput
-    ) -> list[EngineCoreOutput]:
+    ) -> tuple[list[EngineCoreOutput], TokenColumns]:
         """Adds the step's tokens to their sequences. Returns the outputs, also of requests that ended in other ways
-        since the last update.
+        since the last update, and the tokens that need no output of their own.
         """
-        sequences = list[Sequence | None]()
-        if self._in_flight and self._in_flight[0] is scheduler_output:
-            self._in_flight.popleft()
-            sequences = self._scheduled.popleft()
+        sequences: abc.Sequence[Sequence | None] = []
+        if self._in_flight and self._in_flight[0].output is scheduler_output:
+            sequences = self._in_flight.popleft().sequences
         self._last_step = scheduler_output.step
         copies = scheduler_output.copies
         self.stats.blocks_parted += len(copies.blocks_to_copy)
@@ -196,11 +231,11 @@ class Scheduler:
             self.stats.blocks_copied_ahead -= sum(copy.target in stored for copy in copies.blocks_to_swap_ahead)
         if self._batch_scheduler.speculator is not None:
             self._batch_scheduler.speculator.observe(scheduler_output, model_output.timings)
-        self._commit(sequences, scheduler_output, model_output)
+        tokens = self._commit(sequences, scheduler_output, model_output)
         if self._complete_searches:
             self._advance_beams()
         outputs, self._outputs = self._outputs, []
-        return outputs
+        return outputs, tokens
 
     def take_times_away(self) -> list[TimeAway]:
         """Returns how long preempted sequences were away that came back or ended since the last call."""
@@ -222,24 +257,25 @@ class Scheduler:
 
     def request_ids(self) -> list[str]:
         """Returns the ids of the requests in the oldest step in flight, in the order of its chunks."""
-        sequences = self._scheduled[0] if self._scheduled else ()
+        sequences = self._in_flight[0].sequences if self._in_flight else ()
         live = [each for each in sequences if each is not None and each.status is not _FINISHED]
         return list(dict.fromkeys([each.group.request.request_id for each in live]))
 
-    def get_load(self) -> EngineLoad:
+    def get_load(self, *, is_sleeping: bool = False) -> EngineLoad:
         """Returns the engine's load. O(running)."""
         device, host = self.kv_cache_manager.device_pool, self.kv_cache_manager.host_pool
         tiers = self.kv_cache_manager.tiers.asynchronous
-        loras = self._batch_scheduler.admission.loras
+        running, preemptor = self._batch_scheduler.running, self._batch_scheduler.preemptor
+        loras, waiting = self._batch_scheduler.admission.loras, self._batch_scheduler.admission.waiting
         # A best-effort sequence adds only 1, like a decoding one: no other request waits for its prompt.
-        admitted = sum([1 if s.best_effort else len(s.token_ids) - s.num_computed_tokens for s in self.running])
-        if self.preempted:
-            admitted += sum([s.num_uncomputed_tokens for s in self.preempted if not s.best_effort])
+        admitted = sum([1 if s.group.best_effort else len(s.token_ids) - s.num_computed_tokens for s in running])
+        if preemptor.preempted:
+            admitted += sum([s.num_uncomputed_tokens for s in preemptor.preempted if not s.best_effort])
         return EngineLoad(
-            running=len(self.running),
-            waiting=len(self.waiting.sequences) + len(self.preempted),
-            swapped=len(self.swapped),
-            uncomputed_tokens=self.waiting.uncomputed_tokens + admitted,
+            running=len(running),
+            waiting=len(waiting.sequences) + len(preemptor.preempted),
+            swapped=len(preemptor.swapped),
+            uncomputed_tokens=waiting.uncomputed_tokens + admitted,
             blocks_total=device.num_blocks,
             blocks_free=device.num_free,
             host_blocks_total=host.num_blocks,
@@ -249,8 +285,8 @@ class Scheduler:
             best_effort=self._batch_scheduler.num_best_effort,
             disk_blocks_total=sum([tier.num_blocks for tier in tiers]),
             disk_blocks_free=sum([tier.num_free for tier in tiers]),
-            loras=loras.get_stats() if loras.active or self.waiting.loras else LoRAStats(),
-            is_sleeping=self.is_sleeping,
+            loras=loras.get_stats() if loras.active or waiting.loras else LoRAStats(),
+            is_sleeping=is_sleeping,
         )
 
     def get_fragmentation(self) -> KVCacheFragmentation:
@@ -286,35 +322,54 @@ class Scheduler:
 
     def _commit(
         self, sequences: abc.Sequence[Sequence | None], scheduler_output: SchedulerOutput, model_output: ModelOutput
-    ) -> None:
-        """Commits what the step computed and sampled, chunk by chunk. Skips sequences that have ended meanwhile."""
-        draw, has_errors, token_ids = 0, model_output.has_errors, model_output.token_ids
+    ) -> TokenColumns:
+        """Commits what the step computed and sampled, chunk by chunk. Skips sequences that have ended meanwhile.
+        Returns the tokens of the sequences to which nothing else happened.
+        """
         only_tokens = model_output.has_only_tokens and not scheduler_output.drafts
+        token_ids, draw, plain = model_output.token_ids, 0, list[Sequence]()
         columns = zip(sequences, scheduler_output.starts, scheduler_output.lengths, scheduler_output.draws, strict=True)
         for number, (sequence, start, length, num_draws) in enumerate(columns):
             first, draw = draw, draw + num_draws
-            if sequence is None or sequence.status is _FINISHED:
+            if sequence is None:
                 continue
-            if only_tokens and num_draws == 1:
-                self._commit_computed(sequence, start, length)
-                sequence.num_sent_tokens += 1  # the worker has the tokens that it sampled
-                self._commit_token(sequence, token_ids[first], ())
-                continue
-            error = _error_of(number, first, scheduler_output, model_output) if has_errors else None
-            if error is not None:
-                self._fail(sequence.group, error)
-            elif number in scheduler_output.drafts:
-                self._commit_drafts(sequence, start, scheduler_output.drafts[number], model_output, first)
-            else:
-                self._commit_computed(sequence, start, length)
-                if number in model_output.prompt_logprobs:
-                    self._emit_prompt_logprobs(sequence.group, start + 1, model_output.prompt_logprobs[number])
-                if num_draws == 1 and first not in model_output.candidates and first not in model_output.pooled:
-                    sequence.num_sent_tokens += 1  # the worker has the tokens that it sampled
-                    logprobs = (model_output.logprobs[first],) if first in model_output.logprobs else ()
-                    self._commit_token(sequence, token_ids[first], logprobs)
-                elif num_draws:
-                    self._commit_draws(sequence, model_output, first)
+            if (
+                only_tokens
+                and start + length < sequence.plain_until
+                and token_ids[first] not in sequence.sample_requests[0].stop_token_ids
+            ):
+                sequence.num_computed_tokens = start + length
+                sequence.token_ids.append(token_ids[first])
+                plain.append(sequence)
+            elif sequence.status is not _FINISHED:
+                self._commit_chunk(sequence, number, first, scheduler_output, model_output)
+        self.stats.computed_tokens += len(plain)
+        self.stats.generated_tokens += len(plain)
+        return _token_columns(plain)
+
+    def _commit_chunk(
+        self,
+        sequence: Sequence,
+        number: int,
+        first: int,
+        scheduler_output: SchedulerOutput,
+        model_output: ModelOutput,
+    ) -> None:
+        """Commits chunk ``number``, whose draws begin with draw ``first``."""
+        start, num_draws = scheduler_output.starts[number], scheduler_output.draws[number]
+        if (error := _error_of(number, first, scheduler_output, model_output)) is not None:
+            self._fail(sequence.group, error)
+            return
+        if number in scheduler_output.drafts:
+            self._commit_drafts(sequence, start, scheduler_output.drafts[number], model_output, first)
+            return
+        self._commit_computed(sequence, start, scheduler_output.lengths[number])
+        if number in model_output.prompt_logprobs:
+            self._emit_prompt_logprobs(sequence.group, start + 1, model_output.prompt_logprobs[number])
+        if num_draws == 1 and first not in model_output.candidates and first not in model_output.pooled:
+            self._commit_token(sequence, model_output.token_ids[first], _logprobs(first, model_output))
+        elif num_draws:
+            self._commit_draws(sequence, model_output, first)
 
     def _commit_computed(self, sequence: Sequence, start: int, length: int) -> None:
         if sequence.table.num_blocks:  # if it was preempted, its computed tokens were counted then
@@ -337,10 +392,9 @@ class Scheduler:
 
     def _fork_choices(self, root: Sequence, model_output: ModelOutput, first: int) -> None:
         """Forks the root into one sequence per choice and commits the first token of each."""
-        self.running.remove(root)
+        self._batch_scheduler.running.remove(root)
         children = self._registry.split(root)
-        root.num_sent_tokens += 1
-        self.running.push(root)
+        self._batch_scheduler.running.push(root)
         for child in children:
             self._batch_scheduler.admission.start(child)
         if root.index in root.group.unfinished:
@@ -360,6 +414,7 @@ class Scheduler:
         *accepted, last = _accepted_tokens(sequence, drafts, model_output, first)
         for token_id in accepted:
             self._append(sequence, token_id)
+        sequence.num_unsent_tokens += len(accepted) + 1  # the worker keeps no token that was sampled with drafts
         end = sequence.num_computed_tokens = len(sequence.token_ids)
         if sequence.absence is not None:
             self._batch_scheduler.preemptor.on_computed(sequence)
@@ -371,21 +426,27 @@ class Scheduler:
         self.stats.num_draft_tokens += len(drafts)
         self.stats.num_accepted_tokens += len(accepted)
         draws = range(first, first + len(accepted) + 1)
-        self._commit_token(sequence, last, [each for draw in draws for each in _logprobs(draw, model_output)])
+        logprobs = [each for draw in draws for each in _logprobs(draw, model_output)]
+        self._commit_token(sequence, last, logprobs, len(accepted))
 
-    def _commit_token(self, sequence: Sequence, token_id: int, logprobs: abc.Sequence[TokenLogprobs]) -> None:
-        """Adds the token, or ends the sequence. ``logprobs`` belong to all tokens that have not been published yet."""
+    def _commit_token(
+        self, sequence: Sequence, token_id: int, logprobs: abc.Sequence[TokenLogprobs], num_unpublished: int = 0
+    ) -> None:
+        """Adds the token, or ends the sequence. Publishes it after the last ``num_unpublished`` tokens. ``logprobs``
+        belong to all of them.
+        """
         if token_id in sequence.sample_requests[0].stop_token_ids:
             stop_token = None
             if logprobs or token_id in sequence.group.request.sampling.stop_token_ids:
                 stop_token = StopToken(token_id, logprobs[-1] if logprobs else None)
-            self._end(sequence, FinishReason.STOP, logprobs[:-1], stop_token)
+            self._end(_output_delta(sequence, num_unpublished, logprobs[:-1]), sequence, FinishReason.STOP, stop_token)
             return
         self._append(sequence, token_id)
-        if len(sequence.token_ids) >= sequence.limit:
-            self._end(sequence, FinishReason.LENGTH, logprobs)
+        delta = _output_delta(sequence, num_unpublished + 1, logprobs)
+        if len(sequence.token_ids) >= sequence.group.limit:
+            self._end(delta, sequence, FinishReason.LENGTH)
         else:
-            self._outputs.append(_output_delta(sequence, logprobs))
+            self._outputs.append(delta)
 
     def _append(self, sequence: Sequence, token_id: int) -> None:
         sequence.token_ids.append(token_id)
@@ -450,6 +511,7 @@ class Scheduler:
                 self._remove(beam)
         for successor, each in zip(successors, continuations, strict=True):
             self._append(successor, each.token_id)
+            successor.num_unsent_tokens += 1
         group.sequences = {successor.id: successor for successor in successors}
 
     def _fork_beam(self, parent: Sequence) -> Sequence:
@@ -473,15 +535,10 @@ class Scheduler:
     # Ending
 
     def _end(
-        self,
-        sequence: Sequence,
-        reason: FinishReason,
-        logprobs: abc.Sequence[TokenLogprobs],
-        stop_token: StopToken | None = None,
+        self, delta: EngineCoreOutput, sequence: Sequence, reason: FinishReason, stop_token: StopToken | None = None
     ) -> None:
-        """Ends a choice at a stop token or at its length limit."""
+        """Ends a choice at a stop token or at its length limit, with its last tokens."""
         output = self._finish_output(sequence, sequence.index, reason)
-        delta = _output_delta(sequence, logprobs)
         output.token_ids, output.position, output.logprobs = delta.token_ids, delta.position, delta.logprobs
         output.stop_token = stop_token
         self._finish_choice(output, sequence.group)
@@ -529,7 +586,7 @@ class Scheduler:
         sequence.timings.last_step = self._last_step
         return EngineCoreOutput(
             sequence.request.request_id,
-            position=sequence.num_output_sent,
+            position=0 if sequence.group.beam_search is not None else sequence.num_output,
             finish_reason=reason,
             cached_tokens=sequence.group.num_cached_tokens or 0,
             timings=sequence.timings,
@@ -567,15 +624,23 @@ def _logprobs(draw: int, model_output: ModelOutput) -> abc.Sequence[TokenLogprob
     return () if logprobs is None else (logprobs,)
 
 
-def _output_delta(sequence: Sequence, logprobs: abc.Sequence[TokenLogprobs]) -> EngineCoreOutput:
-    """Returns the sequence's tokens that have not been published yet."""
-    group, position = sequence.group, sequence.num_output_sent
-    token_ids = sequence.token_ids[group.num_prompt_tokens + position :]
-    sequence.num_output_sent = position + len(token_ids)
+def _token_columns(sequences: list[Sequence]) -> TokenColumns:
+    """Returns the last token of each of ``sequences``."""
+    return TokenColumns(
+        [each.group.request.request_id for each in sequences],
+        [each.index for each in sequences],
+        [each.token_ids[-1] for each in sequences],
+        [len(each.token_ids) - each.group.num_prompt_tokens - 1 for each in sequences],
+    )
+
+
+def _output_delta(sequence: Sequence, num_tokens: int, logprobs: abc.Sequence[TokenLogprobs]) -> EngineCoreOutput:
+    """Returns the sequence's last ``num_tokens`` tokens."""
+    group, first = sequence.group, len(sequence.token_ids) - num_tokens
     return EngineCoreOutput(
         group.request.request_id,
-        token_ids,
-        position,
+        sequence.token_ids[first:],
+        first - group.num_prompt_tokens,
         cached_tokens=group.num_cached_tokens or 0,
         timings=sequence.timings,
         index=sequence.index,
@@ -587,6 +652,8 @@ def _error_of(
     number: int, first: int, scheduler_output: SchedulerOutput, model_output: ModelOutput
 ) -> QuireError | None:
     """Returns the first error of a chunk. Errors after drafts do not count, because the drafts may be wrong."""
+    if not model_output.has_errors:
+        return None
     num_draws = 1 if number in scheduler_output.drafts else scheduler_output.draws[number]
     errors = (model_output.draw_errors.get(draw) for draw in range(first, first + num_draws))
     return model_output.errors.get(number) or next((error for error in errors if error is not None), None)

@@ -6,6 +6,7 @@ Nothing here refers to a sequence or a pool, so a step can be logged, replayed a
 from array import array
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Protocol, TypeVar
 
 from quire_proto.errors import QuireError
@@ -121,8 +122,7 @@ class ScheduledChunk:
         return self.start + self.length
 
 
-def _no_numbers() -> "array[int]":
-    return array("i")
+_no_numbers = partial(array, "i")
 
 
 @dataclass(slots=True)
@@ -158,7 +158,7 @@ class SchedulerOutput:
     new_tokens: "array[int]" = field(default_factory=_no_numbers)
     new_blocks: tuple["array[int]", ...] = ()
     freed_rows: "array[int]" = field(default_factory=_no_numbers)
-    sequence_ids: "array[int]" = field(default_factory=lambda: array("q"))
+    sequence_ids: "array[int]" = field(default_factory=partial(array, "q"))
     rows: "array[int]" = field(default_factory=_no_numbers)
     starts: "array[int]" = field(default_factory=_no_numbers)
     lengths: "array[int]" = field(default_factory=_no_numbers)

@@ -264,6 +264,9 @@ class StepTimeEstimator:
     Steps that mix prompts and decodes may for a while take longer or shorter than the model says. Budgets correct for
     the mean ratio of the last few.
 
+    ``model`` is None before the first steps that count: until then, assuming the speed of other engines is better than
+    a partial fit. ``pace`` is the model as routers get it.
+
     Reads no clock: the same steps give the same model. Only the thread of the steps writes it; reading ``model`` and
     ``pace`` is thread-safe.
     """
@@ -273,8 +276,8 @@ class StepTimeEstimator:
         self._prior = (_PRIOR_STEP_TOKENS * token, token, token, token / _PRIOR_CONTEXT, token / _PRIOR_CONTEXT)
         self._host_block_seconds = block_bytes / rates.bytes_per_second
         self._decoding, self._mixed = _DecayedSums(), _DecayedSums()
-        self._model = StepTimeModel(*self._prior)
-        self._pace: Pace | None = None
+        self.model: StepTimeModel | None = None
+        self.pace: Pace | None = None
         self._steps = 0
         self._warm = warm
         self._prompt_steps = 0
@@ -282,18 +285,6 @@ class StepTimeEstimator:
         self._drift = 1.0
         self.mean_prompt_context = 0
         """Tokens that a prompt token attended to in the last steps, on average."""
-
-    @property
-    def model(self) -> StepTimeModel | None:
-        """The current model; None before the first steps that count. Until then, assuming the speed of other engines is
-        better than a partial fit.
-        """
-        return self._model if self._steps else None
-
-    @property
-    def pace(self) -> Pace | None:
-        """The model as routers get it; None as long as ``model`` is None."""
-        return self._pace
 
     def make_budget(
         self,
@@ -336,10 +327,13 @@ class StepTimeEstimator:
 
     def observe(self, work: StepWork, seconds: float, ended: float = 0.0) -> None:
         """Adds one step. ``seconds`` are without block copies. ``ended`` is in seconds since a fixed time."""
-        if seconds <= 0 or not (work.prompt_tokens or work.sequences) or not self._is_warm(work):
+        if seconds <= 0 or not (work.prompt_tokens or work.sequences):
+            return
+        self._prompt_steps += work.prompt_tokens > 0
+        if self._prompt_steps < self._warm:
             return
         moments = self._mixed if work.prompt_tokens else self._decoding
-        predicted = self._model.predict(work)
+        predicted = self._known.predict(work)
         if work.prompt_tokens and work.context_tokens and predicted:
             ratio = min(2.0, max(0.5, seconds / predicted))
             self._drift += _DRIFT * (ratio - self._drift)
@@ -354,13 +348,14 @@ class StepTimeEstimator:
             self._fitted = ended
             self._refit()
 
-    def _is_warm(self, work: StepWork) -> bool:
-        self._prompt_steps += work.prompt_tokens > 0
-        return self._prompt_steps >= self._warm
+    @property
+    def _known(self) -> StepTimeModel:
+        """The current model, or the one that the rates imply."""
+        return self.model or StepTimeModel(*self._prior)
 
     def _refit(self) -> None:
         # The ridge penalises each cost's relative error, relative to the larger of the prior and the current cost.
-        model = self._model
+        model = self._known
         known = (
             model.step_seconds,
             model.token_seconds,
@@ -370,11 +365,11 @@ class StepTimeEstimator:
         )
         ridge = [_TRUST / max(cost, first) ** 2 for cost, first in zip(known, self._prior, strict=True)]
         both = self._decoding.plus(self._mixed)
-        self._model = model = StepTimeModel(*_fit(both, self._prior, ridge))
+        self.model = model = StepTimeModel(*_fit(both, self._prior, ridge))
         pairs = both.sums[_PAIRS] / both.sums[_TOKENS] if both.sums[_TOKENS] else 0.0
         self.mean_prompt_context = int(pairs)
         context = both.sums[_CONTEXT] / both.sums[_SEQUENCES] if both.sums[_SEQUENCES] else 0.0
-        self._pace = Pace(
+        self.pace = Pace(
             model.step_seconds,
             model.token_seconds + pairs * model.pair_seconds,
             model.sequence_seconds + context * model.context_seconds,

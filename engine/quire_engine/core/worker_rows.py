@@ -35,6 +35,7 @@ class WorkerRows:
 
     def release(self, sequence: Sequence) -> None:
         """Releases the row, if any, of a sequence that leaves the device."""
+        sequence.plain_until = 0
         if sequence.row is not None:
             self.released.append((sequence.row, sequence.last_step))
             sequence.row = None
@@ -48,10 +49,10 @@ class WorkerRows:
             sequence.row = row = self._take()
             scheduler_output.new.append(new_request(sequence, row))
         else:
-            num_sent = sequence.num_sent_tokens
-            if num_sent < len(sequence.token_ids):
+            if sequence.num_unsent_tokens:
+                num_sent = len(sequence.token_ids) - sequence.num_unsent_tokens
                 _add(scheduler_output.new_tokens, row, num_sent, sequence.token_ids[num_sent:])
-                sequence.num_sent_tokens = len(sequence.token_ids)
+                sequence.num_unsent_tokens = 0
             for number, index, block_id in sequence.table.take_changes():
                 scheduler_output.new_blocks[number].extend((row, index, block_id))
         if drafts:
@@ -67,7 +68,7 @@ class WorkerRows:
 
 def new_request(sequence: Sequence, row: int) -> NewRequest:
     """Returns the complete state of a sequence for its ``row`` in a worker."""
-    sequence.num_sent_tokens = len(sequence.token_ids)
+    sequence.num_unsent_tokens = 0
     group = sequence.group
     return NewRequest(
         row,

@@ -12,6 +12,7 @@ from quire_proto.text.model_folder import folder_config_digest, folder_vocabular
 
 from quire_engine.checkpoint.gguf_tokenizer import tokenizer_folder_if_any
 from quire_engine.config import EngineConfig
+from quire_engine.core.scheduler import Scheduler
 from quire_engine.core.startup import StartupTimer, report_facts
 from quire_engine.core.step_recording import RecordedEngine, StepRecorder
 from quire_engine.core_client.client import LoadedCore
@@ -26,7 +27,7 @@ from quire_engine.factory import (
 )
 
 if TYPE_CHECKING:
-    from quire_engine.factory import ModelExecutor
+    from quire_engine.executor.torch_executor import TorchExecutor
 
 log = logging.getLogger(__name__)
 
@@ -37,7 +38,7 @@ def load_core(config: EngineConfig, startup: StartupTimer, on_lost: Callable[[st
     """
     executor = load_executor(config, on_lost, owns_process=True, nodes=config, startup=startup)
     scheduler = make_scheduler(config, executor)
-    description = _describe(config, executor, scheduler.config.max_model_len)
+    description = _describe(config, executor, scheduler)
     report_facts(
         dtype=description.dtype,
         device=description.device,
@@ -56,7 +57,7 @@ def load_core(config: EngineConfig, startup: StartupTimer, on_lost: Callable[[st
     return LoadedCore(runner, description, model_grammars(config, executor))
 
 
-def _make_recorder(config: EngineConfig, executor: "ModelExecutor") -> StepRecorder | None:
+def _make_recorder(config: EngineConfig, executor: "TorchExecutor") -> StepRecorder | None:
     """Returns the recorder of all steps; None without ``--record-steps``, or where its file cannot be made."""
     if config.record_steps is None:
         return None
@@ -70,7 +71,7 @@ def _make_recorder(config: EngineConfig, executor: "ModelExecutor") -> StepRecor
     return None
 
 
-def _describe(config: EngineConfig, executor: "ModelExecutor", max_model_len: int) -> pb.DescribeResponse:
+def _describe(config: EngineConfig, executor: "TorchExecutor", scheduler: Scheduler) -> pb.DescribeResponse:
     from quire_engine.device.accelerator import product_name, resolve_device
 
     folder = tokenizer_folder_if_any(config.model)
@@ -78,7 +79,7 @@ def _describe(config: EngineConfig, executor: "ModelExecutor", max_model_len: in
     return pb.DescribeResponse(
         served_model_names=config.names,
         model_revision=block_revision(config, executor),
-        max_model_len=max_model_len,
+        max_model_len=scheduler.config.max_model_len,
         vocab_size=executor.config.vocab_size,
         eos_token_ids=executor.config.eos_token_ids,
         block_size=executor.kv_cache_config.block_size,
@@ -89,7 +90,7 @@ def _describe(config: EngineConfig, executor: "ModelExecutor", max_model_len: in
         max_num_batched_tokens=config.max_num_batched_tokens,
         dtype=executor.dtype_name,
         version=__version__,
-        prefix_caching=config.enable_prefix_caching,
+        prefix_caching=scheduler.kv_cache_manager.prefix_caching,
         tokenizer_digest=folder_vocabulary_digest(folder),
         config_digest=folder_config_digest(folder),
         unbounded_steps=config.max_step_seconds == 0,

@@ -9,7 +9,7 @@ import select
 import socket
 import time
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from threading import Condition, Lock, Thread
@@ -59,7 +59,8 @@ class RankWorkers:
 
     ``on_lost`` is called once, with the reason, when a rank is lost, but never after ``close``. ``on_transfer`` is
     called with each rank's result of a disk transfer. Both run on the watcher thread. ``on_stored`` is called with each
-    value that a rank stores, for other engines. Raises ``ModelError``.
+    value that a rank stores, for other engines. ``failures`` decides which failures end the engine. Raises
+    ``ModelError``.
     """
 
     def __init__(
@@ -68,12 +69,14 @@ class RankWorkers:
         on_lost: Callable[[str], None],
         hub: "NodeHub | None" = None,
         on_stored: Callable[[str, bytes], None] = lambda _key, _value: None,
+        *,
+        failures: "RankFailureTracker",
     ) -> None:
         self._on_lost = on_lost
         self._on_own_stored = on_stored
         self.on_transfer: Callable[[TransferResult], object] | None = None
         self.store = RankStore(self._publish, self._wait_for_stored)
-        self._failures = RankFailureTracker(size - 1)
+        self._failures = failures
         self._changed = Condition()
         self._requested: set[int] = set()
         self._replies: dict[tuple[int, int], Any] = {}
@@ -130,14 +133,16 @@ class RankWorkers:
     def wait_for_output(self) -> ModelOutput:
         """Waits for the output of the oldest step whose output has not been taken. Raises ``RankError``, and
         ``RuntimeError`` if that step has no output.
+
+        While it is open whether the ranks of the last stage are in step, an output may be of what two steps have mixed.
         """
         with self._changed:
-            self._changed.wait_for(lambda: self._is_over or self._outputs)
+            self._changed.wait_for(lambda: self._is_over or (self._outputs and not self._failures.logits_failures))
             self._check_usable()
             message = self._outputs.popleft()
-        if message.code == RpcReply.NO_OUTPUT:
-            raise RuntimeError(json_from_array(message.arrays[0]))
-        return output_from_arrays(message.arrays)
+        if message.code == RpcReply.OUTPUT:
+            return output_from_arrays(message.arrays)
+        raise RuntimeError(json_from_array(message.arrays[0])["reason"])
 
     def _send(self, message: RpcMessage) -> None:
         try:
@@ -308,9 +313,13 @@ class RankWorkers:
             if self.on_transfer is not None:
                 self.on_transfer(result_from_array(message.arrays[0]))
             return
-        if message.code in (RpcReply.OUTPUT, RpcReply.NO_OUTPUT):
+        if message.code in (RpcReply.OUTPUT, RpcReply.NO_OUTPUT, RpcReply.NO_LOGITS):
             with self._changed:
-                self._outputs.append(message)
+                if message.code == RpcReply.NO_LOGITS:
+                    failure = RankFailure(message.call_number, **json_from_array(message.arrays[0]))
+                    self._failures.record_logits_failure(rank, failure)
+                if rank == self._failures.last_stage.start:
+                    self._outputs.append(message)
                 self._changed.notify_all()
             return
         value = json_from_array(message.arrays[0])
@@ -370,16 +379,20 @@ class RankFailure:
 
 
 class RankFailureTracker:
-    """Decides whether all ranks ended the current call alike. ``num_other_ranks`` ranks report to rank 0. Not
-    thread-safe.
+    """Decides whether all ranks ended the current call alike. ``num_other_ranks`` ranks report to rank 0. The ranks of
+    a pipeline's ``last_stage`` compute logits after the call. Not thread-safe.
 
     All ranks make the same calls. A call may fail on all ranks in the same place: every rank rejects a wrong batch
     before it exchanges anything, and is ready for the next call. After any other failure one rank waits for what
     another will never send, and the engine must end. Later pipeline stages make a call later, so a failure may belong
     to an earlier call.
+
+    Logits may fail in the same place on all ranks of the last stage. The step alone has failed then.
     """
 
-    def __init__(self, num_other_ranks: int) -> None:
+    def __init__(self, num_other_ranks: int, last_stage: range = range(0)) -> None:
+        self.last_stage = last_stage
+        self.logits_failures: dict[int, dict[int, RankFailure]] = {}  # of calls in which some ranks have failed so far
         self._num_other_ranks = num_other_ranks
         self._call_number = 0
         self._own_failure: RankFailure | None = None
@@ -406,6 +419,13 @@ class RankFailureTracker:
         """Records that a call failed on another rank."""
         self._reported_failures[rank] = failure
 
+    def record_logits_failure(self, rank: int, failure: RankFailure) -> None:
+        """Records that the logits of a call failed on a rank of the last stage."""
+        failed = self.logits_failures.setdefault(failure.call_number, {})
+        failed[rank] = failure
+        if len(failed) == len(self.last_stage) and _difference(failed) is None:
+            del self.logits_failures[failure.call_number]
+
     @property
     def all_failed_alike(self) -> bool:
         """Whether all ranks failed in the same place."""
@@ -425,22 +445,30 @@ class RankFailureTracker:
                 return f"Rank {rank} failed in a step that rank 0 computed: {failure.reason}."
             if self._own_failure is not None and failure.collectives != self._own_failure.collectives:
                 return f"Rank {rank} failed in another place than rank 0: {failure.reason}."
-        return None
+        return next(filter(None, map(_difference, self.logits_failures.values())), None)
 
     @property
     def suspected_failure(self) -> str | None:
         """A sentence about a failure that leaves the ranks out of step unless the others report it too. None if no rank
         has failed or all failed alike.
         """
-        if self.all_failed_alike:
-            return None
-        failed = {rank: each.reason for rank, each in self._reported_failures.items()}
-        if self._own_failure is not None:
-            failed[0] = self._own_failure.reason
+        failed = {rank: each for call in self.logits_failures.values() for rank, each in call.items()}
+        if not self.all_failed_alike:
+            failed |= self._reported_failures
+            if self._own_failure is not None:
+                failed[0] = self._own_failure
         if not failed:
             return None
         rank = min(failed)
-        return f"Rank {rank} failed in a step in which other ranks did not: {failed[rank]}."
+        return f"Rank {rank} failed in a step in which other ranks did not: {failed[rank].reason}."
+
+
+def _difference(failures: Mapping[int, RankFailure]) -> str | None:
+    """Returns a sentence about two ranks that failed in different places; None if all failed in the same."""
+    first = min(failures)
+    others = (rank for rank in sorted(failures) if failures[rank].collectives != failures[first].collectives)
+    rank = next(others, None)
+    return None if rank is None else f"Rank {rank} failed in another place than rank {first}: {failures[rank].reason}."
 
 
 class RankProcess(ChildProcess):

@@ -15,7 +15,6 @@ from quire_proto.logs import LogFormat, set_up_logging
 from quire_engine.checkpoint.config import DecoderConfig, ModelConfig
 from quire_engine.config import EngineArgs
 from quire_engine.core.kv_transfer.transfer import TransferResult
-from quire_engine.device.accelerator import inference_on
 from quire_engine.device.host import tune_malloc
 from quire_engine.distributed.pipeline import is_last
 from quire_engine.distributed.rank_group import EnginePlace, RankGroup, RankStore, file_store
@@ -43,7 +42,7 @@ from quire_engine.models.loader import model_class
 from quire_engine.sampling.grammar_bitmask import GrammarBitmask
 from quire_engine.worker.memory import GIB, CpuMemory, MemoryProfiler, check_host_memory
 from quire_engine.worker.model_runner import LoadedModel, ModelRunner, load_model_and_attention
-from quire_engine.worker.worker import OneRank, Worker
+from quire_engine.worker.worker import LogitsError, OneRank, Worker, on_device
 
 log = logging.getLogger(__name__)
 
@@ -78,6 +77,13 @@ class RankSettings:
     def ranks_per_node(self) -> int:
         """The number of ranks on each machine."""
         return self.size // self.nnodes
+
+    @property
+    def last_stage(self) -> range:
+        """The ranks of a pipeline's last stage; none without a pipeline."""
+        if self.engine.pipeline_parallel_size == 1:
+            return range(0)
+        return range(self.size - self.engine.tensor_parallel_size, self.size)
 
     def device_for(self, rank: int) -> torch.device:
         """Returns the device of ``rank``."""
@@ -181,7 +187,6 @@ class RankWorker:
         self._rank = rank
         self._loaded_rank: _LoadedRank | None = None
         self._worker: Worker | None = None
-        self._ranks: OneRank | None = None
         self._store = RankStore(self._publish, self._receive_stored)
         self._handlers: dict[int, Callable[[Sequence[RpcArray]], object]] = {
             RpcMethod.LOAD: self._load,
@@ -211,13 +216,11 @@ class RankWorker:
         exchanges_before = self._num_exchanges
         try:
             value = self._handlers[message.code](message.arrays)
-        except Exception as error:
-            log.debug("call %d failed", message.call_number, exc_info=True)
-            self._reply(
-                RpcReply.FAILED,
-                message.call_number,
-                _failure_to_plain(error, self._num_exchanges - exchanges_before),
-            )
+        except LogitsError as error:
+            code = RpcReply.FAILED if self._loaded_or_fail.group.stage is None else RpcReply.NO_LOGITS
+            self._reply_failure(code, message.call_number, error.failure, exchanges_before)
+        except Exception as error:  # noqa: BLE001 - rank 0 decides what follows
+            self._reply_failure(RpcReply.FAILED, message.call_number, error, exchanges_before)
         else:
             if RpcMethod(message.code).has_reply:
                 self._reply(RpcReply.DONE, message.call_number, value)
@@ -225,6 +228,12 @@ class RankWorker:
     @property
     def _num_exchanges(self) -> int:
         return self._loaded_rank.group.num_exchanges if self._loaded_rank else 0
+
+    def _reply_failure(self, code: RpcReply, number: int, error: Exception, exchanges_before: int) -> None:
+        log.debug("call %d failed", number, exc_info=error)
+        collectives, user_error = self._num_exchanges - exchanges_before, isinstance(error, ModelError)
+        reason = str(error) if user_error else describe_error(error)
+        self._reply(code, number, {"collectives": collectives, "reason": reason, "user_error": user_error})
 
     def _reply(self, code: RpcReply, number: int, value: object) -> None:
         with suppress(OSError):  # rank 0 has ended, so the loop ends too
@@ -240,7 +249,7 @@ class RankWorker:
         torch.set_num_threads(settings.threads)
         device, group = settings.device_for(self._rank), settings.make_group(self._rank)
         profiler = MemoryProfiler(device, settings.lora_bytes)
-        with inference_on(device):
+        with on_device(device):
             model = settings.load(self._rank, group)
         if device.type == "cpu":
             tune_malloc()
@@ -248,7 +257,7 @@ class RankWorker:
 
     def _connect(self, _: Sequence[RpcArray]) -> None:
         loaded = self._loaded_or_fail
-        with inference_on(loaded.model.device):
+        with on_device(loaded.model.device):
             loaded.settings.connect(self._rank, loaded.group, self._store)
 
     def _publish(self, key: str, value: bytes) -> None:
@@ -275,45 +284,41 @@ class RankWorker:
         model, with_graphs = self._loaded_or_fail.model, json_from_array(arrays[1])
         if not with_graphs:
             model = replace(model, graph_sizes=())
-        with inference_on(model.device):
+        with on_device(model.device):
             runner = ModelRunner(model, model.cache_sizes(*json_from_array(arrays[0])), alone=False)
         group = self._loaded_or_fail.group
         draws = group.stage is not None and is_last(group.stage) and group.communicator.rank == 0
-        self._ranks = OneRank(runner, group.broadcast, rank=self._rank, draws=draws)
-        filler = _ReceivedBitmasks(self._receive)
-        self._worker = Worker(model, self._ranks, filler=filler, report=self._report)
+        ranks = OneRank(runner, group.broadcast, rank=self._rank, draws=draws)
+        self._worker = Worker(model, ranks, filler=_ReceivedBitmasks(self._receive), report=self._report)
 
     def _close_runner(self, _: Sequence[RpcArray]) -> None:
         self._worker_or_fail.close()
-        self._worker = self._ranks = None
+        self._worker = None
 
     def _execute(self, arrays: Sequence[RpcArray]) -> None:
         """Executes this rank's part of a step. The rank that samples executes all of it and sends the output."""
-        worker, ranks, group = self._worker_or_fail, self._ranks, self._loaded_or_fail.group
-        assert ranks is not None, "MAKE_RUNNER comes first"
-        output, drawn, without_loras = step_from_arrays(arrays)
+        worker, (output, drawn, without_loras) = self._worker_or_fail, step_from_arrays(arrays)
         step = worker.follow(output, drawn, without_loras)
-        if not ranks.draws:
-            step.end(with_logits=is_last(group.stage))
+        if not worker.ranks.draws:
+            step.end(with_logits=is_last(self._loaded_or_fail.group.stage))
             return
         step.sample_tokens()
         if not output.rows:
             return
         try:
             made = output_to_arrays(step.get_output())
-        except Exception as error:
-            if ranks.has_parted and group.communicator.size > 1:
-                raise
-            reply = RpcMessage(RpcReply.NO_OUTPUT, 0, [json_to_array(describe_error(error))])
+        except LogitsError:
+            raise
+        except Exception as error:  # noqa: BLE001 - only the step has failed
+            reply = RpcMessage(RpcReply.NO_OUTPUT, 0, [json_to_array({"reason": describe_error(error)})])
         else:
             reply = RpcMessage(RpcReply.OUTPUT, 0, made)
         with suppress(OSError):  # rank 0 has ended
             self._send(reply)
 
     def _execute_dummy_batch(self, _: Sequence[RpcArray]) -> None:
-        assert self._ranks is not None, "MAKE_RUNNER comes first"
-        with inference_on(self._loaded_or_fail.model.device):
-            self._ranks.execute_dummy_batch()
+        with on_device(self._loaded_or_fail.model.device):
+            self._worker_or_fail.ranks.execute_dummy_batch()
 
     def _call(self, arrays: Sequence[RpcArray]) -> object:
         """Makes a rare call. Returns the worker's answer."""
@@ -359,12 +364,3 @@ class _ReceivedBitmasks:
 
     def close(self) -> None:
         """See ``AnyBitmaskFiller.close``."""
-
-
-def _failure_to_plain(error: Exception, collectives: int) -> dict[str, Any]:
-    user_error = isinstance(error, ModelError)
-    return {
-        "collectives": collectives,
-        "reason": str(error) if user_error else describe_error(error),
-        "user_error": user_error,
-    }

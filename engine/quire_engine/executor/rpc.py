@@ -65,13 +65,15 @@ class RpcMethod(IntEnum):
 
 
 class RpcReply(IntEnum):
-    """The messages of the other ranks. ``DONE`` and ``FAILED`` have the number of the call that they answer. All others
-    have number 0:
+    """The messages of the other ranks. ``DONE``, ``FAILED`` and ``NO_LOGITS`` have the number of the call that they
+    answer. All others have number 0:
 
     * ``STORED``: the rank stored a value for all ranks.
     * ``TRANSFERRED``: a disk transfer ended.
     * ``OUTPUT``: the output of the oldest step without one, from the rank that samples.
     * ``NO_OUTPUT``: why that step has no output.
+    * ``NO_LOGITS``: why the logits of a pipeline's step failed on a rank of the last stage. From the rank that samples
+      it is the answer in place of ``OUTPUT`` too.
     """
 
     DONE = 1
@@ -80,6 +82,7 @@ class RpcReply(IntEnum):
     TRANSFERRED = 4
     OUTPUT = 5
     NO_OUTPUT = 6
+    NO_LOGITS = 7
 
 
 class MessageError(Exception):

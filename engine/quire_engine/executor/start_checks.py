@@ -36,8 +36,7 @@ def check_start(engine: EngineArgs, config: ModelConfig, device: torch.device, n
             f"--dbo-prefill-token-threshold {engine.dbo_prefill_token_threshold} would divide steps that are CUDA "
             f"graphs: give at least {MAX_GRAPH_BATCH_SIZE}."
         )
-    if config.is_causal:
-        check_max_model_len(engine.max_model_len, config.max_length)
+    check_max_model_len(engine.max_model_len, config.max_length)
     _check_ranks(engine, config, device, nnodes)
 
 

@@ -7,11 +7,13 @@ from contextlib import ExitStack, closing
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 from quire_proto import __version__
 from quire_proto.pooling import PoolingParams
 
 from quire_engine.config import EngineArgs, NodeArgs
+from quire_engine.config.capabilities import Feature, find_refusal
 from quire_engine.core.block_pool import KVCacheConfig
 from quire_engine.core.data_parallel import DataParallel
 from quire_engine.core.executor import UNMEASURED, ExecutorError, SleepError
@@ -19,18 +21,17 @@ from quire_engine.core.kv_transfer.transfer import DiskContents, TransferResult
 from quire_engine.core.lora import DUMMY_LORA, LoRARequest
 from quire_engine.core.startup import StartupPhase, StartupTimer
 from quire_engine.core.step import ModelOutput, SchedulerOutput
-from quire_engine.device.accelerator import configure_threads, inference_on, resolve_device, usable_threads
+from quire_engine.device.accelerator import configure_threads, resolve_device, usable_threads
 from quire_engine.device.host import tune_malloc
-from quire_engine.errors import ModelError
+from quire_engine.errors import LoRAError, ModelError
 from quire_engine.executor.engine_group import EngineGroup, join_engines
 from quire_engine.executor.multiproc import MultiprocLeader, compute_rank_cache_sizes
+from quire_engine.executor.rank_disks import RankDisks
 from quire_engine.executor.rank_worker import RankSettings
 from quire_engine.executor.start_checks import check_start
 from quire_engine.kernels.bindings import library
-from quire_engine.models.loader import read_model_config
-from quire_engine.worker.block_file import FolderLock
+from quire_engine.models.loader import capability_rows, read_model_config
 from quire_engine.worker.memory import (
-    CacheBudget,
     CacheSizes,
     MemoryProfiler,
     largest_step,
@@ -38,8 +39,7 @@ from quire_engine.worker.memory import (
     memory_table,
 )
 from quire_engine.worker.model_runner import LoadedModel, ModelRunner
-from quire_engine.worker.transfer_results import TransferResults
-from quire_engine.worker.worker import AsyncStep, OneRank, Ranks, Worker, device_errors
+from quire_engine.worker.worker import AsyncStep, OneRank, Ranks, Worker, on_device
 
 log = logging.getLogger(__name__)
 
@@ -50,10 +50,9 @@ class TorchExecutor:
     """Executes one step at a time. Implements ``AsyncExecutor``. Use it from one thread.
 
     ``depth`` is the constant number of steps that may be in flight. ``config`` is the model's configuration,
-    ``max_model_len`` the longest sequence in tokens, and ``rates`` the speeds measured after loading. ``disk_contents``
-    is what the disk tier held at the start, or None without one. ``weight_stats`` counts the reads of layers that are
-    kept on disk or in host memory, on rank 0; None if all layers stay on the device. If the executor shares experts
-    with other ``engines``, they run their forward passes together.
+    ``max_model_len`` the longest sequence in tokens, and ``rates`` the speeds measured after loading. ``weight_stats``
+    counts the reads of layers that are kept on disk or in host memory, on rank 0; None if all layers stay on the
+    device. If the executor shares experts with other ``engines``, they run their forward passes together.
     """
 
     def __init__(
@@ -71,24 +70,19 @@ class TorchExecutor:
         self.weight_stats = model.model.weight_stats
         self.rates = UNMEASURED
         self.depth = depth
-        self._device = model.device
-        with inference_on(model.device):
-            make_ranks = make_ranks or _make_one_rank
-            self._ranks = make_ranks(model, cache_sizes)
-        self._runner = self._ranks.runner
+        with on_device(model.device):
+            ranks = (make_ranks or _make_one_rank)(model, cache_sizes)
         num_tokens = min(depth * model.max_num_batched_tokens, model.max_model_len)
-        self._kv_cache_config = replace(self._runner.kv_cache_config, max_step_tokens=num_tokens)
+        self._kv_cache_config = replace(ranks.runner.kv_cache_config, max_step_tokens=num_tokens)
         run_pass = None
         if engines is not None:
-            run_pass = partial(engines.run_pass, execute_dummy_batch=self._ranks.execute_dummy_batch)
-        self._transfer_results = TransferResults()
-        report = self._transfer_results.add
-        self._worker = Worker(model, self._ranks, num_loras_held=num_loras_held, run_pass=run_pass, report=report)
+            run_pass = partial(engines.run_pass, execute_dummy_batch=ranks.execute_dummy_batch)
+        self._disks = RankDisks()
+        report = self._disks.results.add
+        self._worker = Worker(model, ranks, num_loras_held=num_loras_held, run_pass=run_pass, report=report)
         self._engines = engines
         self._is_closed = False
         self._close_ranks: Callable[[], object] = lambda: None
-        self.disk_contents: DiskContents | None = None
-        self._disk_lock: FolderLock | None = None
 
     @classmethod
     def load(
@@ -164,7 +158,7 @@ class TorchExecutor:
         profiler = MemoryProfiler(settings.device_for(0), settings.lora_bytes)
         group = settings.make_group(0) if leader is None else leader.group
         startup.begin(StartupPhase.KERNELS)
-        if settings.device == "cpu":
+        if settings.device == "cpu" and settings.config.is_causal:  # encoders run without compiled kernels
             library()
         startup.begin(StartupPhase.WEIGHTS)
         model = settings.load(0, group)
@@ -174,13 +168,13 @@ class TorchExecutor:
             leader.connect()
         elif engines is not None:
             opened.callback(group.close)
-            with inference_on(model.device):
+            with on_device(model.device):
                 group.connect(engines.store, None, engines.store)
         if engines is not None:
             engines.connect(group)
         make_ranks = _make_one_rank if leader is None else leader.make_ranks
         startup.begin(StartupPhase.MEMORY)
-        budget = CacheBudget(config.kv_cache_memory, config.swap_bytes, config.gpu_memory_utilization)
+        budget = model.cache_budget(config)
         with ExitStack() as profiled:
             make_smallest = partial(
                 cls,
@@ -245,7 +239,12 @@ class TorchExecutor:
     @property
     def dtype_name(self) -> str:
         """The dtype of weights and activations: ``float32`` or ``bfloat16``."""
-        return str(self._runner.dtype).removeprefix("torch.")
+        return str(self._worker.runner.dtype).removeprefix("torch.")
+
+    @property
+    def disk_contents(self) -> DiskContents | None:
+        """What the disk tier held at the start; None without one."""
+        return self._disks.contents
 
     @property
     def data_parallel(self) -> DataParallel | None:
@@ -255,8 +254,8 @@ class TorchExecutor:
     def execute_dummy_batch(self) -> None:
         """See ``DataParallel.execute_dummy_batch``."""
         assert self._engines is not None, "this engine is alone"
-        with device_errors(), inference_on(self._device):
-            self._engines.execute_dummy_batch(self._ranks.execute_dummy_batch)
+        with on_device(self._worker.device):
+            self._engines.execute_dummy_batch(self._worker.ranks.execute_dummy_batch)
 
     def execute_model(self, scheduler_output: SchedulerOutput) -> ModelOutput:
         """See ``Executor.execute_model``."""
@@ -275,44 +274,33 @@ class TorchExecutor:
         """Opens the disk tier of the prefix cache in ``path``. ``block_bytes`` is the size of a block on all ranks
         together. If the disk cannot be used, logs a warning and serves without the tier.
         """
-        num_slots = int(config.kv_disk_space * (1 << 30)) // block_bytes
-        if not (num_slots and self.kv_cache_config.host_blocks):
+        space, fingerprint = int(config.kv_disk_space * (1 << 30)), self._fingerprint(config)
+        if not self.kv_cache_config.host_blocks or space < block_bytes:
             log.warning("KV blocks are not kept on disk: --kv-disk-space or the host pool does not hold one")
             return
-        if self._disk_lock is not None:
-            self._disk_lock.close()
-        lock: FolderLock | None = None
-        self._transfer_results.begin(config.num_ranks)
-        try:
-            lock = FolderLock(path)
-            num_slots = min(num_slots, lock.file_system_bytes // block_bytes)
-            answers = self._worker.call_all("open_disk", str(lock.folder), self._fingerprint(config), num_slots)
-            for rank, answer in enumerate(answers):
-                if isinstance(answer, str):
-                    raise OSError(f"rank {rank}: {answer}" if len(answers) > 1 else answer)
-        except OSError as error:
-            log.warning("KV blocks are not kept on disk: %s cannot be used: %s", path, error)
-            if lock is not None:
-                lock.close()
-            return
-        contents = DiskContents.in_common([DiskContents.from_plain(answer) for answer in answers])
-        self.disk_contents, self._disk_lock = contents, lock
-        log.info("KV blocks on disk: %d of %d found in %s", len(contents.stored), num_slots, lock.folder)
+
+        def open_on_ranks(folder: str, num_slots: int) -> Sequence[Any]:
+            return self._worker.call_all("open_disk", folder, fingerprint, num_slots)
+
+        self._disks.open(path, space // block_bytes, block_bytes, config.num_ranks, open_on_ranks)
 
     def _fingerprint(self, config: EngineArgs) -> str:
         """Returns all that decides the numbers in a KV block, apart from what the block's hash covers."""
         numbers = (config.dtype, config.kv_cache_dtype, config.quantization, config.deterministic, config.attention)
         block_size = self._kv_cache_config.block_size
-        facts = (__version__, self.config.model_revision, self.dtype_name, self._device.type, block_size)
+        facts = (__version__, self.config.model_revision, self.dtype_name, self._worker.device.type, block_size)
         sizes = (config.tensor_parallel_size, config.pipeline_parallel_size, config.data_parallel_size)
         return repr((facts, numbers, sizes))
 
     def take_transfers(self, timeout: float) -> Sequence[TransferResult]:
         """See ``Executor.take_transfers``."""
-        return self._transfer_results.take(timeout)
+        return self._disks.results.take(timeout)
 
     def check_lora(self, lora: LoRARequest) -> LoRARequest:
-        """See ``Worker.check_lora``."""
+        """See ``Worker.check_lora``. Raises ``LoRAError`` also if the model could have no adapters."""
+        facts = {"architecture": self.config.architecture}
+        if refusal := find_refusal(capability_rows(self.config), {Feature.LORA}, facts):
+            raise LoRAError(f"This engine serves no adapters: {refusal}")
         return self._worker.check_lora(lora)
 
     def remove_lora(self, lora_id: int) -> None:
@@ -346,9 +334,7 @@ class TorchExecutor:
             return
         self._is_closed = True
         self._worker.close()
-        if self._disk_lock is not None:
-            self._disk_lock.close()
-            self._disk_lock = None
+        self._disks.close()
         self._close_ranks()
 
 

@@ -4,6 +4,10 @@
 // draw; and with a top-k or top-p once or more in between, to find the lowest score that is kept. Nothing is sorted and
 // nothing is written but histograms and the few scores of the bucket that the border is in.
 //
+// With a top-p alone the border is mostly not needed: the token that would be drawn without it is drawn with it too, if
+// the nucleus has that token, and what weighs more than the token says whether it has. Two passes of vectors find that
+// out, where a histogram takes its numbers one by one.
+//
 // Why the bits are the same on every processor, by however many threads and in slices of any length: scores, weights
 // and noise are single IEEE operations in the order of sampling/exact_math.py, and nothing here is contracted to a fused
 // multiply-add; weights are summed as integers; highest, lowest and argmax know no order.
@@ -48,12 +52,15 @@ struct SampleCall {       // field by field as in bindings.py
 
 namespace {
 
+typedef int64_t Longs __attribute__((vector_size(8 * kLanes)));
+
 constexpr float kMinTemperature = 1e-30f;
 constexpr uint32_t kGolden = 0x9e3779b9u, kMixA = 0x85ebca6bu, kMixB = 0xc2b2ae35u;
 constexpr int kBuckets = 1024;
 constexpr float kBucketsPerUnit = 64;    // at least: 16 units of score hold all but e^-16 of what a token weighs
 constexpr int64_t kWorthSharing = 32768;  // numbers; below, waking the other threads costs more
 constexpr int64_t kSlice = 4096;          // numbers at least in a slice of a row
+constexpr double kWorthGuessing = 0.5;    // a lower top-p mostly excludes the token that is guessed
 
 inline bool any(Ints mask) {
 #if defined(__AVX512DQ__)
@@ -213,17 +220,17 @@ struct Histogram {
   int64_t counts[kBuckets];
 };
 
-// One draw, and what is known of it so far.
+// One draw, and what is known of it so far. It is settled when the nucleus has the token that was guessed.
 struct Draw {
   const void* row;
   int64_t index;
-  bool random, has_top_k, has_top_p;
+  bool random, has_top_k, has_top_p, guesses, settled;
   float temperature, highest, log_min_p, scale;
   uint32_t low, high;
   double top_p;
   uint64_t need_of_kth, need;
   int kth_bucket = kBuckets, bucket;
-  float kth = -INFINITY, lowest = -INFINITY;
+  float kth = -INFINITY, lowest = -INFINITY, guessed;
   Best start;  // the most probable token: a good one to beat
 
   template <typename T>
@@ -243,6 +250,7 @@ struct Part {
   Histogram histogram;
   std::vector<float> border;
   Best best;
+  uint64_t total, above;  // what all tokens weigh, and what those above the guessed one do
 };
 
 template <typename T>
@@ -261,6 +269,21 @@ void tally(const Draw& draw, const T* row, int64_t begin, int64_t end, Histogram
       for (int i = 0; i < count; ++i) histogram.weights[buckets[i]] += uint64_t(int64_t(weights[i]));
     }
   }
+}
+
+// As integers, as the histogram's are.
+template <typename T>
+void weigh(const Draw& draw, const T* row, int64_t begin, int64_t end, Part& part) {
+  Longs total{}, above{};
+  for (int64_t d = begin; d < end; d += kLanes) {
+    const Floats scores = draw.scores(row + d, end - d);
+    Floats weights = weight(scores);
+    if (end - d < kLanes) weights = (Ints)count_up(0) < int32_t(end - d) ? weights : Floats{};
+    total += __builtin_convertvector(weights, Longs);
+    above += __builtin_convertvector(scores > draw.guessed ? weights : Floats{}, Longs);
+  }
+  part.total = part.above = 0;
+  for (int i = 0; i < kLanes; ++i) part.total += uint64_t(total[i]), part.above += uint64_t(above[i]);
 }
 
 // The scores in the draw's bucket that top-k keeps.
@@ -295,19 +318,22 @@ Best choose(const Draw& draw, const T* row, int64_t begin, int64_t end) {
   return best;
 }
 
-enum Stage { kTally, kCollectKth, kCollectLast, kChoose, kStages };
+enum Stage { kGuess, kWeigh, kTally, kCollectKth, kCollectLast, kChoose, kStages };
 
 bool has_stage(const Draw& draw, int stage) {
-  return draw.random && (stage == kChoose || (stage == kTally && (draw.has_top_k || draw.has_top_p)) ||
-                         (stage == kCollectKth && draw.has_top_k) || (stage == kCollectLast && draw.has_top_p));
+  if (!draw.random || draw.settled) return false;
+  return stage == kChoose || ((stage == kGuess || stage == kWeigh) && draw.guesses) ||
+         (stage == kTally && (draw.has_top_k || draw.has_top_p)) || (stage == kCollectKth && draw.has_top_k) ||
+         (stage == kCollectLast && draw.has_top_p);
 }
 
 template <typename T>
 void run_stage(int stage, const Draw& draw, int64_t begin, int64_t end, Part& part) {
   const T* row = (const T*)draw.row;
+  if (stage == kWeigh) weigh(draw, row, begin, end, part);
   if (stage == kTally) tally(draw, row, begin, end, part.histogram);
   if (stage == kCollectKth || stage == kCollectLast) collect(draw, row, begin, end, part.border);
-  if (stage == kChoose) part.best = choose(draw, row, begin, end);
+  if (stage == kGuess || stage == kChoose) part.best = choose(draw, row, begin, end);
 }
 
 // Adds the scores of all slices to those of the first.
@@ -335,6 +361,11 @@ void conclude_tally(Draw& draw, Part* parts, int64_t slices) {
   if (draw.has_top_k) draw.bucket = draw.kth_bucket = bucket_that_reaches(all.counts, draw.need_of_kth);
 }
 
+// How much of the weight the nucleus has at least.
+inline uint64_t weight_of_nucleus(const Draw& draw, uint64_t total) {
+  return uint64_t(std::ceil(draw.top_p * double(total)));
+}
+
 // Where the nucleus ends, counted among what top-k keeps.
 void find_last_bucket(Draw& draw, Part* parts, const std::vector<float>& border) {
   uint64_t* weights = parts->histogram.weights;
@@ -346,13 +377,17 @@ void find_last_bucket(Draw& draw, Part* parts, const std::vector<float>& border)
   }
   uint64_t total = 0;
   for (int b = 0; b < kBuckets; ++b) total += weights[b];
-  draw.need = uint64_t(std::ceil(draw.top_p * double(total)));
+  draw.need = weight_of_nucleus(draw, total);
   draw.bucket = bucket_that_reaches(weights, draw.need);
 }
 
 // What only all slices together tell.
+template <typename T>
 void conclude(int stage, Draw& draw, Part* parts, int64_t slices) {
-  if (stage == kTally) {
+  if (stage == kWeigh) {
+    for (int64_t s = 1; s < slices; ++s) parts->total += parts[s].total, parts->above += parts[s].above;
+    draw.settled = parts->above < weight_of_nucleus(draw, parts->total);
+  } else if (stage == kTally) {
     conclude_tally(draw, parts, slices);
     if (draw.has_top_p && !draw.has_top_k) find_last_bucket(draw, parts, {});
   } else if (stage == kCollectKth) {
@@ -364,6 +399,7 @@ void conclude(int stage, Draw& draw, Part* parts, int64_t slices) {
     draw.lowest = std::max(draw.lowest, lowest_with_less_above(joined_border(parts, slices), draw.need, weight_of));
   } else {
     for (int64_t s = 1; s < slices; ++s) parts->best.add(parts[s].best);
+    draw.guessed = draw.scores((const T*)draw.row + parts->best.id, 1)[0];
   }
 }
 
@@ -379,6 +415,7 @@ Draw make_draw(const SampleCall& call, int64_t index, const Scan& scan) {
   draw.highest = scan.highest;
   draw.has_top_k = call.top_k[index] > 0 && call.top_k[index] < call.width;
   draw.has_top_p = call.top_p[index] < 1;
+  draw.guesses = draw.has_top_p && !draw.has_top_k && call.top_p[index] >= kWorthGuessing && !call.lowest_kept;
   draw.need_of_kth = uint64_t(call.top_k[index]), draw.top_p = call.top_p[index];
   draw.lowest = call.log_min_p[index];
   const float range = (scan.highest - scan.lowest) / draw.temperature;
@@ -417,7 +454,7 @@ void run_rows(const SampleCall& call) {
         for (int stage = 0; stage < kStages; ++stage)
           if (has_stage(draw, stage)) {
             run_stage<T>(stage, draw, 0, call.width, part);
-            conclude(stage, draw, &part, 1);
+            conclude<T>(stage, draw, &part, 1);
           }
         write_draw(call, draw, draw.random ? part.best : draw.start);
       }
@@ -453,7 +490,7 @@ void run_slices(const SampleCall& call, int64_t slices) {
           run_stage<T>(stage, draws[i / slices], begin_of(i % slices), begin_of(i % slices + 1), parts[i]);
 #pragma omp for
       for (int64_t i = 0; i < call.draws; ++i)
-        if (has_stage(draws[i], stage)) conclude(stage, draws[i], &parts[i * slices], slices);
+        if (has_stage(draws[i], stage)) conclude<T>(stage, draws[i], &parts[i * slices], slices);
     }
 #pragma omp for
     for (int64_t i = 0; i < call.draws; ++i)

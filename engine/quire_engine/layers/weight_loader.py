@@ -74,9 +74,13 @@ class WeightLoader:
         """The quantization of the layers."""
         return make_quantization(self.options, self.dtype, self.quantized)
 
-    def load_fused(self, names: Sequence[str], shapes: Sequence[tuple[int, ...]]) -> torch.Tensor:
-        """Loads the named tensors whole, concatenated in their first dimension."""
-        return self.checkpoint.load_fused(names, shapes, self.dtype, self.device)
+    def load_fused(
+        self, names: Sequence[str], shapes: Sequence[tuple[int, ...]], communicator: Communicator = SINGLE_RANK
+    ) -> torch.Tensor:
+        """Loads this rank's shards of the named tensors, concatenated in their first dimension, which ``communicator``
+        shares. By default loads the tensors whole.
+        """
+        return self.checkpoint.load_fused(names, shapes, self.dtype, self.device, communicator=communicator)
 
     def linear(self, names: Sequence[str], outputs: Sequence[int], inputs: int, *, bias: bool) -> Linear:
         """Loads unsharded linear layers with the same input, fused into one: their outputs are concatenated."""
@@ -165,4 +169,4 @@ class WeightLoader:
 
     def _load_biases(self, spec: LayerSpec) -> torch.Tensor:
         names, shapes = [f"{name}.bias" for name in spec.names], [(size,) for size in spec.outputs]
-        return self.checkpoint.load_fused(names, shapes, self.dtype, self.device, communicator=spec.communicator)
+        return self.load_fused(names, shapes, spec.communicator)

@@ -24,7 +24,7 @@ from quire_proto.pooling import PoolingParams, Task
 from quire_engine.core.engine_core import AbortRequest, AddRequest, EngineCoreOutputs, Shutdown
 from quire_engine.core.executor import ExecutorError
 from quire_engine.core.lora import LoRARequest
-from quire_engine.core.outputs import EngineCoreOutput
+from quire_engine.core.outputs import EngineCoreOutput, TokenColumns
 from quire_engine.llm.arguments import Message, Prompt, read_conversations, read_prompts
 from quire_engine.llm.llm import LLM, Processor
 from quire_engine.llm.offline_engine import OPEN, OfflineEngine
@@ -294,15 +294,19 @@ class AsyncLLM:
 
     def _publish(self, step: EngineCoreOutputs) -> None:
         """Hands a step's outputs to the event loop. Runs on the core's thread."""
-        if step.outputs and self._loop is not None:
+        if (step.outputs or step.tokens.token_ids) and self._loop is not None:
             with suppress(RuntimeError):  # a closed loop has no requests any more
-                self._loop.call_soon_threadsafe(self._on_outputs, step.outputs)
+                self._loop.call_soon_threadsafe(self._on_outputs, step.outputs, step.tokens)
 
-    def _on_outputs(self, outputs: Sequence[EngineCoreOutput]) -> None:
+    def _on_outputs(self, outputs: Sequence[EngineCoreOutput], tokens: TokenColumns) -> None:
         for output in outputs:
             stream = self._streams.get(output.request_id)
             if stream is not None and stream.add_output(output):
                 self._core.send(AbortRequest(output.request_id, (output.index,)))
+        for request_id, index, token_id in zip(tokens.request_ids, tokens.indexes, tokens.token_ids, strict=True):
+            stream = self._streams.get(request_id)
+            if stream is not None and stream.add_token(index, token_id):
+                self._core.send(AbortRequest(request_id, (index,)))
 
     def _end(self, error: QuireError) -> None:
         """Lets all current and later requests raise ``error``. Thread-safe."""
@@ -344,6 +348,13 @@ class Stream(Generic[PreparedT, ResultT]):
         """Adds an output. Returns whether the engine has to abort the choice, because of a stop string."""
         stopped = self._processor.add_output(output)
         if self._processor.is_finished or not self._only_last:
+            self._news.set()
+        return stopped
+
+    def add_token(self, index: int, token_id: int) -> bool:
+        """Adds a token of choice ``index`` that came alone; otherwise like ``add_output``."""
+        stopped = self._processor.add_token(index, token_id)
+        if not self._only_last or (stopped and self._processor.is_finished):
             self._news.set()
         return stopped
 

@@ -97,6 +97,8 @@ class Processor(Protocol[PreparedT_co, ResultT_co]):
 
     def add_output(self, output: EngineCoreOutput) -> bool: ...  # noqa: D102
 
+    def add_token(self, index: int, token_id: int) -> bool: ...  # noqa: D102
+
     def abort(self) -> None: ...  # noqa: D102
 
     def result(self) -> ResultT_co: ...  # noqa: D102
@@ -366,6 +368,7 @@ class OfflineRun(Generic[PreparedT, ResultT]):
         self._live: dict[str, tuple[int, Processor[PreparedT, ResultT]]] = {}
         self._to_abort: list[tuple[str, int]] = []
         self._results: dict[int, ResultT] = {}
+        self._finished_prompt_tokens = 0
         limits = self._scheduler.config
         self._window = min(limits.max_waiting, _LOOKAHEAD * limits.max_num_seqs)
 
@@ -385,21 +388,38 @@ class OfflineRun(Generic[PreparedT, ResultT]):
 
     def on_step(self, step: EngineCoreOutputs) -> None:
         """Adds the outputs of a step. Choices that a stop string has ended are aborted after the step."""
-        finished = prompt_tokens = output_tokens = 0
+        tokens, live = step.tokens, self._live
+        num_finished, num_tokens = len(self._results), len(tokens.token_ids)
+        prompt_tokens = self._finished_prompt_tokens
+        for request_id, index, token_id in zip(tokens.request_ids, tokens.indexes, tokens.token_ids, strict=True):
+            if request_id in live and live[request_id][1].add_token(index, token_id):
+                self._stop(request_id, index)
         for output in step.outputs:
-            if output.request_id not in self._live:
+            if output.request_id not in live:
                 continue  # finished by a stop string in an earlier step
-            index, processor = self._live[output.request_id]
-            stopped = processor.add_output(output)
-            if stopped:
-                self._to_abort.append((output.request_id, output.index))
-            output_tokens += len(output.token_ids)
-            if (stopped or output.finish_reason is not None) and processor.is_finished:
-                self._results[index] = processor.result()
-                del self._live[output.request_id]
-                finished += 1
-                prompt_tokens += len(processor.prepared.request.prompt_token_ids)
-        self._progress.add(prompts=finished, prompt_tokens=prompt_tokens, output_tokens=output_tokens)
+            num_tokens += len(output.token_ids)
+            if live[output.request_id][1].add_output(output):
+                self._stop(output.request_id, output.index)
+            elif output.finish_reason is not None:
+                self._finish(output.request_id)
+        self._progress.add(
+            prompts=len(self._results) - num_finished,
+            prompt_tokens=self._finished_prompt_tokens - prompt_tokens,
+            output_tokens=num_tokens,
+        )
+
+    def _stop(self, request_id: str, index: int) -> None:
+        """Ends a choice that a stop string has ended."""
+        self._to_abort.append((request_id, index))
+        self._finish(request_id)
+
+    def _finish(self, request_id: str) -> None:
+        """Takes the result of a request if all its choices have ended."""
+        index, processor = self._live[request_id]
+        if processor.is_finished:
+            self._results[index] = processor.result()
+            del self._live[request_id]
+            self._finished_prompt_tokens += len(processor.prepared.request.prompt_token_ids)
 
     def _feed(self) -> None:
         while self._pending and len(self._scheduler.waiting) < self._window:

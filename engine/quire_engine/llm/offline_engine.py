@@ -27,7 +27,7 @@ from quire_engine.structured_output.compiler import GrammarCompiler
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-    from quire_engine.factory import ModelExecutor
+    from quire_engine.executor.torch_executor import TorchExecutor
 
 # The keyword arguments of ``LLM``: all settings of the engine itself, except the model, which is an argument.
 LLM_SETTINGS = tuple(name for name in EngineArgs.model_fields if name not in ServedModel.model_fields)
@@ -108,7 +108,7 @@ class OfflineEngine:
     @classmethod
     def _around(
         cls,
-        executor: "ModelExecutor",
+        executor: "TorchExecutor",
         config: EngineConfig,
         publish: Callable[[EngineCoreOutputs], None],
         tokenizer: ModelTokenizer,

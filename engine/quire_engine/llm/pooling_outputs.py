@@ -125,6 +125,10 @@ class PoolingProcessor:
         self._output = output
         return False
 
+    def add_token(self, _index: int, _token_id: int) -> bool:
+        """Not called: a pooled prompt has no tokens."""
+        raise AssertionError("a pooled prompt has no tokens")
+
     def result(self) -> PoolingRequestOutput:
         """Returns the result of the request, which must have ended."""
         output, request = self._output, self.prepared.request

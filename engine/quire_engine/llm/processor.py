@@ -274,6 +274,10 @@ class OutputProcessor:
         choice.add_output(output)
         return was_running and choice.finish_reason is not None and output.finish_reason is None
 
+    def add_token(self, index: int, token_id: int) -> bool:
+        """Adds a token of choice ``index`` that came alone; otherwise like ``add_output``."""
+        return self._choices[index].add_token(token_id)
+
     def result(self) -> RequestOutput:
         """Returns the request with its requested outputs so far; with ``RequestOutputKind.DELTA``, the new parts since
         the last call.
@@ -369,6 +373,16 @@ class CompletionBuilder:
         self.score, self.finish_reason = output.score, finish_reason
         if output.stop_token is not None and output.stop_token.token_id in self._stop_token_ids:
             self._stop_token_id = output.stop_token.token_id
+
+    def add_token(self, token_id: int) -> bool:
+        """Adds one token. Returns whether it completed a stop string."""
+        if self.finish_reason is not None:
+            return False
+        if self._text is not None and self._text.may_stop:
+            self.add_output(EngineCoreOutput("", [token_id]))
+            return self.finish_reason is not None
+        self.token_ids.append(token_id)
+        return False
 
     def _decode(self, text: TextStream) -> None:
         """Detokenises the tokens that have no text yet."""

@@ -6,7 +6,7 @@ its hidden states are compared with transformers' own attention on each prompt a
 than this function is refused.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from torch.nn.functional import scaled_dot_product_attention
 
+from quire_engine.attention.base import AttentionBackend, LayerKV
 from quire_engine.checkpoint.architecture import architecture_of, refuse_code
 from quire_engine.checkpoint.config import (
     ModelConfig,
@@ -24,8 +25,10 @@ from quire_engine.checkpoint.config import (
     read_config_json,
     to_hf_config,
 )
-from quire_engine.checkpoint.weights import Checkpoint, resolve_dtype
+from quire_engine.config.capabilities import ENCODER, CapabilityRow
 from quire_engine.errors import ModelError
+from quire_engine.layers.weight_loader import WeightLoader
+from quire_engine.models.base import Classifier, Model
 from quire_engine.models.transformers_backend import load_weights
 
 PACKED_ATTENTION = "quire-packed"
@@ -85,92 +88,101 @@ def _position_offset(model_class: Any, parsed: Any) -> int:
     return int(parsed.pad_token_id) + 1 if counts else 0
 
 
-@dataclass(frozen=True, slots=True)
-class PackedPrompts:
-    """The prompts of a step, one after another: ``token_ids`` [T] int64, the length of each, and the index at which its
-    second text begins (0 for a prompt of one text).
+class EncoderModel(Model):
+    """An encoder with its weights, and with its head if it classifies. It has no KV memory: each step computes whole
+    prompts, of which the attention knows the batch.
     """
 
-    token_ids: torch.Tensor
-    lengths: Sequence[int]
-    second_text_starts: Sequence[int]
+    attention_layers = ()
 
+    @classmethod
+    def capability_rows(cls, config: EncoderConfig) -> Sequence[CapabilityRow]:
+        """See ``Model``."""
+        del config
+        return (ENCODER,)
 
-class EncoderModel:
-    """An encoder with its weights, and with its classifier if it has one."""
+    @classmethod
+    def load(cls, config: EncoderConfig, folder: Path, weights: WeightLoader) -> "EncoderModel":
+        """See ``Model``. Raises ``ModelError`` also if the model's prompts cannot be packed."""
+        from transformers import AttentionInterface
+
+        AttentionInterface.register(PACKED_ATTENTION, packed_attention)
+        model = load_weights(config, folder, weights.checkpoint, weights.dtype).to(weights.device).eval()
+        try:
+            with torch.inference_mode():
+                return _make_checked(model, config)
+        except ModelError:
+            raise
+        except Exception as error:  # noqa: BLE001 - a model's code may raise anything
+            reason = f"It does not run: {one_line(error)}."
+        raise ModelError(f"{folder} holds a {config.architecture}, which cannot be served. {reason}")
 
     def __init__(self, model: Any, config: EncoderConfig) -> None:
-        self._model = model
+        self.dtype = model.dtype
         self._config = config
         self._body = model.base_model
-        self.dtype: torch.dtype = model.dtype
-        self.device: torch.device = model.device
-        self.classifier: Callable[[torch.Tensor], torch.Tensor] | None = None
-        if self._body is not model:
-            self._replace_body()
+        self._classifier = None if self._body is model else _make_classifier(model)
 
-    def forward(self, prompts: PackedPrompts) -> torch.Tensor:
-        """Returns hidden states [T, hidden] on the device."""
-        positions = torch.cat([torch.arange(length) for length in prompts.lengths]) + self._config.position_offset
-        inputs = {"input_ids": prompts.token_ids, "position_ids": positions}
+    def forward(
+        self,
+        token_ids: torch.Tensor,
+        positions: torch.Tensor,
+        kv: Sequence[LayerKV],
+        attention: AttentionBackend,
+        token_types: torch.Tensor | None = None,
+    ) -> torch.Tensor:
+        """See ``Model.forward``."""
+        del kv
+        (batch,) = attention.batches
+        return self.encode(token_ids, positions.long(), batch.query_indptr.diff().tolist(), token_types)
+
+    def encode(
+        self,
+        token_ids: torch.Tensor,
+        positions: torch.Tensor,
+        lengths: Sequence[int],
+        token_types: torch.Tensor | None = None,
+    ) -> torch.Tensor:
+        """Returns hidden states [T, hidden] of prompts of these ``lengths``, one after another. The other arguments are
+        int64 [T], as in ``Model.forward``.
+        """
+        inputs = {"input_ids": token_ids[None], "position_ids": positions[None] + self._config.position_offset}
         if self._config.num_token_types > 1:
-            inputs["token_type_ids"] = _token_types(prompts)
-        on_device = {name: tensor[None].to(self.device) for name, tensor in inputs.items()}
-        output = self._body(**on_device, quire_lengths=prompts.lengths)
-        hidden: torch.Tensor = output.last_hidden_state[0]
+            types = torch.zeros_like(token_ids) if token_types is None else token_types
+            inputs["token_type_ids"] = types[None]
+        hidden: torch.Tensor = self._body(**inputs, quire_lengths=lengths).last_hidden_state[0]
         return hidden
 
-    def _replace_body(self) -> None:
-        """Lets the model's own head classify hidden states that were pooled before. Replaces the model's body by one
-        that returns them, each as a sequence of one token.
-        """
-        from transformers.modeling_outputs import BaseModelOutputWithPooling
+    def logits(self, _hidden: torch.Tensor) -> torch.Tensor:
+        """See ``Model.logits``. The scheduler refuses every request that would need them."""
+        raise AssertionError("an encoder makes no tokens")
 
-        pooler = getattr(self._body, "pooler", None)
-
-        def pass_through(*_: object, inputs_embeds: torch.Tensor, **__: object) -> Any:
-            pooled = None if pooler is None else pooler(inputs_embeds)
-            return BaseModelOutputWithPooling(last_hidden_state=inputs_embeds, pooler_output=pooled)
-
-        def classify(states: torch.Tensor) -> torch.Tensor:
-            logits: torch.Tensor = self._model(inputs_embeds=states[:, None].to(self.dtype)).logits
-            return logits.float()
-
-        replacement = torch.nn.Module()
-        replacement.forward = pass_through
-        setattr(self._model, self._model.base_model_prefix, replacement)
-        self.classifier = classify
+    def load_classifier(self, config: EncoderConfig, folder: Path, device: torch.device) -> Classifier | None:
+        """See ``Model``. It was loaded with the model."""
+        del config, folder, device
+        return self._classifier
 
 
-def _token_types(prompts: PackedPrompts) -> torch.Tensor:
-    """Returns the type of each token, [T] int64: 1 in a second text, else 0."""
-    parts = []
-    for length, start in zip(prompts.lengths, prompts.second_text_starts, strict=True):
-        part = torch.zeros(length, dtype=torch.int64)
-        if start:
-            part[start:] = 1
-        parts.append(part)
-    return torch.cat(parts)
-
-
-def load_encoder(config: Any, folder: Path, dtype_name: str, device: torch.device) -> EncoderModel:
-    """Loads the model of ``folder``; ``config`` is an ``EncoderConfig``. Raises ``ModelError`` if weights cannot be
-    loaded or if the model's prompts cannot be packed.
+def _make_classifier(model: Any) -> Classifier:
+    """Returns the model's own head, for hidden states that were pooled before. Replaces the body of ``model`` by one
+    that returns them, each as a sequence of one token.
     """
-    from transformers import AttentionInterface
+    from transformers.modeling_outputs import BaseModelOutputWithPooling
 
-    AttentionInterface.register(PACKED_ATTENTION, packed_attention)
-    checkpoint = Checkpoint(folder)
-    dtype = resolve_dtype(dtype_name, checkpoint.dominant_dtype(), device)
-    model = load_weights(config, folder, checkpoint, dtype).to(device).eval()
-    try:
-        with torch.inference_mode():
-            return _make_checked(model, config)
-    except ModelError:
-        raise
-    except Exception as error:  # noqa: BLE001 - a model's code may raise anything
-        reason = f"It does not run: {one_line(error)}."
-    raise ModelError(f"{folder} holds a {config.architecture}, which cannot be served. {reason}")
+    pooler = getattr(model.base_model, "pooler", None)
+
+    def pass_through(*_: object, inputs_embeds: torch.Tensor, **__: object) -> Any:
+        pooled = None if pooler is None else pooler(inputs_embeds)
+        return BaseModelOutputWithPooling(last_hidden_state=inputs_embeds, pooler_output=pooled)
+
+    def classify(states: torch.Tensor) -> torch.Tensor:
+        logits: torch.Tensor = model(inputs_embeds=states[:, None].to(model.dtype)).logits
+        return logits.float()
+
+    replacement = torch.nn.Module()
+    replacement.forward = pass_through
+    setattr(model, model.base_model_prefix, replacement)
+    return classify
 
 
 def _make_checked(model: Any, config: EncoderConfig) -> EncoderModel:
@@ -185,9 +197,10 @@ def _make_checked(model: Any, config: EncoderConfig) -> EncoderModel:
     expected = torch.cat(alone)
     model.set_attn_implementation(PACKED_ATTENTION)
     encoder = EncoderModel(model, config)
+    token_ids = _row([token for prompt in prompts for token in prompt], model.device)[0]
     lengths = [len(prompt) for prompt in prompts]
-    packed = PackedPrompts(torch.tensor([token for prompt in prompts for token in prompt]), lengths, [0] * len(lengths))
-    difference = (encoder.forward(packed) - expected).float().abs().max()
+    positions = torch.cat([torch.arange(length, device=model.device) for length in lengths])
+    difference = (encoder.encode(token_ids, positions, lengths) - expected).float().abs().max()
     scale = expected.float().square().mean().sqrt()
     if not difference <= (MAX_DIFFERENCE_FLOAT32 if encoder.dtype == torch.float32 else MAX_DIFFERENCE) * scale:
         raise ModelError(

@@ -1,12 +1,12 @@
 """Llama 2 and 3 (Touvron et al. 2023), and the methods that derived architectures override."""
 
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Literal
 
 from quire_engine.checkpoint.config import DecoderConfig
 from quire_engine.checkpoint.gguf_checkpoint import GgufTensors
 from quire_engine.layers.attention import Attention
-from quire_engine.layers.decoder_layer import DecoderLayer
+from quire_engine.layers.decoder_layer import PRE_NORMS, DecoderLayer, LayerNorms
 from quire_engine.layers.mlp import GatedMLP, MoE
 from quire_engine.layers.weight_loader import WeightLoader
 from quire_engine.models.decoder import DecoderModel
@@ -32,8 +32,11 @@ class LlamaForCausalLM(DecoderModel):
 
     gguf = GgufTensors(_GGUF_NAMES, permutes_heads=True)
 
-    qk_norm: ClassVar[bool] = False
-    """Whether each query and key head has a norm."""
+    qk_norm: ClassVar[Literal["head", "token"] | None] = None
+    """Which norms queries and keys have. See ``Attention``."""
+
+    norms: ClassVar[LayerNorms] = PRE_NORMS
+    """The norms of a layer."""
 
     @classmethod
     def config_fields(cls, path: Path, hf: Any) -> dict[str, Any]:
@@ -46,7 +49,7 @@ class LlamaForCausalLM(DecoderModel):
     def load_layer(cls, config: DecoderConfig, weights: WeightLoader, index: int) -> DecoderLayer:
         """See ``DecoderModel``."""
         attention = Attention(config, weights, index, qk_norm=cls.qk_norm)
-        return DecoderLayer(config, weights, index, attention, cls.load_mlp(config, weights, index))
+        return DecoderLayer(config, weights, index, attention, cls.load_mlp(config, weights, index), norms=cls.norms)
 
     @classmethod
     def load_mlp(cls, config: DecoderConfig, weights: WeightLoader, index: int) -> GatedMLP | MoE:

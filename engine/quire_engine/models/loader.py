@@ -23,11 +23,11 @@ from quire_engine.checkpoint.stored_schemes import is_dequantized
 from quire_engine.checkpoint.support import check_stored_bits, check_support
 from quire_engine.checkpoint.weights import Checkpoint, LoadOptions, resolve_dtype
 from quire_engine.config import ExecutorConfig
-from quire_engine.config.capabilities import ENCODER, CapabilityRow
+from quire_engine.config.capabilities import CapabilityRow
 from quire_engine.layers.weight_loader import WeightLoader
 from quire_engine.models.base import Model
 from quire_engine.models.decoder import DecoderModel
-from quire_engine.models.encoder import EncoderConfig
+from quire_engine.models.encoder import EncoderConfig, EncoderModel
 from quire_engine.models.registry import ARCHITECTURES, registered_name
 from quire_engine.models.transformers_backend import TransformersConfig, TransformersModel
 
@@ -69,12 +69,14 @@ def decoder_class(architecture: str) -> type[DecoderModel]:
 
 def model_class(config: ModelConfig) -> type[Model]:
     """Returns the class of the model that ``config`` describes."""
-    return decoder_class(config.architecture) if config.has_own_code else TransformersModel
+    if config.has_own_code:
+        return decoder_class(config.architecture)
+    return TransformersModel if config.is_causal else EncoderModel
 
 
 def capability_rows(config: ModelConfig) -> Sequence[CapabilityRow]:
     """Returns the rows of the table of capabilities that the model of ``config`` has for what it is and does."""
-    return model_class(config).capability_rows(config) if config.is_causal else (ENCODER,)
+    return model_class(config).capability_rows(config)
 
 
 def load_model(

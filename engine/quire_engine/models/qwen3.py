@@ -14,7 +14,7 @@ class Qwen3ForCausalLM(LlamaForCausalLM):
     """Llama with norms of query and key heads. Some layers may have a window."""
 
     gguf = GgufTensors({**LlamaForCausalLM.gguf.names, **_HEAD_NORMS})
-    qk_norm = True
+    qk_norm = "head"
 
     @classmethod
     def config_fields(cls, path: Path, hf: Any) -> dict[str, Any]:

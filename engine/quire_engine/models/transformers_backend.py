@@ -253,7 +253,12 @@ class TransformersModel(Model):
         causal.set_submodule(next(name for name, part in causal.named_modules() if part is self._decoder), replacement)
 
     def forward(
-        self, token_ids: torch.Tensor, positions: torch.Tensor, kv: Sequence[LayerKV], attention: AttentionBackend
+        self,
+        token_ids: torch.Tensor,
+        positions: torch.Tensor,
+        kv: Sequence[LayerKV],
+        attention: AttentionBackend,
+        _token_types: torch.Tensor | None = None,
     ) -> torch.Tensor:
         """See ``Model.forward``."""
         layers = zip(self.attention_layers, kv, strict=False)  # the KV memory of states comes last

@@ -8,6 +8,7 @@ Everything here runs on the event loop, to which the core hands its steps in the
 
 import asyncio
 import logging
+from collections import defaultdict
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field, replace
@@ -62,6 +63,15 @@ class _SessionStep:
     handles: list[int] = field(default_factory=list)
     token_ids: list[int] = field(default_factory=list)
     positions: list[int] = field(default_factory=list)
+
+    def add_token(self, live: LiveRequest, index: int, token_id: int, position: int) -> None:
+        """Adds a token that came alone. It is not the first of its request."""
+        if live.handle:
+            self.handles.append(live.handle + index)
+            self.token_ids.append(token_id)
+            self.positions.append(position)
+        else:
+            self.outputs += output_to_proto(EngineCoreOutput("", [token_id], position, index=index), live.request_id)
 
     def add(self, live: LiveRequest, output: EngineCoreOutput) -> None:
         if live.handle and live.started and is_tokens(output):
@@ -220,12 +230,15 @@ class SessionManager:
         self._step = step.trace.step
         woke_or_slept = self._load.set(step.load)
         live_requests = self._requests.by_key
-        steps: dict[str, _SessionStep] = {}
+        steps: defaultdict[str, _SessionStep] = defaultdict(_SessionStep)
+        tokens = step.tokens
+        columns = zip(tokens.request_ids, tokens.indexes, tokens.token_ids, tokens.positions, strict=True)
+        for request_id, index, token_id, position in columns:
+            if (live := live_requests.get(request_id)) is not None:
+                steps[live.session.session_id].add_token(live, index, token_id, position)
         for output in step.outputs:
             if (live := live_requests.get(output.request_id)) is not None:
-                if (mine := steps.get(live.session.session_id)) is None:
-                    mine = steps[live.session.session_id] = _SessionStep()
-                mine.add(live, output)
+                steps[live.session.session_id].add(live, output)
                 if output.ends_request:
                     self._requests.remove(output.request_id)
         events = events_to_proto(step.kv_events) if steps else []

@@ -165,7 +165,7 @@ class SimulationRecorder:
     def record_step(self, started: float, ended: float, step: EngineCoreOutputs) -> None:
         """Records a step from ``started`` to ``ended``, in seconds."""
         self._record_admissions(started, step.trace.request_ids)
-        for output in step.outputs:
+        for output in step.all_outputs():
             self._record_output(ended, output)
         self._sample(started, ended, step)
         if len(self.samples.time) % INSPECTION_STEPS == 0:

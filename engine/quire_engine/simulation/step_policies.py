@@ -17,13 +17,13 @@ def static_batching(batch: BatchScheduler, scheduler_output: SchedulerOutput, bu
     """
     batch.schedule_running(batch.running_of_step(), scheduler_output, budget)
     batch.schedule_preempted(scheduler_output, budget)
-    if batch.running or not batch.waiting.sequences or batch.next_preempted() is not None:
+    if batch.running or not batch.admission.waiting.sequences or batch.next_preempted() is not None:
         return
     memory = batch.kv_cache_manager
     reserves = all(group.window is None for group in memory.capacity.groups)
     batch.admission.release_held()
-    while batch.waiting.has_ready:
-        sequence = batch.waiting.next()
+    while batch.admission.waiting.has_ready:
+        sequence = batch.admission.waiting.next()
         if not batch.admission.passes_gates(sequence):
             continue
         if not batch.admission.admit(sequence, scheduler_output):
@@ -38,7 +38,7 @@ def phased_batching(batch: BatchScheduler, scheduler_output: SchedulerOutput, bu
     prefills = [each for each in batch.running_of_step() if _is_prefill(each)]
     batch.schedule_running(prefills, scheduler_output, budget)
     batch.schedule_preempted(scheduler_output, budget, _is_prefill)
-    if batch.waiting.sequences and batch.next_preempted() is None:
+    if batch.admission.waiting.sequences and batch.next_preempted() is None:
         batch.admission.release_held()
         batch.schedule_waiting(scheduler_output, budget)
     if not scheduler_output.rows:

@@ -42,7 +42,7 @@ from quire_engine.worker.cuda_graph import (
 )
 from quire_engine.worker.input_batch import ModelInput, scatter_pending
 from quire_engine.worker.kv_cache import KVCache, min_cache_sizes
-from quire_engine.worker.memory import CacheSizes
+from quire_engine.worker.memory import CacheBudget, CacheSizes
 from quire_engine.worker.sleep import PutAway, device_storages, put_away
 
 log = logging.getLogger(__name__)
@@ -90,6 +90,15 @@ class LoadedModel:
         """
         return 2 * max_num_seqs * self.model.state_bytes
 
+    def cache_budget(self, settings: EngineArgs) -> CacheBudget:
+        """Returns the KV memory that ``settings`` ask for. An encoder has none: it gets as many empty blocks as the
+        scheduler can hand out to the prompts of two steps.
+        """
+        if self.config.is_causal:
+            return CacheBudget(settings.kv_cache_memory, settings.swap_bytes, settings.gpu_memory_utilization)
+        num_blocks = 1 + settings.max_num_seqs + -(-2 * settings.max_num_batched_tokens // self.block_size)
+        return CacheBudget(num_blocks * self.block_bytes, 0)
+
     def cache_sizes(self, num_blocks: int, num_host_blocks: int) -> CacheSizes:
         """Returns the KV memory in bytes of ``num_blocks`` on the device and ``num_host_blocks`` on the host."""
         return CacheSizes(num_blocks * self.block_bytes, num_host_blocks * self.block_bytes)
@@ -127,11 +136,13 @@ def load_model_and_attention(
     default the same. ``check_start`` allows the settings. Raises ``ModelError``.
     """
     length = config.max_model_len or model_config.max_length
+    if not model_config.is_causal:  # a step computes a prompt as a whole
+        length = min(length, config.max_num_batched_tokens)
     deterministic = config.deterministic
     check = partial(check_attention, config.attention, device, deterministic=deterministic)
     num_lora_slots = config.max_loras if config.enable_lora else 0
     options = LoadOptions(config, device, ranks, stage, num_lora_slots, expert_ranks)
-    model = load_model(model_config, config.model, options, check)
+    model = load_model(model_config, config.model, options, check if model_config.is_causal else None)
     if model.state_bytes:
         log.info(STATE_IN_BLOCKS, model.state_bytes / 2**20, config.block_size)
     kv_dtype = resolve_kv_cache_dtype(config.kv_cache_dtype, model.dtype)
@@ -201,24 +212,20 @@ class ModelRunner:
     def __init__(
         self, model: LoadedModel, sizes: CacheSizes, capture: GraphCapturer | None = None, *, alone: bool = True
     ) -> None:
-        self._model = model.model
-        self._dtype = model.model.dtype
-        self._stage = model.stage
-        self._attention = model.attention
-        self._vocab_size = model.config.vocab_size
-        self._loras = model.loras
-        self._kv_cache = model.make_kv_cache(sizes)
-        self._captures_itself = capture is None and model.device.type == "cuda" and bool(model.graph_sizes)
-        if self._captures_itself:
-            capture = CudaGraphCapturer()
         self._loaded = model
-        self._capture = capture
+        self._model, self._attention, self._loras = model.model, model.attention, model.loras
+        self._kv_cache = model.make_kv_cache(sizes)
         self._put_away: PutAway | None = None
-        self._cuda_graphs = self._cpu_graphs = None
-        if capture is None and model.device.type == "cpu" and model.graph_sizes:
-            self._cpu_graphs = make_cpu_graphs(model.model, self._kv_cache.layers, model.attention)
+        self._make_capturer: Callable[[], GraphCapturer] | None = None
         if capture is not None:
-            self._cuda_graphs = self._capture_graphs(model, capture, alone)
+            self._make_capturer = lambda: capture
+        elif model.device.type == "cuda" and model.graph_sizes:
+            self._make_capturer = CudaGraphCapturer  # each has a memory pool, which goes with its graphs
+        self._cuda_graphs = self._cpu_graphs = None
+        if self._make_capturer is not None:
+            self._cuda_graphs = self._capture_graphs(self._make_capturer(), alone)
+        elif model.device.type == "cpu" and model.graph_sizes:
+            self._cpu_graphs = make_cpu_graphs(model.model, self._kv_cache.layers, model.attention)
 
     @property
     def kv_cache_config(self) -> KVCacheConfig:
@@ -228,7 +235,7 @@ class ModelRunner:
     @property
     def dtype(self) -> torch.dtype:
         """The dtype of weights and activations, and of KV memory unless that has its own dtype."""
-        return self._dtype
+        return self._model.dtype
 
     def copy(self, copies: BlockCopies) -> None:
         """Copies blocks. Copies ahead of need run concurrently with the next forward pass, and later work waits for
@@ -243,38 +250,40 @@ class ModelRunner:
 
         In a pipeline these are the hidden states of this stage; the last stage returns the model's.
         """
+        batch.check_vocabulary(self._loaded.config.vocab_size)
+        if self._loras is not None:
+            self._loras.prepare(batch.lora_ids)
         try:
-            hidden = self._forward(batch, pending)
+            if self._cuda_graphs is not None and self._cuda_graphs.can_run(batch):
+                hidden = self._cuda_graphs.forward(batch, pending)
+            else:
+                self._attention.prepare(*batch.attention)
+                replayed = None if self._cpu_graphs is None else self._cpu_graphs.forward(batch, pending)
+                hidden = self._forward_eagerly(batch, pending) if replayed is None else replayed
         finally:
             # Also after a failure: work that was launched before it still reads and writes blocks.
             if self._kv_cache.swap_stream is not None:
                 self._kv_cache.swap_stream.record_compute()
-        if self._stage is not None:
-            self._stage.pass_on(hidden)
+        if self._loaded.stage is not None:
+            self._loaded.stage.pass_on(hidden)
         return hidden
 
-    def _forward(self, batch: ModelInput, pending: torch.Tensor | None) -> torch.Tensor:
-        batch.check_vocabulary(self._vocab_size)
-        if self._loras is not None:
-            self._loras.prepare(batch.lora_ids)
-        if self._cuda_graphs is not None and self._cuda_graphs.can_run(batch):
-            return self._cuda_graphs.forward(batch, pending)
-        self._attention.prepare(*batch.attention)
+    def _forward_eagerly(self, batch: ModelInput, pending: torch.Tensor | None) -> torch.Tensor:
         device = self._kv_cache.blocks.device
         token_ids, positions = upload(batch.token_ids, device), upload(batch.positions, device)
         if pending is not None:
             scatter_pending(token_ids, batch.pending_rows, pending)
-        if self._cpu_graphs is not None and batch.is_drawn_from_whole and self._cpu_graphs.can_run(len(token_ids)):
-            return self._cpu_graphs.forward(token_ids, positions)
-        return self._model.forward(token_ids, positions, self._kv_cache.layers, self._attention)
+        token_types = upload(batch.token_types, device) if len(batch.token_types) else None
+        return self._model.forward(token_ids, positions, self._kv_cache.layers, self._attention, token_types)
 
     def logits(self, hidden: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:
-        """Returns the logits [R, vocabulary] of the hidden states at ``rows`` [R], which must be ascending and among
-        the batch's ``logits_rows``.
+        """Returns the logits [R, vocabulary] of the hidden states at ``rows`` [R], which must be ascending. They are
+        valid until the next call.
         """
         if len(rows) < len(hidden):
             hidden = hidden.index_select(0, upload(rows, hidden.device))
-        return self._model.logits(hidden)
+        logits = None if self._cpu_graphs is None else self._cpu_graphs.logits(hidden)
+        return self._model.logits(hidden) if logits is None else logits
 
     def execute_dummy_batch(self) -> None:
         """Takes part in a forward pass of the other engines of a group, without tokens."""
@@ -296,12 +305,12 @@ class ModelRunner:
         """See ``Ranks.open_disk``."""
         return self._kv_cache.open_disk(folder, fingerprint, num_slots, report)
 
-    def _capture_graphs(self, model: LoadedModel, capture: GraphCapturer, alone: bool) -> CudaGraphRunner | None:
-        pages = -(-model.max_model_len // model.block_size)
-        kv, sizes = self._kv_cache.layers, model.graph_sizes
+    def _capture_graphs(self, capture: GraphCapturer, alone: bool) -> CudaGraphRunner | None:
+        pages = -(-self._loaded.max_model_len // self._loaded.block_size)
+        kv, sizes = self._kv_cache.layers, self._loaded.graph_sizes
         try:
             with torch.inference_mode():
-                return capture_graphs(model.model, kv, model.attention, sizes=sizes, max_pages=pages, capture=capture)
+                return capture_graphs(self._model, kv, self._attention, sizes=sizes, max_pages=pages, capture=capture)
         except GraphCaptureError as error:
             if alone:
                 log.warning(NO_GRAPHS, error)
@@ -336,10 +345,8 @@ class ModelRunner:
             self._kv_cache.sleep()
             raise
         self._put_away = None
-        if self._capture is not None:
-            # Another memory pool, as that of the former graphs is gone with them.
-            again = CudaGraphCapturer() if self._captures_itself else self._capture
-            self._cuda_graphs = self._capture_graphs(self._loaded, again, alone=True)
+        if self._make_capturer is not None:
+            self._cuda_graphs = self._capture_graphs(self._make_capturer(), alone=True)
 
     def close(self) -> None:
         """See ``Ranks.close``."""

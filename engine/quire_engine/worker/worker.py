@@ -5,7 +5,7 @@ rank of the last stage also samples or pools.
 import logging
 from array import array
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -21,7 +21,7 @@ from quire_engine.core.kv_transfer.transfer import TransferResult
 from quire_engine.core.lora import LoRARequest
 from quire_engine.core.step import ModelOutput, SchedulerOutput, StepTimings
 from quire_engine.core.step_plain import lora_from_plain, lora_to_plain
-from quire_engine.device.accelerator import inference_on, upload
+from quire_engine.device.accelerator import upload
 from quire_engine.errors import LoRAError
 from quire_engine.sampling.grammar_bitmask import AnyBitmaskFiller, GrammarBitmask
 from quire_engine.sampling.logits_processors import Draw
@@ -110,10 +110,19 @@ class Ranks(Protocol):
         ...
 
 
+class LogitsError(Exception):
+    """The logits of a step failed with ``failure`` on a rank that follows rank 0. Only if they did so on all ranks of
+    the last stage, none of these waits for another.
+    """
+
+    def __init__(self, failure: Exception) -> None:
+        super().__init__(str(failure))
+        self.failure = failure
+
+
 class OneRank:
     """The ``Ranks`` of a rank that leads no others: the only rank, or one that follows rank 0 and receives pending
-    tokens by ``broadcast``. ``has_parted`` is true if the logits failed here, so that other ranks may wait for this
-    one.
+    tokens by ``broadcast``.
     """
 
     def __init__(
@@ -128,7 +137,6 @@ class OneRank:
         self.rank = rank
         self.broadcast = broadcast
         self.draws = draws
-        self.has_parted = False
         self.execute_dummy_batch, self.close = runner.execute_dummy_batch, runner.close
 
     def execute(
@@ -138,11 +146,15 @@ class OneRank:
         return work()
 
     def compute_logits(self, work: Callable[[], T]) -> T:
-        """See ``Ranks.compute_logits``."""
-        self.has_parted = True
-        logits = work()
-        self.has_parted = False
-        return logits
+        """See ``Ranks.compute_logits``. Raises ``LogitsError`` for a failure on a rank that follows rank 0."""
+        try:
+            return work()
+        except torch.AcceleratorError:
+            raise
+        except Exception as error:
+            if self.rank is None:
+                raise
+            raise LogitsError(error) from error
 
     def get_output(self) -> ModelOutput:
         """See ``Ranks.get_output``."""
@@ -186,16 +198,17 @@ class Worker:
         run_pass: RunPass | None = None,
         filler: AnyBitmaskFiller | None = None,
     ) -> None:
-        self._ranks = ranks
+        self.ranks = ranks
         self._report = report
         ranks.report_to(report)
-        self._runner = ranks.runner
+        self.runner = ranks.runner
         self._run_pass = run_pass
-        self._device = model.device
-        self._states = RequestStates(len(self._runner.kv_cache_config.groups), model.config.vocab_size)
-        self._sampler = Sampler(model.config.vocab_size, filler)
+        self.device = model.device
+        self._kv_cache_config = self.runner.kv_cache_config
+        self.states = RequestStates(len(self._kv_cache_config.groups), model.config.vocab_size)
+        self.sampler = Sampler(model.config.vocab_size, filler)
         pooler = model.config.pooler_config
-        self._pooler = Pooler(pooler, model.classifier) if ranks.draws and pooler is not None else None
+        self.pooler = Pooler(pooler, model.classifier) if ranks.draws and pooler is not None else None
         self._lora_manager = model.loras
         self._num_loras_held = num_loras_held
         self._previous_step: AsyncStep | None = None
@@ -207,13 +220,13 @@ class Worker:
         The step's ``timings`` are host times. On CUDA ``swap`` and ``sample`` cover launches only, and ``forward``
         covers the launch and the wait for the whole step.
         """
-        self._states.update(scheduler_output)
-        with device_errors(), inference_on(self._device):
-            failed = self._load_loras(scheduler_output.rows) if self._states.loras else []
+        self.states.update(scheduler_output)
+        with on_device(self.device):
+            failed = self._load_loras(scheduler_output.rows) if self.states.loras else []
             launch = partial(self._launch, scheduler_output, failed)
-            launch_all = partial(self._ranks.execute, scheduler_output, failed, launch)
+            launch_all = partial(self.ranks.execute, scheduler_output, failed, launch)
             step = self._run_pass(launch_all) if self._run_pass and scheduler_output.rows else launch_all()
-            if not self._ranks.draws:
+            if not self.ranks.draws:
                 step.send_bitmask()
             return step
 
@@ -223,20 +236,20 @@ class Worker:
         """Like ``execute``, for a step that rank 0 executes. ``drawn`` has the tokens sampled since the last step, as
         int32 triples of row, position and token.
         """
-        self._states.write_tokens(drawn)
-        self._states.update(scheduler_output)
-        with device_errors(), inference_on(self._device):
+        self.states.write_tokens(drawn)
+        self.states.update(scheduler_output)
+        with on_device(self.device):
             return self._launch(scheduler_output, without_loras)
 
     def _launch(self, scheduler_output: SchedulerOutput, without_loras: Sequence[int]) -> "AsyncStep":
         """Does the part of the step that all ranks do at the same time."""
-        capacity, states = self._runner.kv_cache_config, self._states
-        step = AsyncStep(self._ranks, states, self._sampler, self._pooler, device=self._device)
-        if self._pooler is not None:
-            self._pooler.remove(scheduler_output.freed_rows)
+        capacity, states = self._kv_cache_config, self.states
+        step = AsyncStep(self)
+        if self.pooler is not None:
+            self.pooler.remove(scheduler_output.freed_rows)
         start = perf_counter()
         if not scheduler_output.copies.is_empty:
-            self._runner.copy(scheduler_output.copies)
+            self.runner.copy(scheduler_output.copies)
         copied = perf_counter()
         if scheduler_output.rows:
             if without_loras:
@@ -264,7 +277,7 @@ class Worker:
         """Calls one of the methods ``ON_EVERY_RANK`` on the workers of all ranks. Returns their answers in rank order:
         a string from a rank that could not do it.
         """
-        return self._ranks.call(name, arguments, lambda: self.answer(name, *arguments))
+        return self.ranks.call(name, arguments, lambda: self.answer(name, *arguments))
 
     def answer(self, name: str, *arguments: Any) -> Any:
         """Calls one of the methods ``ON_EVERY_RANK`` here. Returns its result, or the reason if it cannot be done,
@@ -272,18 +285,18 @@ class Worker:
         """
         assert name in ON_EVERY_RANK, name
         try:
-            with inference_on(self._device):
+            with on_device(self.device):
                 return getattr(self, name)(*arguments)
         except (LoRAError, SleepError, OSError) as error:
             return str(error)
 
     def add_lora(self, *lora: Any) -> None:
         """Reads this rank's shard of an adapter (``lora_to_plain``) into host memory. Raises ``LoRAError``."""
-        self._runner.add_lora(lora_from_plain(lora))
+        self.runner.add_lora(lora_from_plain(lora))
 
     def remove_lora(self, lora_id: int) -> None:
         """Frees the memory of an adapter."""
-        self._runner.remove_lora(lora_id)
+        self.runner.remove_lora(lora_id)
 
     def open_disk(self, folder: str, fingerprint: str, num_slots: int) -> dict[str, Any]:
         """Opens this rank's part of the blocks on disk in ``folder``, which no other process may use. ``fingerprint``
@@ -291,23 +304,23 @@ class Worker:
         (``DiskContents.to_plain``). Raises ``OSError``.
         """
         own = Path(folder)
-        if self._ranks.rank is not None:
-            own, fingerprint = own / f"rank-{self._ranks.rank}", f"{fingerprint} rank {self._ranks.rank}"
+        if self.ranks.rank is not None:
+            own, fingerprint = own / f"rank-{self.ranks.rank}", f"{fingerprint} rank {self.ranks.rank}"
             own.mkdir(mode=0o700, exist_ok=True)
-        return self._runner.open_disk(own, fingerprint, num_slots, self._report).to_plain()
+        return self.runner.open_disk(own, fingerprint, num_slots, self._report).to_plain()
 
     def sleep(self) -> None:
         """See ``Sleeper.sleep``. Does nothing if this rank sleeps already. Raises ``SleepError``."""
         self._previous_step = None
-        self._runner.sleep()
+        self.runner.sleep()
 
     def wake_up(self) -> None:
         """See ``Sleeper.wake_up``. Does nothing if this rank is awake. Raises ``SleepError``."""
-        self._runner.wake_up()
+        self.runner.wake_up()
 
     def _load_loras(self, rows: Sequence[int]) -> list[int]:
         """Loads the adapters of ``rows`` on all ranks. Returns the ids of the adapters that cannot be read."""
-        manager, loras = self._lora_manager, self._states.loras
+        manager, loras = self._lora_manager, self.states.loras
         assert manager is not None, "a step has adapters, and the model has no slots for them"
         wanted = {loras[row].lora_int_id: loras[row] for row in rows if row in loras}
         failed: list[int] = []
@@ -323,9 +336,9 @@ class Worker:
 
     def close(self) -> None:
         """Frees the memory of KV pools and weights. Nothing can run afterwards."""
-        self._ranks.close()
-        self._lora_manager = self._previous_step = None
-        self._sampler.close()
+        self.ranks.close()
+        self.pooler = self._lora_manager = self._previous_step = None
+        self.sampler.close()
 
 
 def _fail_without(
@@ -339,12 +352,16 @@ def _fail_without(
 
 
 @contextmanager
-def device_errors() -> Iterator[None]:
-    """Converts a device failure to ``ExecutorError``. After such a failure every call to the device fails, so the
-    engine must end.
+def on_device(device: torch.device) -> Iterator[None]:
+    """Enters inference mode, with ``device`` as the current GPU of this thread. Each thread has a current GPU of its
+    own, by default the first one, and some libraries launch their kernels there wherever their tensors are.
+
+    Converts a device failure to ``ExecutorError``. After such a failure every call to the device fails, so the engine
+    must end.
     """
     try:
-        yield
+        with torch.cuda.device(device) if device.type == "cuda" else nullcontext(), torch.inference_mode():
+            yield
     except torch.AcceleratorError as error:
         raise ExecutorError(f"The device failed: {error}") from error
 
@@ -366,27 +383,13 @@ PreparedDraws = tuple[list[RowDraw], SamplerInput]
 
 
 class AsyncStep:
-    """A step on the device. Implements ``AsyncModelOutput``. ``output`` holds what is known of the result so far.
-
-    ``get_output`` raises what ``sample_tokens`` raised, so that a step ends in one place.
+    """A step on the device of ``worker``. Implements ``AsyncModelOutput``. ``output`` holds what is known of the result
+    so far.
     """
 
-    def __init__(
-        self,
-        ranks: Ranks,
-        states: RequestStates,
-        sampler: Sampler,
-        pooler: Pooler | None,
-        *,
-        device: torch.device,
-    ) -> None:
+    def __init__(self, worker: Worker) -> None:
         self.output = ModelOutput()
-        self._states = states
-        self._ranks = ranks
-        self._runner = ranks.runner
-        self._sampler = sampler
-        self._pooler = pooler
-        self._device = device
+        self._worker = worker
         self._forward: ForwardPass | None = None
         self._appended: AppendedDraws | None = None
         self._sampled: list[SamplerOutput | PlainSamplerOutput] = []
@@ -402,26 +405,26 @@ class AsyncStep:
         the model computes. The other draws gain nothing from that and are prepared together later. If no token is
         pending, all are prepared at once.
         """
-        early, late, pending = batch.draws, list[RowDraw](), None
+        early, late, pending, worker = batch.draws, list[RowDraw](), None, self._worker
         if len(batch.pending):
             assert previous is not None, "a token is pending, and no step samples it"
             pending = previous.sampled_token_ids(batch.pending)
-            self._ranks.broadcast(pending)
+            worker.ranks.broadcast(pending)
             early = [each for each in batch.draws if not each.awaits_token and self._has_grammar(each)]
             late = [each for each in batch.draws if each.awaits_token or not self._has_grammar(each)]
-        if not self._ranks.draws:  # another rank samples, but only rank 0 knows the grammars
+        if not worker.ranks.draws:  # another rank samples, but only rank 0 knows the grammars
             early, late = [each for each in batch.draws if self._has_grammar(each)], []
         prepared = [self._prepare(early)] if early else []
-        hidden = self._runner.forward(batch.model_input, pending)
+        hidden = worker.runner.forward(batch.model_input, pending)
         self._forward = ForwardPass(batch, prepared, late, hidden)
         self._appended = batch.appended
 
     def _has_grammar(self, draw: RowDraw) -> bool:
-        return self._states.sampling_state(draw.row, draw.choice).grammar_state is not None
+        return self._worker.states.sampling_state(draw.row, draw.choice).grammar_state is not None
 
     def _prepare(self, draws: list[RowDraw]) -> "PreparedDraws":
-        states = self._states
-        return draws, self._sampler.prepare(
+        states = self._worker.states
+        return draws, self._worker.sampler.prepare(
             [
                 Draw(
                     each.number,
@@ -439,40 +442,40 @@ class AsyncStep:
         if forward is not None:
             for _, inputs in forward.prepared:
                 if inputs.bitmask is not None:
-                    self._ranks.send_bitmask(inputs.bitmask.wait())
+                    self._worker.ranks.send_bitmask(inputs.bitmask.wait())
 
     def sample_tokens(self) -> None:
-        """See ``AsyncModelOutput.sample_tokens``. Waits only for prompt log-probabilities. Raises ``ExecutorError``."""
+        """See ``AsyncModelOutput.sample_tokens``. Waits only for prompt log-probabilities."""
         forward, self._forward = self._forward, None  # the next step can reuse its memory
         start = perf_counter()
-        with device_errors(), inference_on(self._device):
+        with on_device(self._worker.device):
             try:
                 if forward is not None:
                     self._sample(forward)
             except Exception as error:  # noqa: BLE001 - ``get_output`` raises it, after the device has ended the rest
                 self._error = error
-            if self._device.type != "cpu":
-                self._event = StepEvent(self._device)
+            if self._worker.device.type != "cpu":
+                self._event = StepEvent(self._worker.device)
         self.output.timings.sample += perf_counter() - start
 
     def get_output(self) -> ModelOutput:
         """See ``AsyncModelOutput.get_output``. Waits for this step, but not for a step that was launched after it."""
         assert self._forward is None, "sample_tokens comes before get_output"
-        timings, start = self.output.timings, perf_counter()
-        with device_errors():
+        timings, start, ranks = self.output.timings, perf_counter(), self._worker.ranks
+        with on_device(self._worker.device):
             if self._event is not None:
                 self._event.wait()
             if self._error is not None:
                 raise self._error
-            if self._appended is not None and not self._ranks.draws:
-                self._take_output(self._ranks.get_output())
+            if self._appended is not None and not ranks.draws:
+                self._take_output(ranks.get_output())
             done = perf_counter()
             for sampled in self._sampled:
                 sampled.fetch_into(self.output)
             if self._appended is not None and self.output.token_ids:
                 drawn = np.array(self.output.token_ids, np.int64)[self._appended.numbers]
-                self._states.tokens.write(self._appended.rows, self._appended.positions, drawn)
-                self._ranks.take_drawn(self._appended.rows, self._appended.positions, drawn)
+                self._worker.states.tokens.write(self._appended.rows, self._appended.positions, drawn)
+                ranks.take_drawn(self._appended.rows, self._appended.positions, drawn)
             if self._pooled is not None:
                 self._pooled.fetch_into(self.output)
         timings.forward += done - start
@@ -485,7 +488,7 @@ class AsyncStep:
         """
         appended = self._appended
         if not self._sampled or appended is None:
-            return torch.zeros(len(rows), dtype=torch.int64, device=self._device)
+            return torch.zeros(len(rows), dtype=torch.int64, device=self._worker.device)
         tensors = [sampled.token_ids for sampled in self._sampled]
         token_ids = tensors[0] if len(tensors) == 1 else torch.cat(tensors)
         number_of = np.zeros(max(rows.max(), appended.rows.max(initial=0)) + 1, np.int64)
@@ -497,7 +500,7 @@ class AsyncStep:
             places = place_of[places]
         if np.array_equal(places, np.arange(len(token_ids))):
             return token_ids
-        return token_ids.index_select(0, upload(torch.from_numpy(places), self._device))
+        return token_ids.index_select(0, upload(torch.from_numpy(places), self._worker.device))
 
     def _take_output(self, output: ModelOutput) -> None:
         """Adopts the output of the rank that samples. The wait for it counts as forward time, minus the seconds of
@@ -510,51 +513,53 @@ class AsyncStep:
     @property
     def needs_logits(self) -> bool:
         """Whether the ranks of the last stage compute logits for this step."""
-        return self._forward is not None and len(self._forward.batch.model_input.logits_rows) > 0
+        return self._forward is not None and self._forward.batch.needs_logits
 
     def end(self, *, with_logits: bool) -> None:
         """Completes the step on a rank that does not sample, in the place of ``sample_tokens``."""
         forward, self._forward = self._forward, None
         if forward is not None and with_logits:
-            with device_errors(), inference_on(self._device):
-                self._logits(forward)
+            with on_device(self._worker.device):
+                self._worker.ranks.compute_logits(lambda: self._logits(forward))
 
     def _sample(self, forward: ForwardPass) -> None:
-        batch, prepared, logits = forward.batch, forward.prepared, None
+        batch, prepared, logits, worker = forward.batch, forward.prepared, None, self._worker
         self.output.token_ids = [0] * batch.num_draws
-        if len(batch.model_input.logits_rows):  # first: nothing that fails on this rank alone may come before
-            logits = self._ranks.compute_logits(lambda: self._logits(forward))
+        if batch.needs_logits:  # first: nothing that fails on this rank alone may come before
+            logits = worker.ranks.compute_logits(lambda: self._logits(forward))
         if batch.pooled:
-            assert self._pooler is not None, "a step pools prompts, and the model says not how"
-            self._pooled = self._pooler.pool(forward.hidden, batch.pooled)
+            assert worker.pooler is not None, "a step pools prompts, and the model says not how"
+            self._pooled = worker.pooler.pool(forward.hidden, batch.pooled)
         if logits is None:
             return
         if batch.is_plain:
-            metadata = self._states.sampling.metadata(batch.appended.rows, batch.appended.positions)
-            self._sampled = [self._sampler.sample_plain(logits, metadata)]
+            metadata = worker.states.sampling.metadata(batch.appended.rows, batch.appended.positions)
+            self._sampled = [worker.sampler.sample_plain(logits, metadata)]
             return
         if forward.late:
             prepared = [*prepared, self._prepare(forward.late)]
         self._sampled_numbers = np.array([each.number for draws, _ in prepared for each in draws], np.int64)
         self._sampled = [
-            self._sampler.sample(inputs, logits, [each.logits_row for each in draws]) for draws, inputs in prepared
+            worker.sampler.sample(inputs, logits, [each.logits_row for each in draws]) for draws, inputs in prepared
         ]
 
     def _logits(self, forward: ForwardPass) -> torch.Tensor | None:
         """Returns the logits to sample from, if any, on the first rank of the last stage; all ranks of that stage
         compute them together. Consumes the logits of prompt tokens for prompt log-probabilities.
         """
-        batch, start, logits = forward.batch, perf_counter(), None
+        batch, start, logits, worker = forward.batch, perf_counter(), None, self._worker
         if len(batch.model_input.sampled_rows):
-            logits = self._runner.logits(forward.hidden, batch.model_input.sampled_rows)
+            logits = worker.runner.logits(forward.hidden, batch.model_input.sampled_rows)
+            if batch.prompt_logprobs:
+                logits = logits.clone()  # the logits of prompt tokens take their place
             seconds = perf_counter() - start  # counted as part of the forward pass
             self.output.timings.forward += seconds
             self.output.timings.sample -= seconds
         if batch.prompt_logprobs:
-            logits_of, rows = partial(self._runner.logits, forward.hidden), batch.model_input.prompt_logprob_rows
-            output = self.output if self._ranks.draws else None
+            logits_of, rows = partial(worker.runner.logits, forward.hidden), batch.model_input.prompt_logprob_rows
+            output = self.output if worker.ranks.draws else None
             # An error of this rank alone is the step's, and no failure of the call that all ranks make.
             self._error = compute_prompt_logprobs(
-                batch.prompt_logprobs, rows, self._states.vocab_size, logits_of, output
+                batch.prompt_logprobs, rows, worker.states.vocab_size, logits_of, output
             )
         return logits

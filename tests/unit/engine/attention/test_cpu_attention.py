@@ -509,7 +509,14 @@ def test_the_fused_operations_equal_their_torch_forms(dtype, tokens, heads, dim,
         offset = fused.HeadNorms(weight, weight * 2, heads // 2, 1e-5, offset=1.0)
         fused.norm_rotate(offset_normed[:, 1:], offset, cos, sin)
         first = wide[:, 0]
+        summed, own, squares = residual.clone(), first.clone(), torch.empty(tokens, 2)
+        fused.add(own, summed)
+        fused.square_sums(first, squares[:, 1])
+        fused.norm_by_sums(own, squares[:, 1], weight, 1e-5, width=3 * dim)
         return [
+            summed,
+            own,
+            squares[:, 1],
             fused.rms_norm(first, weight, 1e-5),
             fused.rms_norm(wide[:, 1:], weight, 1e-5),
             fused.rms_norm(wide[:, 1:], weight, 1e-5, offset=1.0),
@@ -534,6 +541,18 @@ def test_the_fused_operations_equal_their_torch_forms(dtype, tokens, heads, dim,
         # pair's length, which a rotation keeps.
         pairs, lengths = ((t.float().unflatten(-1, (2, dim)).norm(dim=-2)) for t in (mine.float() - theirs, theirs))
         assert (pairs <= rtol * lengths + 2e-5).all()
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_row_in_parts_is_normed_like_a_whole_one(dtype):
+    x, weight = torch.randn(7, 96).to(dtype), torch.randn(96).to(dtype)
+    expected = fused.rms_norm(x, weight, 1e-5)
+    parts, squares = x.split((40, 56), dim=1), torch.empty(7, 2)
+    for part, out in zip(parts, squares.unbind(1), strict=True):
+        fused.square_sums(part, out)
+    for part, of_part in zip(parts, weight.split((40, 56)), strict=True):
+        fused.norm_by_sums(part, squares.sum(1), of_part, 1e-5, width=96)
+    torch.testing.assert_close(x, expected, rtol=1e-6 if dtype == torch.float32 else 1e-2, atol=1e-6)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
@@ -578,6 +597,12 @@ def test_an_operation_refuses_what_would_read_out_of_bounds():
     x = torch.randn(4, 32)
     with pytest.raises(ValueError, match="weight"):
         fused.rms_norm(x, torch.ones(31), 1e-5) if KERNEL_IS_THERE else pytest.skip("torch broadcasts")
+    with pytest.raises(ValueError, match="sums") if KERNEL_IS_THERE else pytest.raises(RuntimeError):
+        fused.norm_by_sums(x, torch.ones(3), torch.ones(32), 1e-5, width=32)
+    with pytest.raises(ValueError, match="out") if KERNEL_IS_THERE else pytest.raises(RuntimeError):
+        fused.square_sums(x, torch.ones(3))
+    with pytest.raises(ValueError, match="one shape") if KERNEL_IS_THERE else pytest.raises(RuntimeError):
+        fused.add(x, torch.ones(3, 32))
     with pytest.raises(ValueError, match="cos and sin"):
         fused.rotate(x.view(4, 1, 32), torch.ones(3, 16), torch.ones(3, 16))
     with pytest.raises(ValueError, match="cos and sin"):

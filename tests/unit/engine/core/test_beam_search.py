@@ -43,7 +43,7 @@ class Engine:
         self.outputs: dict[str, list[EngineCoreOutput]] = {}
 
     def receive(self, step: EngineCoreOutputs) -> None:
-        for output in step.outputs:
+        for output in step.all_outputs():
             self.outputs.setdefault(output.request_id, []).append(output)
 
     def run(self, requests: list[Request]) -> None:

@@ -3,8 +3,7 @@
 from typing import Any
 
 import pytest
-from quire_engine.core.admission import BEST_EFFORT_RESERVE
-from quire_engine.core.batch_scheduler import QUIET_SECONDS
+from quire_engine.core.admission import BEST_EFFORT_RESERVE, QUIET_SECONDS
 from quire_engine.core.block_pool import KVCacheConfig
 from quire_engine.core.config import SchedulerConfig
 from quire_engine.core.kv_cache_manager import KVCacheManager
@@ -175,7 +174,7 @@ MODEL = StepTimeModel(0.010, 0.0001, 0.001, 0.0, 0.0)
 
 def timed(bench: Bench) -> None:
     """What is known of the engine's steps, without which they are not bounded in time."""
-    bench.scheduler.step_times._model, bench.scheduler.step_times._steps = MODEL, 100
+    bench.scheduler.step_times.model = MODEL
 
 
 def test_it_makes_steps_only_a_little_longer_while_there_are_others() -> None:

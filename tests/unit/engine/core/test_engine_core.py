@@ -68,7 +68,7 @@ class Engine:
         assert not self.core.scheduler.has_work
         outputs: dict[str, list[EngineCoreOutput]] = {}
         for step in self.steps:
-            for output in step.outputs:
+            for output in step.all_outputs():
                 outputs.setdefault(output.request_id, []).append(output)
         self.memory.check_integrity()
         assert self.memory.device_pool.num_free == self.memory.device_pool.num_blocks

@@ -52,6 +52,22 @@ def evict_all(kv: KVCacheManager) -> None:
         kv.device_pool.decref(block_id)
 
 
+@pytest.mark.parametrize("windows", [(None,), (5,), (None, 2, 9), (1, 30)])
+def test_a_table_changes_with_the_token_that_is_told_and_with_none_before(windows: Windows) -> None:
+    kv, tokens = memory(windows), list(range(50))
+    table, until = kv.new_table(b""), 0
+    for num_computed in range(1, len(tokens)):
+        if not kv.has_room(table, num_computed):
+            kv.allocate_slots(table, num_computed - 1, num_computed)
+        until = kv.unchanged_until(table)
+        before = (table.num_cached_blocks, [group.num_skipped for group in table.groups])
+        kv.on_computed(table, tokens, num_computed)
+        after = (table.num_cached_blocks, [group.num_skipped for group in table.groups])
+        assert (before == after) == (num_computed < until)
+    kv.fork(table)
+    assert kv.unchanged_until(table) == 0
+
+
 @pytest.mark.parametrize(
     ("window", "num_computed", "first"),
     [(None, 1000, 0), (8, 7, 0), (8, 11, 1), (8, 10, 0), (1, 4, 1), (1, 3, 0), (5, 40, 9), (5, 39, 8)],

@@ -60,7 +60,8 @@ class Bench:
         )
 
     def _update(self, scheduler_output: SchedulerOutput) -> None:
-        for output in self.scheduler.update_from_output(scheduler_output, all_drawn(scheduler_output, 9)):
+        outputs, _ = self.scheduler.update_from_output(scheduler_output, all_drawn(scheduler_output, 9))
+        for output in outputs:
             self.cached[output.request_id] = output.cached_tokens
 
     def _name(self, lora: LoRARequest | None) -> str | None:

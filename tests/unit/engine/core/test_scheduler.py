@@ -224,7 +224,7 @@ def test_a_choice_that_stops_at_once_says_how_probable_its_stop_token_was() -> N
     params = SamplingParams(temperature=0, max_tokens=4, n=2, logprobs=1, stop_token_ids=(9,))
     bench.scheduler.add_request(Request("a", [1] * 3, params))
     plan = bench.scheduler.schedule()
-    ended = bench.scheduler.update_from_output(plan, ModelOutput([9, 9], {0: scored, 1: scored}))
+    ended, _ = bench.scheduler.update_from_output(plan, ModelOutput([9, 9], {0: scored, 1: scored}))
 
     assert [each.index for each in ended] == [0, 1]
     for each in ended:
@@ -238,8 +238,28 @@ def test_without_log_probabilities_only_a_stop_token_of_the_request_is_told() ->
         params = SamplingParams(temperature=0, max_tokens=1, **rules)
         bench.scheduler.add_request(Request(request_id, [1] * 3, params))
     plan = bench.scheduler.schedule()
-    ended = {each.request_id: each for each in bench.scheduler.update_from_output(plan, all_drawn(plan, 9))}
+    outputs, _ = bench.scheduler.update_from_output(plan, all_drawn(plan, 9))
+    ended = {each.request_id: each for each in outputs}
 
     reasons = [ended[each].finish_reason for each in ("stops", "ends", "full")]
     assert reasons == [FinishReason.STOP, FinishReason.STOP, FinishReason.LENGTH]
     assert [ended[each].stop_token for each in ("stops", "ends", "full")] == [StopToken(9), None, None]
+
+
+def test_tokens_between_a_choices_first_and_last_come_in_columns() -> None:
+    bench = Bench(prefix_caching=True)
+    for request_id, length in (("a", 3), ("b", 5)):
+        bench.add(request_id, length, max_tokens=2 * SIZE + 2)
+    alone, columns = list[tuple[str, int]](), list[tuple[str, int]]()
+    while bench.scheduler.has_work:
+        plan = bench.scheduler.schedule()
+        outputs, tokens = bench.scheduler.update_from_output(plan, all_drawn(plan, 9))
+        assert all(output.timings is not None for output in outputs)
+        alone += [(output.request_id, output.position) for output in outputs]
+        columns += zip(tokens.request_ids, tokens.positions, strict=True)
+        assert set(tokens.token_ids) <= {9}
+    assert not set(alone) & set(columns)
+    assert sorted(alone + columns) == [(name, position) for name in "ab" for position in range(2 * SIZE + 2)]
+    for name in "ab":  # those that fill a block are not in columns either
+        assert {(name, 0), (name, 2 * SIZE + 1)} <= set(alone)
+        assert len([each for each in columns if each[0] == name]) == 2 * SIZE - 2

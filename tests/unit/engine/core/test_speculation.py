@@ -89,7 +89,7 @@ def test_drafts_are_accepted_and_save_steps() -> None:
         def receive(step: EngineCoreOutputs) -> None:
             nonlocal steps
             steps += 1
-            tokens.extend(token_id for output in step.outputs for token_id in output.token_ids)
+            tokens.extend(token_id for output in step.all_outputs() for token_id in output.token_ids)
 
         core = EngineCore(scheduler, PagedExecutor(KVCacheConfig(4, 100, 0)), receive)
         if guesses:
@@ -265,7 +265,7 @@ def run_echo(executor: SimulatedExecutor, method: str) -> tuple[list[int], float
     scheduler = Scheduler(config, KVCacheManager(executor.kv_cache_config), rates=executor.rates)
     tokens: list[int] = []
     core = EngineCore(
-        scheduler, executor, lambda step: tokens.extend(t for output in step.outputs for t in output.token_ids)
+        scheduler, executor, lambda step: tokens.extend(t for output in step.all_outputs() for t in output.token_ids)
     )
     prompt = [position % 7 for position in range(50)]
     core._handle_command(AddRequest(Request("r", prompt, SamplingParams(max_tokens=400, ignore_eos=True, seed=5))))

@@ -173,7 +173,7 @@ class Engine:
 def tokens_of(steps: list[EngineCoreOutputs]) -> dict[str, list[int]]:
     tokens: dict[str, list[int]] = {}
     for step in steps:
-        for output in step.outputs:
+        for output in step.all_outputs():
             tokens.setdefault(output.request_id, []).extend(output.token_ids)
     return tokens
 

@@ -625,6 +625,28 @@ def test_rank_0_failing_alone_is_undecided_until_the_others_have_failed_too() ->
     assert accord.divergence is None
 
 
+def test_logits_that_fail_in_one_place_on_all_ranks_of_the_last_stage_are_settled() -> None:
+    """Two steps in flight may fail."""
+    accord = RankFailureTracker(3, last_stage=range(2, 4))
+    first, second = (accord.begin_call() for _ in range(2))
+    accord.record_success()
+    accord.record_logits_failure(2, failure(first, 4))
+    accord.record_logits_failure(2, failure(second, 5))
+    accord.record_logits_failure(3, failure(first, 4))
+    assert accord.suspected_failure == "Rank 2 failed in a step in which other ranks did not: it broke."
+    accord.record_logits_failure(3, failure(second, 5))
+    assert (accord.logits_failures, accord.divergence, accord.suspected_failure) == ({}, None, None)
+
+
+def test_logits_that_fail_in_different_places_have_parted() -> None:
+    accord = RankFailureTracker(3, last_stage=range(2, 4))
+    number = accord.begin_call()
+    accord.record_success()
+    accord.record_logits_failure(3, failure(number, 4))
+    accord.record_logits_failure(2, failure(number, 5))
+    assert accord.divergence == "Rank 3 failed in another place than rank 2: it broke."
+
+
 def test_a_sentence_for_the_user_is_kept_as_it_is() -> None:
     accord = RankFailureTracker(1)
     accord.record_remote_failure(1, RankFailure(accord.begin_call(), 0, "There is no memory.", user_error=True))

@@ -81,7 +81,7 @@ class Engine:
     def run(self) -> None:
         """Steps until nothing is left to do."""
         self.take_commands()
-        while self.core._has_work:
+        while self.core.scheduler.has_work:
             self.core.step()
             self.take_commands()
 

@@ -200,7 +200,7 @@ class Soak:
         self.scheduler.abort_request(request_id, choices)
 
     def receive(self, step: EngineCoreOutputs) -> None:
-        for output in step.outputs:
+        for output in step.all_outputs():
             client = self.clients[output.request_id]
             client.hear(output)
             if client.ended:

@@ -51,7 +51,7 @@ class Engine:
         self.errors: list[object] = []
 
     def receive(self, step: EngineCoreOutputs) -> None:
-        for output in step.outputs:
+        for output in step.all_outputs():
             self.outputs[output.request_id] = self.outputs.get(output.request_id, []) + output.token_ids
             self.errors += [output.error] if output.error else []
 

@@ -128,7 +128,7 @@ class Engine:
         return disk
 
     def _receive(self, step: EngineCoreOutputs) -> None:
-        for output in step.outputs:
+        for output in step.all_outputs():
             assert output.error is None
             self._output += output.token_ids
 
