@@ -291,8 +291,8 @@ class SessionManager:
         before = self._load.sleep_state
         self._load = self._to_proto(step.load)
         steps: defaultdict[str, _SessionStep] = defaultdict(_SessionStep)
-        new = step.tokens
-        columns = zip(new.request_ids, new.indexes, new.token_ids, new.positions, strict=True)
+        tokens = step.tokens
+        columns = zip(tokens.request_ids, tokens.indexes, tokens.token_ids, tokens.positions, strict=True)
         for request_id, index, token_id, position in columns:
             if (live := self._live.get(request_id)) is not None:
                 steps[live.session.session_id].add_token(live, index, token_id, position)

@@ -17,7 +17,7 @@ from tests.support.paths import (
 )
 from tests.support.traced_calls import Trace, table_in
 
-STEP_FILES, STEP_FUNCTIONS = 18, 75
+STEP_FILES, STEP_FUNCTIONS = 16, 75
 REQUEST_FILES = 50  # each has a part of the request, of its text, its placement or its way to the engine
 TOKEN_FILES = 10
 HAS_KERNELS = library() is not None and is_fast(torch.bfloat16)
