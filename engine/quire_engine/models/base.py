@@ -55,7 +55,6 @@ class Model(ABC):
     attention_layers: Sequence[LayerAttention]
     dtype: torch.dtype
     capturable: bool = False
-    waits_for_device: bool = False
     communicator: Communicator = SINGLE_RANK
     loras: LoRALayers | None = None
     weight_stats: WeightStats | None = None
@@ -91,6 +90,11 @@ class Model(ABC):
         """Returns the linear layers that adapters may change in the model of ``config``: [out, in] by name."""
         del config
         return {}
+
+    @property
+    def waits_for_device(self) -> bool:
+        """Whether the host reads what a layer computes."""
+        return False
 
     @property
     def state_bytes(self) -> int:
@@ -135,7 +139,11 @@ class LayeredModel(Model):
     """
 
     hidden_size: int
-    receives_states: bool = False
+
+    @property
+    def receives_states(self) -> bool:
+        """Whether ``embed`` receives states."""
+        return False
 
     @property
     def layered(self) -> "LayeredModel":
