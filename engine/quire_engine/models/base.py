@@ -47,8 +47,7 @@ class Model(ABC):
 
     ``attention_layers`` has the attention of each layer with KV memory. If ``capturable``, the host never branches on
     results of the device. Then ``forward`` can be captured in a CUDA graph, and on the CPU in a CPU graph if the ranks
-    of ``communicator`` allow it. If it ``waits_for_device``, the host reads what a layer computes, so launching a pass
-    takes as long as computing it. ``loras`` are the layers that adapters may change; None without adapter slots.
+    of ``communicator`` allow it. ``loras`` are the layers that adapters may change; None without adapter slots.
     ``weight_stats`` count reads of layers on disk or in host memory; None if no layer is offloaded.
     """
 
@@ -93,7 +92,7 @@ class Model(ABC):
 
     @property
     def waits_for_device(self) -> bool:
-        """Whether the host reads what a layer computes."""
+        """Whether the host reads what a layer computes, so that launching a pass takes as long as computing it."""
         return False
 
     @property
