@@ -290,7 +290,7 @@ def recorded_step(folder: Path, tokens: int, *, waits_at_once: bool = False) -> 
     )
     model = load_model(config, folder, options)
     assert isinstance(model, DecoderModel)
-    for layer in model._layers:
+    for layer in model._stack.layers:
         attention, mlp = layer._attention, layer._mlp  # type: ignore[attr-defined]
         attention.qkv_proj = Recorded("qkv", events, attention.qkv_proj)
         output, down = attention.output_proj, mlp._experts if isinstance(mlp, MoE) else mlp.down_proj

@@ -48,8 +48,7 @@ class Model(ABC):
 
     ``attention_layers`` has the attention of each layer with KV memory. If ``capturable``, the host never branches on
     results of the device. Then ``forward`` can be captured in a CUDA graph, and on the CPU in a CPU graph if the ranks
-    of ``communicator`` allow it. If it ``waits_for_device``, the host reads what a layer computes, so launching a pass
-    takes as long as computing it. ``loras`` are the layers that adapters may change; None without adapter slots.
+    of ``communicator`` allow it. ``loras`` are the layers that adapters may change; None without adapter slots.
     ``weight_stats`` count reads of layers on disk or in host memory; None if no layer is offloaded.
     ``recurrent_layers`` keep a state instead of keys and values; None without such layers.
     """
@@ -57,7 +56,6 @@ class Model(ABC):
     attention_layers: Sequence[LayerAttention]
     dtype: torch.dtype
     capturable: bool = False
-    waits_for_device: bool = False
     communicator: Communicator = SINGLE_RANK
     loras: LoRALayers | None = None
     weight_stats: WeightStats | None = None
@@ -95,6 +93,11 @@ class Model(ABC):
         del config
         return {}
 
+    @property
+    def waits_for_device(self) -> bool:
+        """Whether the host reads what a layer computes, so that launching a pass takes as long as computing it."""
+        return False
+
     @abstractmethod
     def forward(
         self,
@@ -131,7 +134,11 @@ class LayeredModel(Model):
     """
 
     hidden_size: int
-    receives_states: bool = False
+
+    @property
+    def receives_states(self) -> bool:
+        """Whether ``embed`` receives states."""
+        return False
 
     @property
     def layered(self) -> "LayeredModel":
