@@ -267,6 +267,8 @@ def small_model(name: str, tmp: Path, **changes: Any) -> Path:
             "max_position_embeddings": 256,
             "initializer_range": 0.3,
             "eos_token_id": 2,
+            "bos_token_id": None,
+            "pad_token_id": None,
             **special,
             **changes,
         },
