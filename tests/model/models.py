@@ -178,6 +178,10 @@ CONFIGS: dict[str, tuple[str, dict[str, Any]]] = {
         },
     ),
     "olmo2": ("olmo2", {}),
+    "smollm3": (
+        "smollm3",
+        {"num_hidden_layers": 3, "no_rope_layers": [1, 0, 1], "use_sliding_window": True, "sliding_window": 20},
+    ),
 }
 NAMES = tuple(CONFIGS)
 # Rows of KV memory for each token, and the numbers of a row, where not all layers have what the configuration says.
