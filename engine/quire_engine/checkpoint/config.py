@@ -225,6 +225,14 @@ def _head_dim(hf: Any) -> int:
     return int(getattr(hf, "head_dim", None) or hf.hidden_size // hf.num_attention_heads)
 
 
+def attention_biases(hf: Any) -> dict[str, bool]:
+    """Returns the fields of ``DecoderConfig`` for ``attention_bias``, which gives all projections of attention a bias
+    or none.
+    """
+    bias = bool(hf.attention_bias)
+    return {"qkv_bias": bias, "attention_output_bias": bias}
+
+
 def same_window(path: Path, hf: Any) -> tuple[int | None, ...]:
     """Returns the window of each layer of a model whose layers all have ``sliding_window`` or none. Raises
     ``ModelError``.
