@@ -122,7 +122,7 @@ def measure_steps(options: argparse.Namespace, executor: Any, sent: list[float])
                 executor.execute_model(step)
                 seconds.append(perf_counter() - begin)
             # Eagerly, as the interpreter does not see what a graph sends.
-            with patch.object(CpuGraphRunner, "can_run", lambda *_: False):
+            with patch.object(CpuGraphRunner, "forward", lambda *_: None):
                 sent.clear()
                 executor.execute_model(step)
             measured[f"{count} {name}"] = 1e3 * median(seconds[2:]), sum(sent) / 1024 / count / options.layers

@@ -14,7 +14,6 @@ from quire_engine.executor import multiproc
 from quire_engine.executor.rank_processes import RankError
 from quire_engine.executor.rpc import step_to_arrays
 from quire_engine.executor.torch_executor import TorchExecutor
-from quire_engine.models.base import LayerInputs
 from quire_engine.models.decoder import DecoderModel
 from quire_proto.sampling import SamplingParams
 
@@ -137,9 +136,9 @@ def record_split(patch: pytest.MonkeyPatch) -> list[int]:
     seen: list[int] = []
     overlapped_layers = DecoderModel._overlapped_layers
 
-    def record(model: DecoderModel, inputs: LayerInputs, *others: Any) -> torch.Tensor:
-        seen.append(len(inputs.hidden_states))
-        return overlapped_layers(model, inputs, *others)
+    def record(model: DecoderModel, states: torch.Tensor, *others: Any) -> torch.Tensor:
+        seen.append(len(states))
+        return overlapped_layers(model, states, *others)
 
     patch.setattr(DecoderModel, "_overlapped_layers", record)
     return seen

@@ -302,8 +302,8 @@ def recorded_step(folder: Path, tokens: int, *, waits_at_once: bool = False) -> 
             down._local = Recorded("mlp", events, down._local)
     kv = [LayerKV(torch.empty(1))] * config.num_layers
     with torch.inference_mode():
-        inputs = model.inputs(torch.arange(tokens), torch.arange(tokens))
-        model.layers(inputs, kv, RecordedAttention(events))  # type: ignore[arg-type]
+        states = model.embed(torch.arange(tokens))
+        model.layers(states, torch.arange(tokens), kv, RecordedAttention(events))  # type: ignore[arg-type]
     return events
 
 

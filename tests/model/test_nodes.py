@@ -18,7 +18,7 @@ from quire_engine.executor.rank_processes import RankError
 from quire_engine.executor.torch_executor import TorchExecutor
 
 from tests.model.models import SmallModels, small_model
-from tests.model.ranks import assert_near, chunk, expected, generate
+from tests.model.ranks import assert_near, assert_only_its_own_request_fails, chunk, expected, generate
 from tests.support.certificates import Authority
 from tests.support.executors import load_executor
 from tests.support.nodes import MASTER, NODE_NAME, Node, tls_flags
@@ -96,6 +96,8 @@ def test_two_stages_on_two_machines_make_the_tokens_of_transformers(
     with nodes(small_models.folder("llama3"), tmp_path, *TWO, tls=tls) as made:
         other = made.start_other()
         assert generate(made.load(), small_models, num_stages=2).outputs == expected(small_models, "llama3")
+        assert made.executor is not None
+        assert_only_its_own_request_fails(made.executor)
         (rank,) = psutil.Process(other.popen.pid).children()
         addresses = {each.laddr.ip for each in rank.net_connections() if each.status == psutil.CONN_LISTEN}
         assert addresses == {"127.0.0.3"}

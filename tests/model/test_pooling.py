@@ -80,7 +80,7 @@ class PoolingEngine:
         self.tokens: dict[str, list[int]] = {}
 
     def _publish(self, step: EngineCoreOutputs) -> None:
-        for output in step.outputs:
+        for output in step.all_outputs():
             self.tokens.setdefault(output.request_id, []).extend(output.token_ids)
             if output.ends_request:
                 self.ends[output.request_id] = output

@@ -22,7 +22,7 @@ class Guesser:
     def propose(self, sequences: abc.Sequence[Sequence], room: int) -> dict[int, list[int]]:
         drafts = {}
         for sequence in sequences:
-            count = min(self.random.randint(0, self.most), room, sequence.limit - len(sequence.token_ids) - 1)
+            count = min(self.random.randint(0, self.most), room, sequence.group.limit - len(sequence.token_ids) - 1)
             if count > 0:
                 drafts[sequence.id] = self.guess(sequence, count)
                 room -= count

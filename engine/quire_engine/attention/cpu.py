@@ -36,7 +36,8 @@ class CpuAttention:
     ``library``) and the tensors suit it: queries in bf16 with an even head size, or in fp32.
 
     Each row of the kernel's result depends only on its own sequence, bit for bit. The batch, the division into chunks,
-    the choice of pages and the number of threads do not change it.
+    the choice of pages and the number of threads do not change it. ``last_page`` is the largest page id of the step,
+    which nothing checks when captured calls are replayed.
     """
 
     def __init__(self, shape: AttentionShape, *, use_kernel: bool | None = None) -> None:
@@ -47,9 +48,9 @@ class CpuAttention:
         if use_kernel and self._kernels is None:
             raise RuntimeError("the CPU attention kernel is not available")
         self.batches: Sequence[AttentionBatch] = ()
+        self.last_page = -1
         self._plans: list[_Plan] = []
-        # All calls of a group's layers point here, in CPU graphs too, so this holds the plan of the current step.
-        self._current: list[AttentionPlan] = []
+        self._calls: list[_GroupCalls] = []
 
     @property
     def is_compiled(self) -> bool:
@@ -62,20 +63,12 @@ class CpuAttention:
         Raises:
             ValueError: the plan contradicts itself; nothing of it is kept.
         """
-        self.batches, self._plans = (), []
-        while len(self._current) < len(batches):
-            self._current.append(AttentionPlan())
-        self._plans = [_Plan(*each, self._shape) for each in zip(batches, self._current, strict=False)]
-        self.batches = batches
-
-    def check_pages(self, kv: torch.Tensor) -> None:
-        """Checks the prepared plan before captured calls are replayed on ``kv``, a layer's view or the whole memory.
-        Raises ``ValueError`` if the plan names a page that does not exist.
-        """
-        if not self._plans:
-            raise ValueError("attention: prepare comes before forward")
-        for plan in self._plans:
-            _require(plan.last_page < kv.shape[0], f"kv has no page {plan.last_page}", kv)
+        self.batches, self._plans, self.last_page = (), [], -1
+        while len(self._calls) < len(batches):
+            self._calls.append(_GroupCalls(self._shape))
+        block_size = self._shape.block_size
+        self._plans = [_Plan(batch, calls.plan, block_size) for batch, calls in zip(batches, self._calls, strict=False)]
+        self.batches, self.last_page = batches, max((each.last_page for each in self._plans), default=-1)
 
     def forward(
         self,
@@ -98,32 +91,19 @@ class CpuAttention:
             _require(sinks.shape == (self._shape.num_heads,), "sinks have another shape", sinks)
             if sinks.dtype is not torch.float32 or not sinks.is_contiguous():  # never in a graph
                 sinks = sinks.float().contiguous()
-        plan, layer = self._plans[group], _LayerTensors(query, key, value, kv, window, sinks)
+        plan, calls, layer = self._plans[group], self._calls[group], _LayerTensors(query, key, value, kv, window, sinks)
+        _require(plan.last_page < kv.shape[0], f"kv has no page {plan.last_page}", kv)
         form = layer.form()
-        if form != plan.checked:
-            self._check(layer, plan)
-            plan.set_layout(layer)
-            plan.checked = form
+        if form != calls.checked or len(query) != plan.num_tokens:
+            _check(layer, self._shape, plan.num_tokens)
+            calls.set_layout(layer, form)
         out = torch.empty_like(query, memory_format=torch.contiguous_format)
-        if self._kernels is None or not plan.suits_kernel:
+        if self._kernels is None or not calls.suit_kernel:
             _forward_in_torch(layer, plan, self._shape, out)
         else:
-            plan.set_pointers(layer, out)
-            self._kernels.quire_attention(plan.reference)
+            calls.set_pointers(layer, out)
+            self._kernels.quire_attention(calls.reference)
         return out
-
-    def _check(self, layer: "_LayerTensors", plan: "_Plan") -> None:
-        shape, query, key, value, kv = self._shape, layer.query, layer.key, layer.value, layer.kv
-        stored = (plan.num_tokens, shape.num_kv_heads, shape.head_dim)
-        _require(query.shape == (plan.num_tokens, shape.num_heads, shape.head_dim), "query has another shape", query)
-        _require(key.shape == value.shape == stored, "key or value has another shape", key, value)
-        _require(kv.dim() == 5 and kv.shape[1:] == _page_shape(shape, kv.dtype), "kv has another shape", kv)
-        _require(kv.stride(4) == 1 and kv.stride(3) == kv.shape[4], "kv has gaps in a page", kv)
-        _require(plan.last_page < kv.shape[0], f"kv has no page {plan.last_page}", kv)
-        _require(query.dtype == key.dtype == value.dtype, "dtypes differ", query, key, value)
-        _require(kv.dtype in (key.dtype, torch.int8), "kv is neither of the keys' dtype nor int8", key, kv)
-        _require(all(t.device.type == "cpu" for t in (query, key, value, kv)), "a tensor is not on the CPU")
-        _require(query.stride(2) == key.stride(2) == value.stride(2) == 1, "rows have gaps", query, key, value)
 
 
 class _LayerTensors(NamedTuple):
@@ -145,61 +125,46 @@ class _LayerTensors(NamedTuple):
         return shapes, strides, dtypes, (query.is_cpu, key.is_cpu, value.is_cpu, kv.is_cpu)
 
 
-class _Plan:
-    """The checked plan of one step for one group of layers, for the kernel and for torch.
+def _check(layer: _LayerTensors, shape: AttentionShape, num_tokens: int) -> None:
+    query, key, value, kv, *_ = layer
+    stored = (num_tokens, shape.num_kv_heads, shape.head_dim)
+    _require(query.shape == (num_tokens, shape.num_heads, shape.head_dim), "query has another shape", query)
+    _require(key.shape == value.shape == stored, "key or value has another shape", key, value)
+    _require(kv.dim() == 5 and kv.shape[1:] == _page_shape(shape, kv.dtype), "kv has another shape", kv)
+    _require(kv.stride(4) == 1 and kv.stride(3) == kv.shape[4], "kv has gaps in a page", kv)
+    _require(query.dtype == key.dtype == value.dtype, "dtypes differ", query, key, value)
+    _require(kv.dtype in (key.dtype, torch.int8), "kv is neither of the keys' dtype nor int8", key, kv)
+    _require(all(t.device.type == "cpu" for t in (query, key, value, kv)), "a tensor is not on the CPU")
+    _require(query.stride(2) == key.stride(2) == value.stride(2) == 1, "rows have gaps", query, key, value)
 
-    ``checked`` is the form of the last layer that fit. In most models all layers have that form.
+
+class _GroupCalls:
+    """The kernel's arguments for the layers of one group, in all steps. ``plan`` is the plan of the current step: all
+    calls point there, in CPU graphs too.
+
+    ``checked`` is the form of the last layer that fit. In most models all layers of a step have that form.
     """
 
-    def __init__(self, batch: AttentionBatch, current: AttentionPlan, shape: AttentionShape) -> None:
-        self._tensors = (batch.query_indptr, batch.page_indptr, batch.page_ids, batch.context_lens)
-        for tensor in self._tensors:
-            packed = tensor.dtype == torch.int32 and tensor.dim() == 1 and tensor.is_contiguous()
-            _require(packed and tensor.device.type == "cpu", "the plan is not in packed int32 on the host", tensor)
-        arrays: list[_Int32] = [tensor.numpy() for tensor in self._tensors]
-        self._query_indptr, self._page_indptr, self._page_ids, self._context_lens = arrays
-        self._block_size = shape.block_size
-        self._check_bounds()
-        self.num_tokens = int(self._query_indptr[-1])
-        self.num_chunks = len(self._context_lens)
-        self.last_page = int(self._page_ids[: self._page_indptr[-1]].max(initial=-1))
-        self._slots: tuple[torch.Tensor, torch.Tensor] | None = None
-        self.call = self._call(shape, current)
-        self.reference = ctypes.pointer(self.call)
-        self.checked: tuple[object, ...] | None = None
-        self.suits_kernel = False
-
-    def _check_bounds(self) -> None:
-        for indptr in (self._query_indptr, self._page_indptr):
-            _require(len(indptr) == len(self._context_lens) + 1 and indptr[0] == 0, "indptr is not [B+1] from 0")
-            _require(bool((np.diff(indptr) >= 0).all()), "indptr falls")
-        _require(len(self._page_ids) >= self._page_indptr[-1], "page_ids is shorter than page_indptr says")
-        _require(bool((self._page_ids[: self._page_indptr[-1]] >= 0).all()), "a page id is negative")
-        room = np.diff(self._page_indptr) * self._block_size
-        _require(bool((np.diff(self._query_indptr) <= self._context_lens).all()), "a context is shorter than its chunk")
-        _require(bool((self._context_lens <= room).all()), "a context is longer than its pages")
-
-    def _call(self, shape: AttentionShape, current: AttentionPlan) -> AttentionCall:
-        for name, tensor in zip(
-            ("query_indptr", "page_indptr", "page_ids", "context_lens"), self._tensors, strict=True
-        ):
-            setattr(current, name, tensor.data_ptr())
-        current.chunks = self.num_chunks
-        return AttentionCall(
-            plan=ctypes.addressof(current),
+    def __init__(self, shape: AttentionShape) -> None:
+        self.plan = AttentionPlan()
+        self._call = AttentionCall(
+            plan=ctypes.addressof(self.plan),
             heads=shape.num_heads,
             kv_heads=shape.num_kv_heads,
             head_dim=shape.head_dim,
             block_size=shape.block_size,
-            threads=torch.get_num_threads(),
             scale=shape.scale,
             soft_cap=shape.soft_cap or 0.0,
         )
+        self.reference = ctypes.pointer(self._call)
+        self.checked: tuple[object, ...] | None = None
+        self.suit_kernel = False
 
-    def set_layout(self, layer: _LayerTensors) -> None:
-        """Sets what all layers of one form have in common."""
-        call, (query, key, value, kv, *_) = self.call, layer
-        self.suits_kernel = key.dtype in DTYPES and key.shape[2] * key.element_size() % 4 == 0
+    def set_layout(self, layer: _LayerTensors, form: tuple[object, ...]) -> None:
+        """Sets what all layers of one ``form`` have in common."""
+        call, (query, key, value, kv, *_) = self._call, layer
+        self.checked = form
+        self.suit_kernel = key.dtype in DTYPES and key.shape[2] * key.element_size() % 4 == 0
         call.query_token, call.query_head, _ = query.stride()
         call.key_token, call.key_head, _ = key.stride()
         call.value_token, call.value_head, _ = value.stride()
@@ -208,32 +173,67 @@ class _Plan:
 
     def set_pointers(self, layer: _LayerTensors, out: torch.Tensor) -> None:
         """Points the call at the tensors of one layer."""
-        call, (query, key, value, kv, window, sinks) = self.call, layer
+        call, (query, key, value, kv, window, sinks) = self._call, layer
         call.window = window or _NO_WINDOW
         call.sinks = None if sinks is None else sinks.data_ptr()
         call.query, call.key, call.value = query.data_ptr(), key.data_ptr(), value.data_ptr()
-        call.kv, call.out = kv.data_ptr(), out.data_ptr()
+        call.kv, call.out, call.threads = kv.data_ptr(), out.data_ptr(), torch.get_num_threads()
+
+
+class _Plan:
+    """The checked plan of one step for one group of layers, for the kernel, which reads ``read``, and for torch. Raises
+    ``ValueError`` if the batch contradicts itself.
+    """
+
+    def __init__(self, batch: AttentionBatch, read: AttentionPlan, block_size: int) -> None:
+        tensors = batch.query_indptr, batch.page_indptr, batch.page_ids, batch.context_lens
+        if not all(each.dtype == torch.int32 and each.is_cpu and each.is_contiguous() for each in tensors):
+            raise ValueError("attention: the plan is not in packed int32 on the host")
+        self._arrays: list[_Int32] = [tensor.numpy() for tensor in tensors]
+        self._block_size = block_size
+        query_indptr, page_indptr, page_ids, context_lens = self._arrays
+        self.num_chunks = read.chunks = len(context_lens)
+        if not all(each.shape == (self.num_chunks + 1,) and each[0] == 0 for each in (query_indptr, page_indptr)):
+            raise ValueError("attention: indptr is not [B+1] from 0")
+        tokens, pages = np.diff(query_indptr), np.diff(page_indptr)
+        self.num_tokens, used = int(query_indptr[-1]), page_ids[: page_indptr[-1]]
+        checks = {
+            "indptr falls": (tokens >= 0).all() and (pages >= 0).all(),
+            "page_ids is shorter than page_indptr says": len(used) == page_indptr[-1],
+            "a page id is negative": (used >= 0).all(),
+            "a context is shorter than its chunk": (tokens <= context_lens).all(),
+            "a context is longer than its pages": (context_lens <= pages * self._block_size).all(),
+        }
+        for message, holds in checks.items():
+            if not holds:
+                raise ValueError(f"attention: {message}")
+        self.last_page = int(used.max(initial=-1))
+        self._slots: tuple[torch.Tensor, torch.Tensor] | None = None
+        read.query_indptr, read.page_indptr, read.page_ids, read.context_lens = (each.data_ptr() for each in tensors)
 
     def tokens_of(self, chunk: int) -> slice:
         """Returns the slice of the chunk's tokens in the packed batch."""
-        return slice(int(self._query_indptr[chunk]), int(self._query_indptr[chunk + 1]))
+        query_indptr = self._arrays[0]
+        return slice(int(query_indptr[chunk]), int(query_indptr[chunk + 1]))
 
     def pages_of(self, chunk: int) -> torch.Tensor:
         """Returns the chunk's pages, in order, as an index."""
-        return self._tensors[2][int(self._page_indptr[chunk]) : int(self._page_indptr[chunk + 1])].long()
+        _, page_indptr, page_ids, _ = self._arrays
+        return torch.from_numpy(page_ids[page_indptr[chunk] : page_indptr[chunk + 1]]).long()
 
     def context_of(self, chunk: int) -> int:
         """Returns the number of tokens known to the chunk's attention."""
-        return int(self._context_lens[chunk])
+        return int(self._arrays[3][chunk])
 
     def token_slots(self) -> tuple[torch.Tensor, torch.Tensor]:
         """Returns the page and the slot of each token of the batch, as indices."""
         if self._slots is None:
-            tokens = np.diff(self._query_indptr)
-            start = self._context_lens - tokens - self._query_indptr[:-1]
+            query_indptr, page_indptr, page_ids, context_lens = self._arrays
+            tokens = np.diff(query_indptr)
+            start = context_lens - tokens - query_indptr[:-1]
             positions = np.arange(self.num_tokens) + np.repeat(start, tokens)
-            table = np.repeat(self._page_indptr[:-1], tokens) + positions // self._block_size
-            pages = self._page_ids[table].astype(np.int64)
+            table = np.repeat(page_indptr[:-1], tokens) + positions // self._block_size
+            pages = page_ids[table].astype(np.int64)
             self._slots = torch.from_numpy(pages), torch.from_numpy(positions % self._block_size)
         return self._slots
 

@@ -222,15 +222,10 @@ class Admission:
     def _attach(self, sequence: Sequence, hits: list[CachedBlocks]) -> None:
         """Starts a sequence from its cached blocks. Its first admission fixes its precedence."""
         group = sequence.group
-        if group.admission_index is None:
-            group.admission_index = self._num_admitted
+        if group.precedence is None:
+            by_priority = self._config.scheduling_policy == "priority" or group.best_effort
+            group.precedence = group.request.priority if by_priority else 0, self._num_admitted
             self._num_admitted += 1
-        by_priority = self._config.scheduling_policy == "priority"
-        sequence.preemption_key = (
-            group.request.priority if by_priority or sequence.best_effort else 0,
-            group.admission_index,
-            sequence.id,
-        )
         sequence.num_computed_tokens = sequence.num_scheduled_tokens = self._kv_cache_manager.attach_cached_blocks(
             sequence.table, hits
         )

@@ -215,14 +215,15 @@ class BatchScheduler:
         if config.max_step_seconds == 0:
             return StepBudget(config.max_num_batched_tokens)
         waiting, preempted = self.admission.waiting, self.preemptor.preempted
-        num_waiting = waiting.num_regular + len(preempted) - preempted.num_best_effort
+        num_waiting = len(waiting.sequences) - waiting.num_best_effort + len(preempted) - preempted.num_best_effort
         contexts: list[int] = []
         prompts: list[int] = []
         for sequence in self.running_of_step():
-            if sequence.best_effort:
+            if sequence.group.best_effort:
                 break
-            lacking = sequence.num_unscheduled_tokens
-            if lacking:
+            if sequence.num_scheduled_tokens < sequence.plain_until:
+                contexts.append(sequence.num_scheduled_tokens)
+            elif lacking := sequence.num_unscheduled_tokens:
                 (contexts if lacking == 1 else prompts).append(sequence.num_scheduled_tokens)
         return self._step_times.make_budget(
             config.max_num_batched_tokens,
@@ -241,7 +242,7 @@ class BatchScheduler:
         running sequences of the lowest precedence.
         """
         search: SequenceGroup | None = None
-        best_effort = bool(sequences) and sequences[-1].best_effort
+        best_effort = bool(sequences) and sequences[-1].group.best_effort
         drafts: Mapping[int, abc.Sequence[int]] = {}
         if self.speculator is not None:
             drafts = self._propose_drafts(self.speculator, sequences, budget)
@@ -378,7 +379,9 @@ class BatchScheduler:
     def _plain_until(self, sequence: Sequence) -> int:
         """Returns the ``plain_until`` of a sequence that decodes and whose row is current."""
         is_ordinary = sequence.timings.first_token and sequence.group.beam_search is None and sequence.absence is None
-        return min(self.kv_cache_manager.unchanged_until(sequence.table), sequence.limit - 1) if is_ordinary else 0
+        return (
+            min(self.kv_cache_manager.unchanged_until(sequence.table), sequence.group.limit - 1) if is_ordinary else 0
+        )
 
     def _preempt(self, victim: Sequence, scheduler_output: SchedulerOutput) -> None:
         scheduler_output.num_preempted += 1

@@ -41,7 +41,8 @@ KVCacheEvent = BlockStored | BlockRemoved
 
 
 class BlockPool:
-    """Blocks ``reserved .. num_blocks - 1`` of one tier; ids below ``reserved`` are never allocated.
+    """Blocks ``reserved .. size - 1`` of one tier; ids below ``reserved`` are never allocated. ``num_blocks`` can be
+    allocated, free or in use.
 
     Calls ``emit`` when a block can be found by its hash, and when it no longer can. Calls ``on_evict`` with each block
     that has a hash, and the hash, before the contents are overwritten.
@@ -49,7 +50,7 @@ class BlockPool:
 
     def __init__(
         self,
-        num_blocks: int,
+        size: int,
         tier: Tier,
         *,
         reserved: int = 0,
@@ -60,15 +61,11 @@ class BlockPool:
         self._reserved = reserved
         self._emit = emit or _ignore
         self._on_evict = on_evict
-        self._ref_counts = [0] * num_blocks
-        self._block_hashes: list[bytes | None] = [None] * num_blocks
-        self._free: OrderedDict[int, None] = OrderedDict.fromkeys(range(reserved, num_blocks))
+        self.num_blocks = max(0, size - reserved)
+        self._ref_counts = [0] * size
+        self._block_hashes: list[bytes | None] = [None] * size
+        self._free: OrderedDict[int, None] = OrderedDict.fromkeys(range(reserved, size))
         self._hash_to_block: dict[bytes, int] = {}
-
-    @property
-    def num_blocks(self) -> int:
-        """The number of blocks that can be allocated, free or in use."""
-        return max(0, len(self._ref_counts) - self._reserved)
 
     @property
     def num_free(self) -> int:

@@ -121,34 +121,39 @@ class SequenceGroup:
     """The sequences of one request.
 
     ``unfinished``: indexes of the choices without a finish reason. ``sequences``: live sequences by id. Before the
-    first sampled token one sequence (the *root*) represents all choices. ``admission_index``: the order of first
-    admission. ``num_cached_tokens``: prompt tokens found in the prefix cache then. ``next_prompt_logprob``: position of
-    the first prompt token whose log-probability has not been sent yet. ``beam_search``: state of a beam search; its
-    sequences advance together, so they are preempted together. ``candidates``: what its next step chooses from, for the
-    beams computed so far. ``runs_ahead``: whether a step may be scheduled for a pending token.
+    first sampled token one sequence (the *root*) represents all choices. ``limit``: the number of tokens at which each
+    sequence ends. ``precedence`` is set by the first admission: the priority, then the order of admission.
+    ``num_cached_tokens``: prompt tokens found in the prefix cache then. ``next_prompt_logprob``: position of the first
+    prompt token whose log-probability has not been sent yet. ``beam_search``: state of a beam search; its sequences
+    advance together, so they are preempted together. ``candidates``: what its next step chooses from, for the beams
+    computed so far. ``runs_ahead``: whether a step may be scheduled for a pending token.
     """
 
     __slots__ = (
-        "admission_index",
         "beam_search",
+        "best_effort",
         "candidates",
+        "limit",
         "next_prompt_logprob",
         "num_cached_tokens",
         "num_prompt_tokens",
+        "precedence",
         "request",
         "runs_ahead",
         "sequences",
         "unfinished",
     )
 
-    def __init__(self, request: Request, beams: BeamSearch | None, *, runs_ahead: bool = True) -> None:
+    def __init__(self, request: Request, beams: BeamSearch | None, limit: int, *, runs_ahead: bool = True) -> None:
         self.request = request
+        self.best_effort = request.priority >= BEST_EFFORT
         self.runs_ahead = runs_ahead
         self.beam_search = beams
+        self.limit = limit
         self.sequences: dict[int, Sequence] = {}
         self.candidates: dict[int, BeamCandidates] = {}
         self.unfinished: dict[int, None] = {}
-        self.admission_index: int | None = None
+        self.precedence: tuple[int, int] | None = None
         self.num_cached_tokens: int | None = None
         self.num_prompt_tokens = len(request.prompt_token_ids)
         self.next_prompt_logprob = 1
@@ -161,90 +166,61 @@ class SequenceGroup:
         return self.request.sampling.prompt_logprobs is not None and self.next_prompt_logprob < self.num_prompt_tokens
 
 
+@dataclass(slots=True, eq=False)
 class Sequence:
     """The tokens of one output, or of several outputs before their fork.
 
     ``token_ids``: all known tokens, prompt and output. ``num_computed_tokens`` of them are in the KV cache, and
     ``num_scheduled_tokens`` will be after the steps in flight. The scheduler decides everything from these three:
-    prefill and decode are not separate phases.
+    prefill and decode are not separate phases. ``plain_until``: while the sequence decodes tokens before this one, a
+    step changes nothing but its tokens: it needs no block, the worker's row is current, and the token does not end it,
+    unless it is a stop token. 0 if unknown.
 
     ``index``: the choice that it belongs to. ``sample_requests``: how its next token is sampled, one for each output
-    that is forked from it then; empty for a pooled prompt. ``limit``: the number of tokens at which it ends.
-    ``num_seqs``: how many it counts as against ``max_num_seqs``. ``preemption_key`` orders admitted sequences: the
-    largest is preempted first. ``absence``: its preemption, until it has caught up. ``last_step``: the last step with a
-    chunk of it. ``proposer`` proposes its drafts, with speculation. ``queue_key`` orders waiting sequences.
+    that is forked from it then; empty for a pooled prompt. ``num_seqs``: how many it counts as against
+    ``max_num_seqs``. ``last_step``: the last step with a chunk of it. ``absence``: its preemption, until it has caught
+    up. ``proposer`` proposes its drafts, with speculation. ``queue_key`` orders waiting sequences.
     ``served_at_arrival``: tokens that the engine had computed before it arrived.
 
     ``row``: the worker's row while it runs; None while the worker has none of it. The row lacks the last
     ``num_unsent_tokens`` of its tokens; it has the others, which were sent to the worker or sampled there.
-
-    ``plain_until``: while the sequence decodes tokens before this one, a step changes nothing but its tokens: it needs
-    no block, the worker's row is current, and the token does not end it, unless it is a stop token. 0 if unknown.
     """
 
-    __slots__ = (
-        "absence",
-        "best_effort",
-        "group",
-        "id",
-        "index",
-        "last_step",
-        "limit",
-        "num_computed_tokens",
-        "num_scheduled_tokens",
-        "num_seqs",
-        "num_unsent_tokens",
-        "plain_until",
-        "preemption_key",
-        "proposer",
-        "queue_key",
-        "row",
-        "sample_requests",
-        "served_at_arrival",
-        "status",
-        "table",
-        "timings",
-        "token_ids",
-    )  # fmt: skip
-
-    def __init__(
-        self,
-        sequence_id: int,
-        group: SequenceGroup,
-        index: int,
-        token_ids: list[int],
-        *,
-        table: BlockTable,
-        timings: SequenceTimings,
-        limit: int,
-    ) -> None:
-        self.id = sequence_id
-        self.group = group
-        self.best_effort = group.request.priority >= BEST_EFFORT
-        self.index = index
-        self.token_ids = token_ids
-        self.table = table
-        self.timings = timings
-        self.sample_requests: tuple[SampleRequest, ...] = ()
-        self.limit = limit
-        self.num_seqs = 1
-        self.num_computed_tokens = 0
-        self.num_scheduled_tokens = 0
-        self.preemption_key = (0, 0, sequence_id)
-        self.absence: Absence | None = None
-        self.last_step = 0
-        self.proposer: NgramProposer | SuffixProposer | None = None
-        self.queue_key = 0.0
-        self.row: int | None = None
-        self.num_unsent_tokens = 0
-        self.plain_until = 0
-        self.served_at_arrival = 0
-        self.status = SequenceStatus.WAITING
+    id: int
+    group: SequenceGroup
+    index: int
+    token_ids: list[int]
+    table: BlockTable
+    timings: SequenceTimings
+    sample_requests: tuple[SampleRequest, ...]
+    num_seqs: int = 1
+    status: SequenceStatus = SequenceStatus.WAITING
+    num_computed_tokens: int = 0
+    num_scheduled_tokens: int = 0
+    plain_until: int = 0
+    row: int | None = None
+    num_unsent_tokens: int = 0
+    last_step: int = 0
+    absence: Absence | None = None
+    proposer: NgramProposer | SuffixProposer | None = None
+    queue_key: float = 0.0
+    served_at_arrival: int = 0
 
     @property
     def request(self) -> Request:
         """The request that the sequence belongs to."""
         return self.group.request
+
+    @property
+    def best_effort(self) -> bool:
+        """Whether the request gets only what others leave."""
+        return self.group.best_effort
+
+    @property
+    def preemption_key(self) -> tuple[int, ...]:
+        """Orders admitted sequences: the largest is preempted first."""
+        assert self.group.precedence is not None, "it was admitted"
+        return (*self.group.precedence, self.id)
 
     @property
     def num_tokens(self) -> int:
@@ -266,7 +242,7 @@ class Sequence:
 
     @property
     def _runs_ahead(self) -> bool:
-        goes_on = len(self.token_ids) + 1 < self.limit
+        goes_on = len(self.token_ids) + 1 < self.group.limit
         return goes_on and len(self.sample_requests) == 1 and self.group.runs_ahead
 
     @property
@@ -296,8 +272,7 @@ class SequenceRegistry:
             return [self._new_pooled(request)]
         stops = self._stop_token_ids(request)
         beams = BeamSearch(request.sampling, stops) if request.sampling.beam_width else None
-        group = SequenceGroup(request, beams, runs_ahead=beams is None and self._config.num_stages == 1)
-        self.groups[request.request_id] = group
+        group = self._new_group(request, beams, runs_ahead=beams is None and self._config.num_stages == 1)
         history = {delivered.index: delivered for delivered in request.all_resumed_outputs}
         choices = range(request.sampling.num_returned)
         group.unfinished = {i: None for i in choices if i not in history or not history[i].finished}
@@ -312,13 +287,12 @@ class SequenceRegistry:
             parent.group,
             index,
             [*parent.token_ids],
-            table=self._kv_cache_manager.fork(parent.table),
-            timings=parent.timings.copy(),
-            limit=parent.limit,
+            self._kv_cache_manager.fork(parent.table),
+            parent.timings.copy(),
+            (self._new_sample_request(parent.group, index),),
+            num_computed_tokens=parent.num_computed_tokens,
+            num_scheduled_tokens=parent.num_scheduled_tokens,
         )
-        child.num_computed_tokens, child.num_scheduled_tokens = parent.num_computed_tokens, parent.num_scheduled_tokens
-        child.preemption_key = (*parent.preemption_key[:2], child.id)
-        child.sample_requests = (self._new_sample_request(child.group, index),)
         self._register(child)
         return child
 
@@ -340,8 +314,7 @@ class SequenceRegistry:
 
     def _new_pooled(self, request: Request) -> Sequence:
         """Creates the one sequence of a pooled prompt. It ends with its last chunk."""
-        group = SequenceGroup(request, None, runs_ahead=False)
-        self.groups[request.request_id] = group
+        group = self._new_group(request, None, runs_ahead=False)
         group.unfinished = {0: None}
         sequence = self._new_sequence(group, 0, [])
         sequence.sample_requests = ()
@@ -358,18 +331,22 @@ class SequenceRegistry:
             self._next_sequence_ids(width - 1)
         return root
 
+    def _new_group(self, request: Request, beams: BeamSearch | None, *, runs_ahead: bool) -> SequenceGroup:
+        max_output = 0 if request.pooling is not None else request.sampling.max_tokens
+        limit = min(len(request.prompt_token_ids) + max_output, self._config.max_model_len)
+        group = self.groups[request.request_id] = SequenceGroup(request, beams, limit, runs_ahead=runs_ahead)
+        return group
+
     def _new_sequence(self, group: SequenceGroup, index: int, output: list[int]) -> Sequence:
         request = group.request
         lora_digest = b"" if request.lora is None else request.lora.digest
         tokens = [*request.prompt_token_ids, *output]
-        max_output = 0 if request.pooling is not None else request.sampling.max_tokens
-        limit = min(group.num_prompt_tokens + max_output, self._config.max_model_len)
         key = extra_key(self._config.model_revision, request.cache_salt, lora_digest)
         table = self._kv_cache_manager.new_table(key)
-        table.num_prompt_tokens, table.max_tokens = group.num_prompt_tokens, limit
+        table.num_prompt_tokens, table.max_tokens = group.num_prompt_tokens, group.limit
         timings = SequenceTimings(arrived=self._clock())
-        sequence = Sequence(self._next_sequence_ids(), group, index, tokens, table=table, timings=timings, limit=limit)
-        sequence.sample_requests = (self._new_sample_request(group, index),)
+        sample_request = self._new_sample_request(group, index)
+        sequence = Sequence(self._next_sequence_ids(), group, index, tokens, table, timings, (sample_request,))
         self._register(sequence)
         return sequence
 

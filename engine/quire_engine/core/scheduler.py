@@ -73,7 +73,7 @@ class StepInFlight:
     """
 
     output: SchedulerOutput
-    sequences: list[Sequence | None]
+    sequences: abc.Sequence[Sequence | None]
 
 
 _FINISHED = SequenceStatus.FINISHED  # looking up an enum member is slow
@@ -217,7 +217,7 @@ class Scheduler:
         """Adds the step's tokens to their sequences. Returns the outputs, also of requests that ended in other ways
         since the last update, and the tokens that need no output of their own.
         """
-        sequences = list[Sequence | None]()
+        sequences: abc.Sequence[Sequence | None] = []
         if self._in_flight and self._in_flight[0].output is scheduler_output:
             sequences = self._in_flight.popleft().sequences
         self._last_step = scheduler_output.step
@@ -268,7 +268,7 @@ class Scheduler:
         running, preemptor = self._batch_scheduler.running, self._batch_scheduler.preemptor
         loras, waiting = self._batch_scheduler.admission.loras, self._batch_scheduler.admission.waiting
         # A best-effort sequence adds only 1, like a decoding one: no other request waits for its prompt.
-        admitted = sum([1 if s.best_effort else len(s.token_ids) - s.num_computed_tokens for s in running])
+        admitted = sum([1 if s.group.best_effort else len(s.token_ids) - s.num_computed_tokens for s in running])
         if preemptor.preempted:
             admitted += sum([s.num_uncomputed_tokens for s in preemptor.preempted if not s.best_effort])
         return EngineLoad(
@@ -443,7 +443,7 @@ class Scheduler:
             return
         self._append(sequence, token_id)
         delta = _output_delta(sequence, num_unpublished + 1, logprobs)
-        if len(sequence.token_ids) >= sequence.limit:
+        if len(sequence.token_ids) >= sequence.group.limit:
             self._end(delta, sequence, FinishReason.LENGTH)
         else:
             self._outputs.append(delta)

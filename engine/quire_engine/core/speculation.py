@@ -96,7 +96,7 @@ class Speculator:
 
     def _limit(self, sequence: Sequence) -> int:
         """Returns the most drafts of a sequence: one more token is sampled after them, and it may be the last."""
-        return max(0, min(self._most, sequence.limit - len(sequence.token_ids) - 1))
+        return max(0, min(self._most, sequence.group.limit - len(sequence.token_ids) - 1))
 
 
 def can_take_drafts(running: Iterable[Sequence]) -> bool:

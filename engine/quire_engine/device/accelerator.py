@@ -8,8 +8,8 @@ before the copies that torch enqueued from it or to it are done.
 
 import os
 import weakref
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, nullcontext, suppress
+from collections.abc import Callable, Sequence
+from contextlib import suppress
 from typing import Any
 
 import numpy as np
@@ -50,15 +50,6 @@ def _current_gpu() -> int:
     except RuntimeError as error:
         raise ModelError(f"The GPU cannot be used: {first_line(error)}; --device cpu does without.") from None
     return number
-
-
-@contextmanager
-def inference_on(device: torch.device) -> Iterator[None]:
-    """Inference mode, with ``device`` as the current GPU of this thread. Each thread has a current GPU of its own, by
-    default the first one, and some libraries launch their kernels there wherever their tensors are.
-    """
-    with torch.cuda.device(device) if device.type == "cuda" else nullcontext(), torch.inference_mode():
-        yield
 
 
 def configure_threads(processes: int = 1) -> int:

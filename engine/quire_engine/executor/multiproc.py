@@ -20,7 +20,6 @@ from quire_proto.tls import TlsError
 from quire_engine.config import NodeArgs
 from quire_engine.core.kv_transfer.transfer import TransferResult
 from quire_engine.core.step import ModelOutput, SchedulerOutput
-from quire_engine.device.accelerator import inference_on
 from quire_engine.distributed.rank_group import RankGroup
 from quire_engine.errors import ModelError
 from quire_engine.executor.engine_group import EngineGroup
@@ -40,7 +39,7 @@ from quire_engine.worker.cuda_graph import NO_GRAPHS, GraphCaptureError
 from quire_engine.worker.memory import CacheBudget, CacheSizes, MemoryProfile, MemoryProfiler, compute_cache_sizes
 from quire_engine.worker.model_runner import LoadedModel, ModelRunner
 from quire_engine.worker.request_states import Indices
-from quire_engine.worker.worker import AsyncStep, Ranks
+from quire_engine.worker.worker import AsyncStep, Ranks, on_device
 
 log = logging.getLogger(__name__)
 T = TypeVar("T")
@@ -99,7 +98,7 @@ class MultiprocLeader:
     def connect(self) -> None:
         """Waits until all ranks have loaded their weights, then connects them. Raises ``ModelError``, ``RankError``."""
         self._workers.wait_for_replies(self._load_call)
-        with inference_on(self._device):
+        with on_device(self._device):
             number, _ = call_all_ranks(
                 self._workers,
                 self._group,

@@ -15,7 +15,6 @@ from quire_proto.logs import LogFormat, set_up_logging
 from quire_engine.checkpoint.config import DecoderConfig, ModelConfig
 from quire_engine.config import EngineArgs
 from quire_engine.core.kv_transfer.transfer import TransferResult
-from quire_engine.device.accelerator import inference_on
 from quire_engine.device.host import tune_malloc
 from quire_engine.distributed.pipeline import is_last
 from quire_engine.distributed.rank_group import EnginePlace, RankGroup, RankStore, file_store
@@ -43,7 +42,7 @@ from quire_engine.models.loader import model_class
 from quire_engine.sampling.grammar_bitmask import GrammarBitmask
 from quire_engine.worker.memory import GIB, CpuMemory, MemoryProfiler, check_host_memory
 from quire_engine.worker.model_runner import LoadedModel, ModelRunner, load_model_and_attention
-from quire_engine.worker.worker import LogitsError, OneRank, Worker
+from quire_engine.worker.worker import LogitsError, OneRank, Worker, on_device
 
 log = logging.getLogger(__name__)
 
@@ -250,7 +249,7 @@ class RankWorker:
         torch.set_num_threads(settings.threads)
         device, group = settings.device_for(self._rank), settings.make_group(self._rank)
         profiler = MemoryProfiler(device, settings.lora_bytes)
-        with inference_on(device):
+        with on_device(device):
             model = settings.load(self._rank, group)
         if device.type == "cpu":
             tune_malloc()
@@ -258,7 +257,7 @@ class RankWorker:
 
     def _connect(self, _: Sequence[RpcArray]) -> None:
         loaded = self._loaded_or_fail
-        with inference_on(loaded.model.device):
+        with on_device(loaded.model.device):
             loaded.settings.connect(self._rank, loaded.group, self._store)
 
     def _publish(self, key: str, value: bytes) -> None:
@@ -285,7 +284,7 @@ class RankWorker:
         model, with_graphs = self._loaded_or_fail.model, json_from_array(arrays[1])
         if not with_graphs:
             model = replace(model, graph_sizes=())
-        with inference_on(model.device):
+        with on_device(model.device):
             runner = ModelRunner(model, model.cache_sizes(*json_from_array(arrays[0])), alone=False)
         group = self._loaded_or_fail.group
         draws = group.stage is not None and is_last(group.stage) and group.communicator.rank == 0
@@ -318,7 +317,7 @@ class RankWorker:
             self._send(reply)
 
     def _execute_dummy_batch(self, _: Sequence[RpcArray]) -> None:
-        with inference_on(self._loaded_or_fail.model.device):
+        with on_device(self._loaded_or_fail.model.device):
             self._worker_or_fail.ranks.execute_dummy_batch()
 
     def _call(self, arrays: Sequence[RpcArray]) -> object:

@@ -21,7 +21,7 @@ from quire_engine.core.kv_transfer.transfer import DiskContents, TransferResult
 from quire_engine.core.lora import DUMMY_LORA, LoRARequest
 from quire_engine.core.startup import StartupPhase, StartupTimer
 from quire_engine.core.step import ModelOutput, SchedulerOutput
-from quire_engine.device.accelerator import configure_threads, inference_on, resolve_device, usable_threads
+from quire_engine.device.accelerator import configure_threads, resolve_device, usable_threads
 from quire_engine.device.host import tune_malloc
 from quire_engine.errors import LoRAError, ModelError
 from quire_engine.executor.engine_group import EngineGroup, join_engines
@@ -39,7 +39,7 @@ from quire_engine.worker.memory import (
     memory_table,
 )
 from quire_engine.worker.model_runner import LoadedModel, ModelRunner
-from quire_engine.worker.worker import AsyncStep, OneRank, Ranks, Worker, device_errors
+from quire_engine.worker.worker import AsyncStep, OneRank, Ranks, Worker, on_device
 
 log = logging.getLogger(__name__)
 
@@ -70,7 +70,7 @@ class TorchExecutor:
         self.weight_stats = model.model.weight_stats
         self.rates = UNMEASURED
         self.depth = depth
-        with inference_on(model.device):
+        with on_device(model.device):
             ranks = (make_ranks or _make_one_rank)(model, cache_sizes)
         num_tokens = min(depth * model.max_num_batched_tokens, model.max_model_len)
         self._kv_cache_config = replace(ranks.runner.kv_cache_config, max_step_tokens=num_tokens)
@@ -168,7 +168,7 @@ class TorchExecutor:
             leader.connect()
         elif engines is not None:
             opened.callback(group.close)
-            with inference_on(model.device):
+            with on_device(model.device):
                 group.connect(engines.store, None, engines.store)
         if engines is not None:
             engines.connect(group)
@@ -254,7 +254,7 @@ class TorchExecutor:
     def execute_dummy_batch(self) -> None:
         """See ``DataParallel.execute_dummy_batch``."""
         assert self._engines is not None, "this engine is alone"
-        with device_errors(), inference_on(self._worker.device):
+        with on_device(self._worker.device):
             self._engines.execute_dummy_batch(self._worker.ranks.execute_dummy_batch)
 
     def execute_model(self, scheduler_output: SchedulerOutput) -> ModelOutput:

@@ -1,5 +1,6 @@
 // Replays a CPU graph (worker/cpu_graph.py): repeats the captured calls of kernels, all in one call from Python. With a
-// call for each, the interpreter would take as long between two short kernels as they do.
+// call for each, the interpreter would take as long between two short kernels as they do. A call's rows are set first:
+// that is all that differs between steps of different numbers of tokens.
 
 #include <cstddef>
 #include <cstdint>
@@ -25,6 +26,10 @@ void quire_lora(const LoraCall*);
 void quire_route(const RouteCall*);
 void quire_experts(const ExpertsCall*);
 void quire_sum(const SumCall*);
+void quire_embed(const void*, const int64_t*, void*, int64_t, int64_t);
+void quire_int8_rows(const uint8_t*, const float*, const int64_t*, void*, int64_t, int64_t, int64_t, int64_t);
+void quire_scale(void*, int64_t, int64_t, float, int64_t);
+void quire_cos_sin(const int32_t*, const float*, const float*, float*, float*, int64_t, int64_t);
 void quire_rms_norm(const void*, int64_t, int64_t, void*, const void*, void*, int64_t, int64_t, int64_t, float, float,
                     int64_t, int64_t);
 void quire_square_sums(const void*, int64_t, float*, int64_t, int64_t, int64_t, int64_t, int64_t);
@@ -33,18 +38,21 @@ void quire_norm_by_sums(void*, int64_t, const float*, int64_t, const void*, int6
 void quire_add(const void*, void*, int64_t, int64_t, int64_t);
 void quire_silu_mul(const void*, int64_t, void*, int64_t, int64_t, int64_t, int64_t);
 void quire_gelu_mul(const void*, int64_t, void*, int64_t, int64_t, int64_t, int64_t);
-void quire_rotate(void*, int64_t, int64_t, const float*, const float*, const void*, const void*, int64_t, int64_t,
-                  int64_t, int64_t, int64_t, float, float, int64_t, int64_t);
+void quire_rotate(void*, int64_t, int64_t, const float*, const float*, int64_t, const void*, const void*, int64_t,
+                  int64_t, int64_t, int64_t, int64_t, float, float, int64_t, int64_t);
 }
 
 namespace {
 
-constexpr int kSlots = 16;
+constexpr int kSlots = 17;
 
-// A call as numbers: pointers and integers as they are, floats by their bits.
+// A call as numbers: pointers and integers as they are, floats by their bits. `rows` is the place of its number of rows,
+// in a slot or in a struct that a slot points to; null if the call has none. There are `per_token` of them per token.
 struct Call {
   void (*play)(const int64_t* slots);
   int64_t slots[kSlots];
+  int64_t* rows;
+  int64_t per_token;
 };
 
 template <typename A>
@@ -85,7 +93,8 @@ constexpr Player kPlayers[] = {
     PLAYER(quire_attention), PLAYER(quire_linear),   PLAYER(quire_int8_linear), PLAYER(quire_groups_linear),
     PLAYER(quire_rms_norm),  PLAYER(quire_silu_mul), PLAYER(quire_rotate),      PLAYER(quire_lora),
     PLAYER(quire_route),     PLAYER(quire_experts),  PLAYER(quire_sum),         PLAYER(quire_gelu_mul),
-    PLAYER(quire_add),       PLAYER(quire_square_sums),  PLAYER(quire_norm_by_sums),
+    PLAYER(quire_add),       PLAYER(quire_square_sums), PLAYER(quire_norm_by_sums),
+    PLAYER(quire_embed),     PLAYER(quire_int8_rows), PLAYER(quire_scale),      PLAYER(quire_cos_sin),
 };
 
 }  // namespace
@@ -99,7 +108,11 @@ void* quire_player(const char* name) {
   return nullptr;
 }
 
-void quire_replay(const Call* calls, int64_t count) {
-  for (int64_t i = 0; i < count; ++i) calls[i].play(calls[i].slots);
+void quire_replay(const Call* const* calls, int64_t count, int64_t tokens) {
+  for (int64_t i = 0; i < count; ++i) {
+    const Call& call = *calls[i];
+    if (call.rows) *call.rows = tokens * call.per_token;
+    call.play(call.slots);
+  }
 }
 }

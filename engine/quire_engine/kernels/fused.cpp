@@ -1,4 +1,5 @@
-// The small operations around products and attention: norm, activation, rotation. Callers check shapes and bounds.
+// The small operations around products and attention: embedding, norm, activation, rotation. Callers check shapes and
+// bounds.
 
 #include "vectors.h"
 
@@ -46,6 +47,32 @@ void rotate_row(T* head, const float* cos, const float* sin, int64_t half) {
   }
 }
 
+typedef double Doubles __attribute__((vector_size(8 * kLanes)));
+typedef int64_t Longs __attribute__((vector_size(8 * kLanes)));
+
+// Cosines and sines of angles, to the last bit of a float. The angles are reduced to at most pi / 4 in two parts of
+// pi / 2, which is exact for far positions too; the rest are Taylor's series.
+inline void turn(Floats angles, Floats& cos, Floats& sin) {
+  constexpr double kRound = 6755399441055744;  // 1.5 * 2^52: the low bits now hold the number of quarters
+  const Doubles angle = __builtin_convertvector(angles, Doubles);
+  const Doubles shifted = angle * 0.63661977236758134 + kRound, quarters = shifted - kRound;
+  const Doubles x = angle - quarters * 1.5707963267341256 - quarters * 6.0771005065061922e-11, z = x * x;
+  Doubles s = z * -2.5052108385441719e-8 + 2.7557319223985891e-6;
+  s = s * z - 1.9841269841269841e-4;
+  s = s * z + 8.3333333333333333e-3;
+  s = s * z - 1.6666666666666667e-1;
+  s = s * z * x + x;
+  Doubles c = z * 2.0876756987868099e-9 - 2.7557319223985891e-7;
+  c = c * z + 2.4801587301587302e-5;
+  c = c * z - 1.3888888888888889e-3;
+  c = c * z + 4.1666666666666667e-2;
+  c = (c * z - 0.5) * z + 1.0;
+  const Longs quarter = (Longs)shifted, odd = (quarter & 1) != 0;
+  const Doubles first = odd ? s : c, second = odd ? c : s;
+  cos = __builtin_convertvector((Doubles)((Longs)first ^ ((quarter + 1) & 2) << 62), Floats);
+  sin = __builtin_convertvector((Doubles)((Longs)second ^ (quarter & 2) << 62), Floats);
+}
+
 // Below so many numbers, waking the other threads costs more than they save.
 constexpr int64_t kWorthSharing = 32768;
 
@@ -65,6 +92,34 @@ void gated_rows(const void* gate_up, int64_t row, void* out, int64_t rows, int64
 }  // namespace
 
 extern "C" {
+
+// Copies row `ids[t]` of the table, of so many bytes, for each token.
+void quire_embed(const void* table, const int64_t* ids, void* out, int64_t tokens, int64_t bytes) {
+  for (int64_t t = 0; t < tokens; ++t) std::memcpy((char*)out + t * bytes, (const char*)table + ids[t] * bytes, bytes);
+}
+
+void quire_scale(void* x, int64_t tokens, int64_t dim, float factor, int64_t bf16) {
+  const auto run = [&](auto type) {
+    using T = decltype(type);
+    T* row = (T*)x;
+    for (int64_t t = 0; t < tokens; ++t, row += dim)
+      for (int64_t d = 0; d < dim; d += kLanes) write_some(row + d, read_some(row + d, dim - d) * factor, dim - d);
+  };
+  bf16 ? run(Bf16{}) : run(float{});
+}
+
+// The angles of each token, one per frequency, as cosines and sines times `scales`.
+void quire_cos_sin(const int32_t* positions, const float* frequencies, const float* scales, float* cos, float* sin,
+                   int64_t tokens, int64_t width) {
+  for (int64_t t = 0; t < tokens; ++t, cos += width, sin += width)
+    for (int64_t f = 0; f < width; f += kLanes) {
+      Floats c, s;
+      turn(read_some(frequencies + f, width - f) * float(positions[t]), c, s);
+      const Floats scale = read_some(scales + f, width - f);
+      write_some(cos + f, c * scale, width - f);
+      write_some(sin + f, s * scale, width - f);
+    }
+}
 
 void quire_rms_norm(const void* x, int64_t token, int64_t head, void* residual, const void* weight, void* out,
                     int64_t tokens, int64_t heads, int64_t dim, float eps, float offset, int64_t bf16, int64_t threads) {
@@ -136,9 +191,9 @@ void quire_gelu_mul(const void* gate_up, int64_t row, void* out, int64_t rows, i
 }
 
 // With `query_norm`, the first `queries` heads are normed by it before, and the others by `key_norm`.
-void quire_rotate(void* x, int64_t token, int64_t head, const float* cos, const float* sin, const void* query_norm,
-                  const void* key_norm, int64_t tokens, int64_t heads, int64_t queries, int64_t dim, int64_t half,
-                  float eps, float offset, int64_t bf16, int64_t threads) {
+void quire_rotate(void* x, int64_t token, int64_t head, const float* cos, const float* sin, int64_t angles,
+                  const void* query_norm, const void* key_norm, int64_t tokens, int64_t heads, int64_t queries,
+                  int64_t dim, int64_t half, float eps, float offset, int64_t bf16, int64_t threads) {
   const auto run = [&](auto type) {
     using T = decltype(type);
 #pragma omp parallel for num_threads(int(threads)) if (tokens * heads * half > kWorthSharing)
@@ -147,7 +202,7 @@ void quire_rotate(void* x, int64_t token, int64_t head, const float* cos, const 
         T* row = (T*)x + t * token + h * head;
         const T* norm = (const T*)(h < queries ? query_norm : key_norm);
         if (norm) norm_row<T>(row, nullptr, norm, row, dim, eps, offset);
-        rotate_row(row, cos + t * half, sin + t * half, half);
+        rotate_row(row, cos + t * angles, sin + t * angles, half);
       }
   };
   bf16 ? run(Bf16{}) : run(float{});

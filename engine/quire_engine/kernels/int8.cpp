@@ -138,6 +138,27 @@ extern "C" {
 
 void quire_int8_linear(const Int8Call* call) { quire_int8_grouped(call, 1); }
 
+// The rows of the weight that `channels` names, as numbers.
+void quire_int8_rows(const uint8_t* panels, const float* scales, const int64_t* channels, void* out, int64_t rows,
+                     int64_t inputs, int64_t outputs, int64_t bf16) {
+  const int64_t words = (inputs + kStep - 1) / kStep, half = (outputs + 1) / 2;
+  const auto run = [&](auto type) {
+    using T = decltype(type);
+    for (int64_t r = 0; r < rows; ++r) {
+      const int64_t side = channels[r] / half, place = channels[r] % half, panel = place / kSide, lane = place % kSide;
+      const uint8_t* from = panels + panel * words * kStepBytes + (side * kSide + lane) * kStep;
+      const float scale = scales[(panel * 2 + side) * kSide + lane];
+      for (int64_t d = 0; d < inputs; d += kLanes) {
+        float lanes[kLanes] = {};
+        for (int64_t i = d; i < std::min<int64_t>(inputs, d + kLanes); ++i)
+          lanes[i - d] = (float(from[i / kStep * kStepBytes + i % kStep]) - 128) * scale;
+        write_some((T*)out + r * inputs + d, read(lanes), inputs - d);
+      }
+    }
+  };
+  bf16 ? run(Bf16{}) : run(float{});
+}
+
 void quire_int8_grouped(const Int8Call* calls, int64_t count) {
   over_blocks<kTile>(calls, count, [](const auto& pieces) { compute_pieces(pieces); });
 }

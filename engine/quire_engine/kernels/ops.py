@@ -1,5 +1,5 @@
-"""The small operations between a layer's matrix products, each in one pass over memory: norms, sums, activation and
-rotation.
+"""The small operations around a layer's matrix products, each in one pass over memory: embedding, norms, sums,
+activation and rotation.
 
 Each uses the compiled kernel on the CPU in bf16 and fp32, FlashInfer's kernel on a GPU in bf16 and fp16 (see
 ``cuda_ops``), and torch otherwise. Results agree up to the last rounding. On the CPU, norm and activation round where
@@ -10,6 +10,7 @@ import ctypes
 from collections.abc import Callable
 from dataclasses import dataclass
 
+import numpy as np
 import torch
 from torch.nn import functional as F
 
@@ -51,6 +52,62 @@ class ClampedSwiGLU:
         gate, up = gate_up.chunk(2, dim=-1)
         gate = gate.clamp(max=self.limit)
         return (up.clamp(-self.limit, self.limit) + 1) * (gate * torch.sigmoid(gate * self.alpha))
+
+
+def embed(table: torch.Tensor, token_ids: torch.Tensor) -> torch.Tensor:
+    """Returns the rows ``token_ids`` [T] int64 of ``table`` [vocabulary, N], [T, N]. Raises ``IndexError`` for an id
+    beyond the table.
+    """
+    kernels = _kernels_for(table)
+    if kernels is None or token_ids.dtype is not torch.int64 or not token_ids.is_contiguous():
+        return F.embedding(token_ids, table)
+    check_ids(token_ids, len(table))
+    out = torch.empty(len(token_ids), table.shape[1], dtype=table.dtype)
+    row_bytes = table.stride(0) * table.element_size()
+    kernels.quire_embed(table.data_ptr(), token_ids.data_ptr(), out.data_ptr(), len(token_ids), row_bytes)
+    return out
+
+
+def check_ids(ids: torch.Tensor, size: int) -> None:
+    """Raises ``IndexError`` if one of ``ids`` [N] int64, on the CPU and contiguous, is outside of a table of ``size``
+    rows.
+    """
+    # Read in place, because during a capture torch may not compute.
+    if not len(ids):
+        return
+    numbers = np.frombuffer(memoryview((ctypes.c_int64 * len(ids)).from_address(ids.data_ptr())), np.int64)
+    if not 0 <= numbers.min() <= numbers.max() < size:
+        raise IndexError(f"a row beyond the {size} of the table")
+
+
+def scale(x: torch.Tensor, factor: float) -> torch.Tensor:
+    """Returns ``x`` [T, N] times ``factor``. May overwrite ``x``."""
+    kernels = _kernels_for(x)
+    if kernels is None or not x.is_contiguous():
+        return x * factor
+    kernels.quire_scale(x.data_ptr(), *x.shape, factor, _is_bf16(x))
+    return x
+
+
+def cos_sin(
+    positions: torch.Tensor, frequencies: torch.Tensor, scales: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Returns the cosines and sines, both [T, N] float32, of ``positions`` [T] times ``frequencies`` [N] float32. They
+    are multiplied by ``scales`` [N] float32.
+    """
+    kernels = _kernels_for(frequencies, scales)
+    if kernels is None:
+        angles = positions.float()[:, None] * frequencies
+        return angles.cos().mul_(scales), angles.sin().mul_(scales)
+    if positions.dtype is not torch.int32 or not positions.is_contiguous():
+        positions = positions.to(torch.int32).contiguous()
+    tokens, width = len(positions), len(frequencies)
+    cos, sin = torch.empty(tokens, width), torch.empty(tokens, width)
+    kernels.quire_cos_sin(
+        *(positions.data_ptr(), frequencies.data_ptr(), scales.data_ptr(), cos.data_ptr(), sin.data_ptr()),
+        *(tokens, width),
+    )
+    return cos, sin
 
 
 def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float, *, offset: float = 0.0) -> torch.Tensor:
@@ -202,14 +259,15 @@ def _call_rotate_kernel(
     kernels: ctypes.CDLL, x: torch.Tensor, norms: HeadNorms | None, cos: torch.Tensor, sin: torch.Tensor
 ) -> None:
     (tokens, heads, dim), (token, head, _) = x.shape, x.stride()
-    cos, sin = cos.contiguous(), sin.contiguous()
+    if cos.stride() != sin.stride() or cos.stride(1) != 1:
+        cos, sin = cos.contiguous(), sin.contiguous()
     query = key = None
     queries, eps, offset = 0, 0.0, 0.0
     if norms is not None:
         query, key = norms.query.data_ptr(), norms.key.data_ptr()
         queries, eps, offset = norms.num_queries, norms.eps, norms.offset
     kernels.quire_rotate(
-        *(x.data_ptr(), token, head, cos.data_ptr(), sin.data_ptr(), query, key),
+        *(x.data_ptr(), token, head, cos.data_ptr(), sin.data_ptr(), cos.stride(0), query, key),
         *(tokens, heads, queries, dim, cos.shape[1], eps, offset, _is_bf16(x), torch.get_num_threads()),
     )
 

@@ -21,7 +21,7 @@ import torch
 from torch.nn import functional as F
 
 from quire_engine.kernels.bindings import DTYPES, GroupsCall, Int8Call, LinearLayer, library
-from quire_engine.kernels.ops import silu_mul
+from quire_engine.kernels.ops import check_ids, silu_mul
 
 GROUP = 128
 """How many activations of a row share a scale."""
@@ -179,16 +179,18 @@ class PackedInt8(PackedProduct):
         super().__init__(kernels.quire_int8_linear, (pack_int8(weight), by_panel(scales), by_panel(bias)), call)
 
     def rows(self, channels: torch.Tensor) -> torch.Tensor:
-        """Returns the dequantized weight rows of ``channels`` [N], fp32 [N, in]. Raises ``IndexError`` for a channel
-        beyond the weight.
+        """Returns the dequantized weight rows of ``channels`` [N] int64, [N, in] in the dtype of activations. Raises
+        ``IndexError`` for a channel beyond the weight.
         """
-        panels, scales, _ = self._buffers
-        _check_channels(channels, self.call.outputs)
-        half = (self.call.outputs + 1) // 2
-        side, place = channels // half, channels % half
-        panel, lane = place // SIDE, place % SIDE
-        values = panels[panel, :, side, lane].flatten(1)[:, : self.call.inputs]
-        return (values.float() - 128) * scales[panel, side, lane, None]
+        call, kernels = self.call, library()
+        assert kernels is not None, "the weight is packed"
+        check_ids(channels, call.outputs)
+        out = torch.empty(len(channels), call.inputs, dtype=torch.bfloat16 if call.bf16 else torch.float32)
+        kernels.quire_int8_rows(
+            *(call.panels, call.scales, channels.data_ptr(), out.data_ptr()),
+            *(len(channels), call.inputs, call.outputs, call.bf16),
+        )
+        return out
 
 
 class PlainInt8:
@@ -221,7 +223,7 @@ class PlainInt8:
 
     def rows(self, channels: torch.Tensor) -> torch.Tensor:
         """See ``PackedInt8.rows``."""
-        _check_channels(channels, len(self._weight))
+        check_ids(channels, len(self._weight))
         return self._weight[channels].float() * self._scales[channels, None]
 
 
@@ -271,11 +273,6 @@ def halves_of(channels: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
 def panels_of(outputs: int) -> int:
     """Returns the number of panels."""
     return -(-((outputs + 1) // 2) // SIDE)
-
-
-def _check_channels(channels: torch.Tensor, outputs: int) -> None:
-    if channels.numel() and not 0 <= int(channels.min()) <= int(channels.max()) < outputs:
-        raise IndexError(f"a row beyond the {outputs} of the table")
 
 
 def _exact_matmul(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:

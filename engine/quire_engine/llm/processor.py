@@ -339,7 +339,6 @@ class CompletionBuilder:
         self._text = text
         self._stop_token_ids = stop_token_ids
         self._stop_token_id: int | None = None
-        self._may_stop = text is not None and text.may_stop
         self._pieces: list[str] = []
         self._num_decoded = 0
         self._is_whole = False  # the stream holds back no text
@@ -361,7 +360,7 @@ class CompletionBuilder:
         if self.finish_reason is not None:
             return
         kept, finish_reason = len(output.token_ids), output.finish_reason
-        if self._text is not None and self._may_stop:
+        if self._text is not None and self._text.may_stop:
             self._pieces.append(self._text.push(output.token_ids))
             kept = self._text.num_tokens - len(self.token_ids)
             if self._text.stopped:
@@ -379,7 +378,7 @@ class CompletionBuilder:
         """Adds one token. Returns whether it completed a stop string."""
         if self.finish_reason is not None:
             return False
-        if self._may_stop:
+        if self._text is not None and self._text.may_stop:
             self.add_output(EngineCoreOutput("", [token_id]))
             return self.finish_reason is not None
         self.token_ids.append(token_id)
@@ -408,7 +407,7 @@ class CompletionBuilder:
         """Returns the output so far as choice ``index``, or only its new part. Has log-probabilities if ``token_text``
         is given.
         """
-        if self._text is not None and not self._may_stop:
+        if self._text is not None and not self._text.may_stop:
             self._decode(self._text)
         start = self._num_told if delta else 0
         token_ids, logprobs, text = self.token_ids[start:], self.logprobs[start:], "".join(self._pieces)

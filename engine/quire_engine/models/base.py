@@ -4,7 +4,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 
@@ -42,25 +42,14 @@ class ShardTable:
         return divide(self.layer_costs, count, self.head_cost)
 
 
-class LayerInputs(NamedTuple):
-    """The input of a decoder's layers for T tokens: ``hidden_states`` [T, hidden] of the model's dtype, which the
-    layers overwrite, and ``cos`` and ``sin`` [T, head_dim / 2] float32 of the tokens' positions.
-    """
-
-    hidden_states: torch.Tensor
-    cos: torch.Tensor
-    sin: torch.Tensor
-
-
 class Model(ABC):
     """A model with its weights, of one dtype on one device. All attributes are constant.
 
     ``attention_layers`` has the attention of each layer with KV memory. If ``capturable``, the host never branches on
-    results of the device. Then ``forward`` can be captured in a CUDA graph; on the CPU, ``layers`` can be captured in a
-    CPU graph if the ranks of ``communicator`` allow it. If it ``waits_for_device``, the host reads what a layer
-    computes, so launching a pass takes as long as computing it. ``loras`` are the layers that adapters may change; None
-    without adapter slots. ``weight_stats`` count reads of layers on disk or in host memory; None if no layer is
-    offloaded.
+    results of the device. Then ``forward`` can be captured in a CUDA graph, and on the CPU in a CPU graph if the ranks
+    of ``communicator`` allow it. If it ``waits_for_device``, the host reads what a layer computes, so launching a pass
+    takes as long as computing it. ``loras`` are the layers that adapters may change; None without adapter slots.
+    ``weight_stats`` count reads of layers on disk or in host memory; None if no layer is offloaded.
     """
 
     attention_layers: Sequence[LayerAttention]
@@ -136,12 +125,17 @@ class Model(ABC):
 
     @property
     def layered(self) -> "LayeredModel | None":
-        """This model if its forward pass is ``layers`` of ``inputs``, else None."""
+        """This model if its forward pass is ``layers`` of ``embed``, else None."""
         return None
 
 
 class LayeredModel(Model):
-    """A model whose forward pass is ``layers`` of ``inputs``. ``layers`` can be captured alone."""
+    """A model whose forward pass is ``layers`` of ``embed``, which can be captured apart. If it ``receives_states``,
+    ``embed`` receives its result from the previous stage of a pipeline.
+    """
+
+    hidden_size: int
+    receives_states: bool = False
 
     @property
     def layered(self) -> "LayeredModel":
@@ -157,12 +151,16 @@ class LayeredModel(Model):
         _token_types: torch.Tensor | None = None,
     ) -> torch.Tensor:
         """See ``Model.forward``. Decoders do not tell token types apart."""
-        return self.layers(self.inputs(token_ids, positions), kv, attention)
+        return self.layers(self.embed(token_ids), positions, kv, attention)
 
     @abstractmethod
-    def inputs(self, token_ids: torch.Tensor, positions: torch.Tensor) -> LayerInputs:
-        """Returns the input of ``layers`` for tokens [T] at positions [T], both integers."""
+    def embed(self, token_ids: torch.Tensor) -> torch.Tensor:
+        """Returns the states [T, hidden] of tokens [T] before the first of these layers, in fresh memory. Raises
+        ``IndexError`` like ``forward``.
+        """
 
     @abstractmethod
-    def layers(self, inputs: LayerInputs, kv: Sequence[LayerKV], attention: AttentionBackend) -> torch.Tensor:
-        """Returns hidden states [T, hidden], as ``forward`` does."""
+    def layers(
+        self, states: torch.Tensor, positions: torch.Tensor, kv: Sequence[LayerKV], attention: AttentionBackend
+    ) -> torch.Tensor:
+        """Returns hidden states [T, hidden], as ``forward`` does, from ``states`` [T, hidden], which it overwrites."""

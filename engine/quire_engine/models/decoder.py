@@ -25,11 +25,11 @@ from quire_engine.errors import ModelError, first_line
 from quire_engine.layers.decoder_layer import updated
 from quire_engine.layers.norm import Norm, RMSNorm, no_norm
 from quire_engine.layers.offloaded import load_offloaded_layers
-from quire_engine.layers.rotary import RotaryEmbedding
+from quire_engine.layers.rotary import CosSin, RotaryEmbedding
 from quire_engine.layers.streamed import Layer, load_layers
 from quire_engine.layers.weight_loader import WeightLoader
 from quire_engine.lora.layers import LoRALayers
-from quire_engine.models.base import Classifier, LayeredModel, LayerInputs, ShardTable
+from quire_engine.models.base import Classifier, LayeredModel, ShardTable
 
 EMBEDDING_WEIGHT = "model.embed_tokens.weight"
 _SCORE, _HEAD = "score.weight", "lm_head.weight"
@@ -150,12 +150,13 @@ class DecoderModel(LayeredModel):
         indices = range(config.num_layers)
         if stage is not None:
             indices = self.shard_table(config).stages(stage.count)[stage.index]
-        self._hidden_size = config.hidden_size
+        self.hidden_size = config.hidden_size
         # Load these first: a table that is packed for both uses is then freed before the layers are read.
         head, tied = "lm_head" if config.makes_logits else None, config.tie_word_embeddings
         self._embedding, self._lm_head = weights.embedding_and_head(
             "model.embed_tokens", head, config.vocab_size, config.hidden_size, tied=tied
         )
+        self.receives_states = self._embedding is None
         self._rope = RotaryEmbedding(config, weights.device)
         self._layers, self.weight_stats = self._load_layers(config, weights, indices)
         self.attention_layers = tuple(layer.attn for layer in self._layers)
@@ -179,24 +180,22 @@ class DecoderModel(LayeredModel):
             return load_offloaded_layers(indices, load, settings.cpu_offload_gb, weights.device)
         return load_layers(indices, load, settings.weights_memory_gb)
 
-    def inputs(self, token_ids: torch.Tensor, positions: torch.Tensor) -> LayerInputs:
-        """See ``LayeredModel.inputs``: the embedding on the first stage; on other stages, the states that the previous
-        stage sent. Raises ``IndexError`` like ``forward``.
-        """
+    def embed(self, token_ids: torch.Tensor) -> torch.Tensor:
+        """See ``LayeredModel.embed``."""
         if self._embedding is not None:
-            states = self._embedding(token_ids)
-        else:
-            assert self._stage is not None, "another stage than the first"
-            empty = torch.empty(len(token_ids), self._hidden_size, dtype=self.dtype, device=token_ids.device)
-            states = self._stage.receive(empty)
-        return LayerInputs(states, *self._rope.cos_sin(positions))
+            return self._embedding(token_ids)
+        assert self._stage is not None, "another stage than the first"
+        empty = torch.empty(len(token_ids), self.hidden_size, dtype=self.dtype, device=token_ids.device)
+        return self._stage.receive(empty)
 
-    def layers(self, inputs: LayerInputs, kv: Sequence[LayerKV], attention: AttentionBackend) -> torch.Tensor:
+    def layers(
+        self, states: torch.Tensor, positions: torch.Tensor, kv: Sequence[LayerKV], attention: AttentionBackend
+    ) -> torch.Tensor:
         """See ``LayeredModel.layers``. A stage other than the last returns the residual stream for the next stage."""
-        ranks, tokens = self._token_communicator, len(inputs.hidden_states)
+        ranks, tokens, angles = self._token_communicator, len(states), self._rope.cos_sin(positions)
         if tokens > self._split_above and self._can_overlap():
-            return self._overlapped_layers(inputs, kv, attention)
-        residual, update, angles = inputs.hidden_states[shard(tokens, ranks)], None, (inputs.cos, inputs.sin)
+            return self._overlapped_layers(states, angles, kv, attention)
+        residual, update = states[shard(tokens, ranks)], None
         for layer, layer_kv in zip(self._layers, kv, strict=True):
             update = layer(residual, update, angles, layer_kv, attention)
         return ranks.all_gather(self._norm(residual, update), tokens)
@@ -209,19 +208,19 @@ class DecoderModel(LayeredModel):
         return self.communicator.overlaps_sums and not has_loras
 
     def _overlapped_layers(
-        self, inputs: LayerInputs, kv: Sequence[LayerKV], attention: AttentionBackend
+        self, states: torch.Tensor, angles: CosSin, kv: Sequence[LayerKV], attention: AttentionBackend
     ) -> torch.Tensor:
         """Runs ``layers`` for a step whose rows are computed in two halves (dual batch overlap)."""
-        residuals, angles = inputs.hidden_states.chunk(2), (inputs.cos, inputs.sin)
+        residuals = states.chunk(2)
         updates: Sequence[PendingSum | None] = (None, None)
         for layer, layer_kv in zip(self._layers, kv, strict=True):
             updates = layer.overlapped(residuals, updates, angles, layer_kv, attention)
         normed = [self._norm(*half) for half in updated(residuals, updates)]
-        return torch.cat(normed) if is_last(self._stage) else inputs.hidden_states
+        return torch.cat(normed) if is_last(self._stage) else states
 
     def execute_dummy_batch(self, device: torch.device) -> None:
         """See ``Model.execute_dummy_batch``: its experts compute the tokens of other engines."""
-        no_tokens = torch.empty(0, self._hidden_size, dtype=self.dtype, device=device)
+        no_tokens = torch.empty(0, self.hidden_size, dtype=self.dtype, device=device)
         for layer in self._layers:
             layer.experts_only(no_tokens)
 

@@ -7,7 +7,7 @@ import torch
 
 from quire_engine.checkpoint.config import DecoderConfig, attention_biases, is_positive_int, windows_by_layer_type
 from quire_engine.errors import ModelError
-from quire_engine.kernels.ops import gelu_mul
+from quire_engine.kernels.ops import gelu_mul, scale
 from quire_engine.layers.attention import Attention
 from quire_engine.layers.decoder_layer import DecoderLayer, LayerNorms
 from quire_engine.layers.mlp import GatedMLP
@@ -55,8 +55,8 @@ class Gemma3ForCausalLM(DecoderModel):
         self._logit_soft_cap = config.logit_soft_cap
         if self._embedding is not None:
             # Rounded to the model's dtype, as in transformers.
-            scale = torch.tensor(config.hidden_size**0.5, dtype=weights.dtype).item()
-            self._embedding = _scaled(self._embedding, scale)
+            factor = torch.tensor(config.hidden_size**0.5, dtype=weights.dtype).item()
+            self._embedding = _scaled(self._embedding, factor)
 
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
         """See ``Model.logits``."""
@@ -64,5 +64,5 @@ class Gemma3ForCausalLM(DecoderModel):
         return logits if cap is None else (logits / cap).tanh_() * cap
 
 
-def _scaled(embedding: Embedding, scale: float) -> Embedding:
-    return lambda token_ids: embedding(token_ids) * scale
+def _scaled(embedding: Embedding, factor: float) -> Embedding:
+    return lambda token_ids: scale(embedding(token_ids), factor)

@@ -19,11 +19,10 @@ from functools import partial
 from typing import Any, Generic, Protocol, TypeVar
 
 import torch
-from torch.nn import functional as F
 
 from quire_engine.checkpoint.weights import Checkpoint, LoadOptions
 from quire_engine.distributed.communicator import SINGLE_RANK, Communicator
-from quire_engine.kernels.ops import silu_mul
+from quire_engine.kernels.ops import embed, silu_mul
 
 WeightT = TypeVar("WeightT")
 Embedding = Callable[[torch.Tensor], torch.Tensor]
@@ -138,11 +137,11 @@ class DenseMethod(LinearMethod[torch.Tensor]):
 
     def pack_embedding(self, table: torch.Tensor) -> Embedding:
         """Makes an embedding from ``table`` [vocabulary, hidden], which no head shares."""
-        return partial(F.embedding, weight=table)
+        return partial(embed, table)
 
     def pack_tied(self, table: torch.Tensor) -> tuple[Embedding, Linear]:
         """Makes the embedding and the head that share ``table`` [vocabulary, hidden]."""
-        return partial(F.embedding, weight=table), self.pack(table, None)
+        return partial(embed, table), self.pack(table, None)
 
 
 @dataclass(frozen=True, slots=True)

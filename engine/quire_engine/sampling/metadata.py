@@ -1,5 +1,5 @@
 """The sampling parameters of a batch, one array per parameter: on the host, where reading them needs no wait, and on
-the device. A worker keeps the parameters of its rows in ``SamplingColumns``.
+the device.
 """
 
 from collections.abc import Sequence
@@ -11,7 +11,6 @@ import numpy.typing as npt
 import torch
 from quire_proto.sampling import SamplingParams
 
-from quire_engine.core.step import SampleRequest
 from quire_engine.device.accelerator import upload_arrays
 from quire_engine.sampling.exact_math import exponential_of_uniform, log_of_parts, split
 
@@ -216,50 +215,3 @@ class SamplingMetadata:
         unlimited = (self.top_k == 0) | (self.top_k >= vocab_size)
         within: BoolArray = ((self.top_k > 0) & (self.top_k <= width)) | (unlimited & (self.top_p >= 1))
         return within | (width >= vocab_size)
-
-
-_FIRST_ROWS = 64
-
-
-class SamplingColumns:
-    """The sampling parameters and the seed of each row, and whether its draws are plain (see
-    ``logits_processors.is_plain``).
-    """
-
-    def __init__(self) -> None:
-        self._temperature = np.zeros(_FIRST_ROWS, np.float32)
-        self._top_k = np.zeros(_FIRST_ROWS, np.int64)
-        self._top_p = np.ones(_FIRST_ROWS, np.float64)
-        self._log_min_p = np.zeros(_FIRST_ROWS, np.float32)
-        self._seeds = np.zeros(_FIRST_ROWS, np.uint64)
-        self._is_plain = np.zeros(_FIRST_ROWS, np.bool_)
-
-    def put(self, row: int, request: SampleRequest | None, *, is_plain: bool) -> None:
-        """Sets the parameters of a row, and whether its draws are plain. ``request`` is None for a row that samples
-        nothing.
-        """
-        if row >= len(self._is_plain):
-            self._add_rows(row + 1)
-        self._is_plain[row] = is_plain
-        if request is not None:
-            params = request.params
-            self._temperature[row], self._top_k[row], self._top_p[row] = params.temperature, params.top_k, params.top_p
-            self._log_min_p[row] = log(params.min_p) if params.min_p else -inf
-            self._seeds[row] = request.seed
-
-    def are_plain(self, rows: TokenArray) -> bool:
-        """Whether all draws of ``rows`` are plain."""
-        return bool(self._is_plain[rows].all())
-
-    def metadata(self, rows: TokenArray, positions: TokenArray) -> SamplingMetadata | None:
-        """Returns the metadata for sampling the tokens at ``positions`` of ``rows``, or None if all are greedy."""
-        temperature = self._temperature[rows]
-        if not temperature.any():
-            return None
-        keys = row_keys(self._seeds[rows], positions)
-        return SamplingMetadata(temperature, self._top_k[rows], self._top_p[rows], self._log_min_p[rows], keys)
-
-    def _add_rows(self, count: int) -> None:
-        more = max(count, 2 * len(self._is_plain)) - len(self._is_plain)
-        for name, column in vars(self).items():
-            setattr(self, name, np.pad(column, (0, more)))

@@ -106,19 +106,16 @@ def run_sample_kernel(
         rows=logits.shape[0],
         width=logits.shape[1],
         draws=0 if rows is None else len(rows),
-        row_of=None if rows is None else _address(rows),
         bf16=logits.dtype is torch.bfloat16,
         threads=torch.get_num_threads(),
         **{name: None if tensor is None else tensor.data_ptr() for name, tensor in outputs.items()},
     )
+    arrays: dict[str, np.ndarray] = {} if rows is None else {"row_of": rows}
     if metadata is not None:
-        call.temperature, call.keys = _address(metadata.temperature), _address(metadata.keys)
-        call.top_k, call.top_p = _address(metadata.top_k), _address(metadata.top_p)
-        call.log_min_p = _address(metadata.log_min_p)
+        arrays |= {"temperature": metadata.temperature, "top_k": metadata.top_k, "top_p": metadata.top_p}
+        arrays |= {"log_min_p": metadata.log_min_p, "keys": metadata.keys}
+    for name, array in arrays.items():
+        assert array.flags.c_contiguous, name
+        setattr(call, name, array.ctypes.data)
     kernels.quire_sample(ctypes.byref(call))
     return True
-
-
-def _address(array: np.ndarray) -> int:
-    assert array.flags.c_contiguous
-    return array.ctypes.data

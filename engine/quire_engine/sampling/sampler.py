@@ -208,11 +208,12 @@ class PlainSamplerOutput:
     """The sampled tokens of a step whose draws are all plain. Like ``SamplerOutput``."""
 
     token_ids: torch.Tensor
-    _copy: HostCopy
+    _finite: torch.Tensor
+    _copy: HostCopy | None
 
     def fetch_into(self, model_output: ModelOutput) -> None:
         """See ``SamplerOutput.fetch_into``."""
-        token_ids, finite = self._copy.wait()
+        token_ids, finite = (self.token_ids, self._finite) if self._copy is None else self._copy.wait()
         model_output.token_ids = token_ids.tolist()
         failed = [] if finite.all() else (~finite).nonzero().flatten().tolist()
         for number in failed:
@@ -311,7 +312,7 @@ class Sampler:
             else:
                 token_ids = sample(logits.to(torch.float32, copy=True), metadata, allow_sync=allow_sync)
         token_ids.mul_(finite)
-        return PlainSamplerOutput(token_ids, HostCopy([token_ids, finite]))
+        return PlainSamplerOutput(token_ids, finite, HostCopy([token_ids, finite]) if logits.is_cuda else None)
 
     def close(self) -> None:
         """Ends the thread that fills bitmasks."""

@@ -202,7 +202,7 @@ def count_slots(
     for sequence in running:
         held, computed = sequence.table.num_blocks * size, sequence.num_scheduled_tokens
         empty += held - computed
-        reserved += max(0, min(held, sequence.limit - 1) - computed)
+        reserved += max(0, min(held, sequence.group.limit - 1) - computed)
     abandoned = sum(table.num_blocks for table in ended) * size
     in_use = (pool.num_blocks - pool.num_free) * size
     return KVSlots(in_use - empty - abandoned, reserved, empty - reserved + abandoned, pool.num_free * size)

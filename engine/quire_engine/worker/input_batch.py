@@ -1,7 +1,6 @@
 """The tensors of one step, made from the step's columns and the worker's row states."""
 
 import math
-from array import array
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
@@ -60,24 +59,12 @@ class ModelInput:
         """Whether any token has an adapter."""
         return len(self.lora_ids) > 0
 
-    @property
-    def logits_rows(self) -> torch.Tensor:
-        """The ascending indices [R] int64 of the tokens whose logits are needed."""
-        if not len(self.prompt_logprob_rows):
-            return self.sampled_rows
-        return torch.cat((self.sampled_rows, self.prompt_logprob_rows)).unique()
-
-    @property
-    def is_drawn_from_whole(self) -> bool:
-        """Whether every token is sampled from: each chunk is one token, or one token and its drafts."""
-        return len(self.token_ids) == len(self.sampled_rows)
-
     def check_vocabulary(self, size: int) -> None:
         """Raises ``IndexError`` for a token outside the vocabulary of ``size``. On a GPU such a token would break the
         device context.
         """
-        bounds = self.token_ids.aminmax()
-        lowest, highest = int(bounds.min), int(bounds.max)
+        token_ids = self.token_ids.numpy()
+        lowest, highest = token_ids.min(), token_ids.max()
         if lowest < PENDING_TOKEN_ID or highest >= size or (lowest == PENDING_TOKEN_ID and not len(self.pending_rows)):
             raise IndexError(f"A token between {lowest} and {highest} is none of the vocabulary's {size}.")
 
@@ -86,7 +73,8 @@ class ModelInput:
 class InputBatch:
     """What a step computes, and what is done with the result.
 
-    ``num_draws`` counts all draws of the step. ``pending`` are the worker's rows whose last token is pending, in the
+    ``num_draws`` counts all draws of the step. ``needs_logits`` says whether it draws from logits, or reads the logits
+    of prompt tokens. ``pending`` are the worker's rows whose last token is pending, in the
     order of ``ModelInput.pending_rows``. ``appended`` lists the draws whose token is appended to its row. ``pooled``
     are the chunks of pooled prompts.
 
@@ -96,6 +84,7 @@ class InputBatch:
 
     model_input: ModelInput
     num_draws: int
+    needs_logits: bool
     draws: "list[RowDraw]"
     appended: "AppendedDraws"
     is_plain: bool
@@ -163,15 +152,17 @@ def prepare_inputs(
     """Makes the batch of a step for a model with these KV cache ``groups``. Rows whose adapter is in ``without_loras``
     run without one. Raises ``ValueError`` for a chunk without tokens.
     """
-    rows, starts = _indices(scheduler_output.rows), _indices(scheduler_output.starts)
-    lengths, num_draws = _indices(scheduler_output.lengths), _indices(scheduler_output.draws)
+    columns = scheduler_output.rows, scheduler_output.starts, scheduler_output.lengths, scheduler_output.draws
+    rows, starts, lengths, num_draws, awaiting = (
+        np.array(column, np.int64) for column in (*columns, scheduler_output.awaiting)
+    )
     if lengths.min() < 1:
         raise ValueError("a chunk has no tokens")
     query_indptr, draw_indptr = _indptr(lengths), _indptr(num_draws)
     token_ids = states.tokens.gather(rows, starts, lengths, query_indptr).astype(np.int64)
     positions = np.arange(len(token_ids)) + np.repeat(starts - query_indptr[:-1], lengths)
     pooled = _pooled_chunks(states, scheduler_output, query_indptr, draw_indptr) if states.pooling else []
-    awaiting, lora_ids = _indices(scheduler_output.awaiting), states.lora_ids[rows]
+    lora_ids = states.lora_ids[rows]
     pending_rows = query_indptr[1:][awaiting] - 1
     token_ids[pending_rows] = PENDING_TOKEN_ID
     if without_loras:
@@ -183,8 +174,9 @@ def prepare_inputs(
     if pooled:
         sampled = sampled[~np.isin(rows[sampled], [each.row for each in pooled])]
     appending = sampled[drafts[sampled] == 0] if scheduler_output.drafts else sampled
+    last_rows = query_indptr[1:][sampled] - 1
     appended = AppendedDraws(rows[appending], (starts + lengths)[appending], draw_indptr[appending])
-    is_plain = len(appending) == draw_indptr[-1] and states.sampling.are_plain(appended.rows)
+    is_plain = len(appending) == draw_indptr[-1] and bool(states.sampling.is_plain[appended.rows].all())
     targets = _prompt_targets(states, scheduler_output) if states.prompt_logprobs else []
     model_input = ModelInput(
         token_ids=torch.from_numpy(token_ids),
@@ -193,7 +185,9 @@ def prepare_inputs(
             _attention_batch(blocks, rows, query_indptr, starts, positions, block_size=block_size, window=group.window)
             for group, blocks in zip(groups, states.blocks, strict=True)
         ),
-        sampled_rows=_sampled_rows(sampled, drafts[sampled], query_indptr),
+        sampled_rows=torch.from_numpy(
+            _sampled_rows(last_rows, drafts[sampled]) if scheduler_output.drafts else last_rows
+        ),
         prompt_logprob_rows=_prompt_logprob_rows(targets, query_indptr) if targets else _NO_ROWS,
         pending_rows=torch.from_numpy(pending_rows) if len(awaiting) else _NO_ROWS,
         lora_ids=torch.from_numpy(np.repeat(lora_ids, lengths)) if lora_ids.any() else _NO_ROWS,
@@ -202,6 +196,7 @@ def prepare_inputs(
     return InputBatch(
         model_input,
         num_draws=int(draw_indptr[-1]),
+        needs_logits=bool(len(sampled) or targets),
         draws=[] if is_plain else list(_row_draws(scheduler_output, sampled.tolist(), draw_indptr.tolist())),
         appended=appended,
         is_plain=is_plain,
@@ -234,7 +229,8 @@ def _prompt_targets(states: RequestStates, scheduler_output: SchedulerOutput) ->
     chunk.
     """
     targets = []
-    for number in np.flatnonzero(np.isin(_indices(scheduler_output.rows), list(states.prompt_logprobs))).tolist():
+    wanted = np.isin(np.array(scheduler_output.rows, np.int64), list(states.prompt_logprobs))
+    for number in np.flatnonzero(wanted).tolist():
         row, start = scheduler_output.rows[number], scheduler_output.starts[number]
         end = min(start + scheduler_output.lengths[number] + 1, states.num_prompt_tokens(row))
         if start + 1 < end:
@@ -302,15 +298,12 @@ def _indptr(sizes: Indices) -> Indices:
     return indptr
 
 
-def _sampled_rows(sampled: Indices, drafts: Indices, query_indptr: Indices) -> torch.Tensor:
-    """Returns ``ModelInput.sampled_rows``: for each of the chunks ``sampled`` its last token, and as many before it as
-    it has ``drafts``.
+def _sampled_rows(last_rows: Indices, drafts: Indices) -> Indices:
+    """Returns ``ModelInput.sampled_rows``: of each chunk that draws the last row, and before it one for each of its
+    ``drafts``.
     """
-    last = query_indptr[1:][sampled] - 1
-    if not drafts.any():
-        return torch.from_numpy(last)
     bounds = _indptr(drafts + 1)
-    return torch.from_numpy(np.arange(bounds[-1]) + np.repeat(last - drafts - bounds[:-1], drafts + 1))
+    return np.arange(bounds[-1]) + np.repeat(last_rows - drafts - bounds[:-1], drafts + 1)
 
 
 def _prompt_logprob_rows(targets: Sequence[PromptTargets], query_indptr: Indices) -> torch.Tensor:
@@ -320,10 +313,6 @@ def _prompt_logprob_rows(targets: Sequence[PromptTargets], query_indptr: Indices
     counts = np.array([len(each.token_ids) for each in targets], np.int64)
     firsts, bounds = query_indptr[[each.number for each in targets]], _indptr(counts)
     return torch.from_numpy(np.arange(bounds[-1]) + np.repeat(firsts - bounds[:-1], counts))
-
-
-def _indices(numbers: "array[int]") -> Indices:
-    return np.array(numbers, np.int64)
 
 
 def pad_decode(batch: AttentionBatch, size: int) -> AttentionBatch:

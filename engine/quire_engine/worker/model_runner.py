@@ -250,8 +250,16 @@ class ModelRunner:
 
         In a pipeline these are the hidden states of this stage; the last stage returns the model's.
         """
+        batch.check_vocabulary(self._loaded.config.vocab_size)
+        if self._loras is not None:
+            self._loras.prepare(batch.lora_ids)
         try:
-            hidden = self._forward(batch, pending)
+            if self._cuda_graphs is not None and self._cuda_graphs.can_run(batch):
+                hidden = self._cuda_graphs.forward(batch, pending)
+            else:
+                self._attention.prepare(*batch.attention)
+                replayed = None if self._cpu_graphs is None else self._cpu_graphs.forward(batch, pending)
+                hidden = self._forward_eagerly(batch, pending) if replayed is None else replayed
         finally:
             # Also after a failure: work that was launched before it still reads and writes blocks.
             if self._kv_cache.swap_stream is not None:
@@ -260,29 +268,22 @@ class ModelRunner:
             self._loaded.stage.pass_on(hidden)
         return hidden
 
-    def _forward(self, batch: ModelInput, pending: torch.Tensor | None) -> torch.Tensor:
-        batch.check_vocabulary(self._loaded.config.vocab_size)
-        if self._loras is not None:
-            self._loras.prepare(batch.lora_ids)
-        if self._cuda_graphs is not None and self._cuda_graphs.can_run(batch):
-            return self._cuda_graphs.forward(batch, pending)
-        self._attention.prepare(*batch.attention)
+    def _forward_eagerly(self, batch: ModelInput, pending: torch.Tensor | None) -> torch.Tensor:
         device = self._kv_cache.blocks.device
         token_ids, positions = upload(batch.token_ids, device), upload(batch.positions, device)
         if pending is not None:
             scatter_pending(token_ids, batch.pending_rows, pending)
-        if self._cpu_graphs is not None and batch.is_drawn_from_whole and self._cpu_graphs.can_run(len(token_ids)):
-            return self._cpu_graphs.forward(token_ids, positions)
         token_types = upload(batch.token_types, device) if len(batch.token_types) else None
         return self._model.forward(token_ids, positions, self._kv_cache.layers, self._attention, token_types)
 
     def logits(self, hidden: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:
-        """Returns the logits [R, vocabulary] of the hidden states at ``rows`` [R], which must be ascending and among
-        the batch's ``logits_rows``.
+        """Returns the logits [R, vocabulary] of the hidden states at ``rows`` [R], which must be ascending. They are
+        valid until the next call.
         """
         if len(rows) < len(hidden):
             hidden = hidden.index_select(0, upload(rows, hidden.device))
-        return self._model.logits(hidden)
+        logits = None if self._cpu_graphs is None else self._cpu_graphs.logits(hidden)
+        return self._model.logits(hidden) if logits is None else logits
 
     def execute_dummy_batch(self) -> None:
         """Takes part in a forward pass of the other engines of a group, without tokens."""

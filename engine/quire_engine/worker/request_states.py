@@ -5,6 +5,7 @@ again at any time. One gather reads the rows of a whole step, so preparing a dec
 """
 
 from array import array
+from math import inf, log
 
 import numpy as np
 import numpy.typing as npt
@@ -13,7 +14,7 @@ from quire_proto.pooling import PoolingParams
 from quire_engine.core.lora import LoRARequest
 from quire_engine.core.step import NewRequest, SampleRequest, SchedulerOutput
 from quire_engine.sampling.logits_processors import SamplingState, is_plain
-from quire_engine.sampling.metadata import SamplingColumns
+from quire_engine.sampling.metadata import SamplingMetadata, row_keys
 
 Indices = npt.NDArray[np.int64]
 Numbers = npt.NDArray[np.int32]
@@ -89,6 +90,46 @@ class RaggedRows:
         self.data, self.starts, self._end = data, ends - self._rooms, total
 
 
+class SamplingColumns:
+    """The sampling parameters and the seed of each row, and whether its draws are plain: ``is_plain`` (see
+    ``logits_processors.is_plain``).
+    """
+
+    def __init__(self) -> None:
+        self._temperature = np.zeros(_FIRST_ROWS, np.float32)
+        self._top_k = np.zeros(_FIRST_ROWS, np.int64)
+        self._top_p = np.ones(_FIRST_ROWS, np.float64)
+        self._log_min_p = np.zeros(_FIRST_ROWS, np.float32)
+        self._seeds = np.zeros(_FIRST_ROWS, np.uint64)
+        self.is_plain = np.zeros(_FIRST_ROWS, np.bool_)
+
+    def put(self, row: int, request: SampleRequest | None, *, is_plain: bool) -> None:
+        """Sets the parameters of a row, and whether its draws are plain. ``request`` is None for a row that samples
+        nothing.
+        """
+        if row >= len(self.is_plain):
+            self._add_rows(row + 1)
+        self.is_plain[row] = is_plain
+        if request is not None:
+            params = request.params
+            self._temperature[row], self._top_k[row], self._top_p[row] = params.temperature, params.top_k, params.top_p
+            self._log_min_p[row] = log(params.min_p) if params.min_p else -inf
+            self._seeds[row] = request.seed
+
+    def metadata(self, rows: Indices, positions: Indices) -> SamplingMetadata | None:
+        """Returns the metadata for sampling the tokens at ``positions`` of ``rows``, or None if all are greedy."""
+        temperature = self._temperature[rows]
+        if not temperature.any():
+            return None
+        keys = row_keys(self._seeds[rows], positions)
+        return SamplingMetadata(temperature, self._top_k[rows], self._top_p[rows], self._log_min_p[rows], keys)
+
+    def _add_rows(self, count: int) -> None:
+        more = max(count, 2 * len(self.is_plain)) - len(self.is_plain)
+        for name, column in vars(self).items():
+            setattr(self, name, np.pad(column, (0, more)))
+
+
 class RequestStates:
     """What the worker knows of each row: tokens, a block table per KV cache group, the adapter, and how to sample or
     pool.
@@ -116,7 +157,8 @@ class RequestStates:
             self._remove(row)
         for new in scheduler_output.new:
             self._add(new)
-        self.write_tokens(scheduler_output.new_tokens)
+        if scheduler_output.new_tokens:
+            self.write_tokens(scheduler_output.new_tokens)
         for blocks, changes in zip(self.blocks, scheduler_output.new_blocks, strict=False):
             if changes:
                 _write(blocks, changes)

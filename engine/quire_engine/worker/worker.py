@@ -5,7 +5,7 @@ rank of the last stage also samples or pools.
 import logging
 from array import array
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -21,7 +21,7 @@ from quire_engine.core.kv_transfer.transfer import TransferResult
 from quire_engine.core.lora import LoRARequest
 from quire_engine.core.step import ModelOutput, SchedulerOutput, StepTimings
 from quire_engine.core.step_plain import lora_from_plain, lora_to_plain
-from quire_engine.device.accelerator import inference_on, upload
+from quire_engine.device.accelerator import upload
 from quire_engine.errors import LoRAError
 from quire_engine.sampling.grammar_bitmask import AnyBitmaskFiller, GrammarBitmask
 from quire_engine.sampling.logits_processors import Draw
@@ -204,7 +204,8 @@ class Worker:
         self.runner = ranks.runner
         self._run_pass = run_pass
         self.device = model.device
-        self.states = RequestStates(len(self.runner.kv_cache_config.groups), model.config.vocab_size)
+        self._kv_cache_config = self.runner.kv_cache_config
+        self.states = RequestStates(len(self._kv_cache_config.groups), model.config.vocab_size)
         self.sampler = Sampler(model.config.vocab_size, filler)
         pooler = model.config.pooler_config
         self.pooler = Pooler(pooler, model.classifier) if ranks.draws and pooler is not None else None
@@ -220,7 +221,7 @@ class Worker:
         covers the launch and the wait for the whole step.
         """
         self.states.update(scheduler_output)
-        with device_errors(), inference_on(self.device):
+        with on_device(self.device):
             failed = self._load_loras(scheduler_output.rows) if self.states.loras else []
             launch = partial(self._launch, scheduler_output, failed)
             launch_all = partial(self.ranks.execute, scheduler_output, failed, launch)
@@ -237,12 +238,12 @@ class Worker:
         """
         self.states.write_tokens(drawn)
         self.states.update(scheduler_output)
-        with device_errors(), inference_on(self.device):
+        with on_device(self.device):
             return self._launch(scheduler_output, without_loras)
 
     def _launch(self, scheduler_output: SchedulerOutput, without_loras: Sequence[int]) -> "AsyncStep":
         """Does the part of the step that all ranks do at the same time."""
-        capacity, states = self.runner.kv_cache_config, self.states
+        capacity, states = self._kv_cache_config, self.states
         step = AsyncStep(self)
         if self.pooler is not None:
             self.pooler.remove(scheduler_output.freed_rows)
@@ -284,7 +285,7 @@ class Worker:
         """
         assert name in ON_EVERY_RANK, name
         try:
-            with inference_on(self.device):
+            with on_device(self.device):
                 return getattr(self, name)(*arguments)
         except (LoRAError, SleepError, OSError) as error:
             return str(error)
@@ -351,12 +352,16 @@ def _fail_without(
 
 
 @contextmanager
-def device_errors() -> Iterator[None]:
-    """Converts a device failure to ``ExecutorError``. After such a failure every call to the device fails, so the
-    engine must end.
+def on_device(device: torch.device) -> Iterator[None]:
+    """Enters inference mode, with ``device`` as the current GPU of this thread. Each thread has a current GPU of its
+    own, by default the first one, and some libraries launch their kernels there wherever their tensors are.
+
+    Converts a device failure to ``ExecutorError``. After such a failure every call to the device fails, so the engine
+    must end.
     """
     try:
-        yield
+        with torch.cuda.device(device) if device.type == "cuda" else nullcontext(), torch.inference_mode():
+            yield
     except torch.AcceleratorError as error:
         raise ExecutorError(f"The device failed: {error}") from error
 
@@ -443,7 +448,7 @@ class AsyncStep:
         """See ``AsyncModelOutput.sample_tokens``. Waits only for prompt log-probabilities."""
         forward, self._forward = self._forward, None  # the next step can reuse its memory
         start = perf_counter()
-        with device_errors(), inference_on(self._worker.device):
+        with on_device(self._worker.device):
             try:
                 if forward is not None:
                     self._sample(forward)
@@ -457,7 +462,7 @@ class AsyncStep:
         """See ``AsyncModelOutput.get_output``. Waits for this step, but not for a step that was launched after it."""
         assert self._forward is None, "sample_tokens comes before get_output"
         timings, start, ranks = self.output.timings, perf_counter(), self._worker.ranks
-        with device_errors():
+        with on_device(self._worker.device):
             if self._event is not None:
                 self._event.wait()
             if self._error is not None:
@@ -508,19 +513,19 @@ class AsyncStep:
     @property
     def needs_logits(self) -> bool:
         """Whether the ranks of the last stage compute logits for this step."""
-        return self._forward is not None and len(self._forward.batch.model_input.logits_rows) > 0
+        return self._forward is not None and self._forward.batch.needs_logits
 
     def end(self, *, with_logits: bool) -> None:
         """Completes the step on a rank that does not sample, in the place of ``sample_tokens``."""
         forward, self._forward = self._forward, None
         if forward is not None and with_logits:
-            with device_errors(), inference_on(self._worker.device):
+            with on_device(self._worker.device):
                 self._worker.ranks.compute_logits(lambda: self._logits(forward))
 
     def _sample(self, forward: ForwardPass) -> None:
         batch, prepared, logits, worker = forward.batch, forward.prepared, None, self._worker
         self.output.token_ids = [0] * batch.num_draws
-        if len(batch.model_input.logits_rows):  # first: nothing that fails on this rank alone may come before
+        if batch.needs_logits:  # first: nothing that fails on this rank alone may come before
             logits = worker.ranks.compute_logits(lambda: self._logits(forward))
         if batch.pooled:
             assert worker.pooler is not None, "a step pools prompts, and the model says not how"
@@ -545,6 +550,8 @@ class AsyncStep:
         batch, start, logits, worker = forward.batch, perf_counter(), None, self._worker
         if len(batch.model_input.sampled_rows):
             logits = worker.runner.logits(forward.hidden, batch.model_input.sampled_rows)
+            if batch.prompt_logprobs:
+                logits = logits.clone()  # the logits of prompt tokens take their place
             seconds = perf_counter() - start  # counted as part of the forward pass
             self.output.timings.forward += seconds
             self.output.timings.sample -= seconds

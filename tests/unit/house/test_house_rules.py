@@ -268,7 +268,7 @@ SHORT_TASKS = {
     "router/quire_router/journal/redis/owner_channel.py": {"OwnerChannel._on_message"},  # an answer, within its time
     "router/quire_router/requests/dispatch.py": {"Dispatcher._wait"},
     "engine/quire_engine/llm/async_llm.py": {"AsyncLLM._stream"},  # a request's, which it ends with
-    "engine/quire_engine/server/server.py": {"_first_completed"},
+    "engine/quire_engine/server/server_events.py": {"_first_completed"},
     "engine/quire_engine/server/servicer.py": {"EngineServicer.Session"},  # a stream's, which it ends where it fails
 }
 """Where tasks begin that end by themselves, with a request or a connection, and tell what they raise."""

@@ -17,7 +17,7 @@ from tests.support.paths import (
 )
 from tests.support.traced_calls import Trace, table_in
 
-STEP_FILES = 23
+STEP_FILES, STEP_FUNCTIONS = 16, 75
 REQUEST_FILES = 50  # each has a part of the request, of its text, its placement or its way to the engine
 TOKEN_FILES = 10
 HAS_KERNELS = library() is not None and is_fast(torch.bfloat16)
@@ -47,5 +47,7 @@ async def test_a_request_passes_few_files_before_its_first_token():
 
 
 @pytest.mark.skipif(not HAS_KERNELS, reason="the kernels cannot be compiled here, or are slower than torch")
-def test_a_decode_step_passes_few_files() -> None:
-    check_path(trace_steps(), DECODE_STEP, STEP_FILES)
+def test_a_decode_step_passes_few_files_and_functions() -> None:
+    trace = trace_steps()
+    check_path(trace, DECODE_STEP, STEP_FILES)
+    assert sum(map(len, trace.values())) <= STEP_FUNCTIONS

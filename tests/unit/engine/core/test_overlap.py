@@ -247,7 +247,7 @@ def test_no_request_runs_out_of_blocks_before_a_pending_token_that_may_end_it() 
     engine = Engine(capacity=KVCacheConfig(4, 4, 0))
     request = engine.add("a", list(range(8)), max_tokens=4)
     sequence = engine.scheduler.waiting.first()
-    sequence.limit = 100  # as if it had been admitted by mistake: it cannot grow beyond its 12 tokens
+    sequence.group.limit = 100  # as if it had been admitted by mistake: it cannot grow beyond its 12 tokens
     (outputs,) = engine.run().values()
     assert tokens(outputs) == expected_output(list(request.prompt_token_ids), choice_seed(0, 0), 5)
     assert outputs[-1].error is not None

@@ -8,7 +8,7 @@ import pytest
 import torch
 from quire_engine.checkpoint.weights import resolve_dtype
 from quire_engine.config import EngineArgs
-from quire_engine.device.accelerator import inference_on, resolve_device
+from quire_engine.device.accelerator import resolve_device
 from quire_engine.errors import ModelError
 from quire_engine.executor.start_checks import check_start
 from quire_engine.executor.torch_executor import TorchExecutor
@@ -59,28 +59,6 @@ def test_bfloat16_is_refused_on_gpus_without_it(monkeypatch: pytest.MonkeyPatch,
                 ModelError, match=r"^This GPU cannot compute in bfloat16; use --dtype float16 or float32\.$"
             ):
                 resolve_dtype(name, stored, CUDA)
-
-
-def test_computing_is_inference_on_that_device(monkeypatch: pytest.MonkeyPatch) -> None:
-    entered: list[object] = []
-
-    class Current:
-        def __init__(self, device: torch.device) -> None:
-            self._device = device
-
-        def __enter__(self) -> None:
-            entered.append(self._device)
-
-        def __exit__(self, *_: object) -> None:
-            entered.append(None)
-
-    monkeypatch.setattr(torch.cuda, "device", Current)
-    with inference_on(torch.device("cpu")):
-        assert torch.is_inference_mode_enabled()
-    assert not entered
-    with inference_on(CUDA):
-        assert torch.is_inference_mode_enabled()
-    assert entered == [CUDA, None]
 
 
 # Before weights are read

@@ -68,13 +68,12 @@ def test_a_graph_adds_up_what_is_there_when_it_is_replayed(tmp_path: Path) -> No
     def work(group: GroupCoordinator) -> list[float]:
         x = torch.full((3,), float(group.rank))
         assert group.is_capturable
-        graph = capture(lambda: group.all_reduce(x))
+        graph = capture(group.all_reduce, x, tokens=3)
         sums = [float(x[0])]
         for turn in range(50):
-            x.fill_(turn + group.rank)
-            graph.replay()
+            made = graph.replay(torch.full((3,), float(turn + group.rank)))
             group.raise_if_lost()
-            sums.append(float(graph.result[0]))
+            sums.append(float(made[0]))
         return sums
 
     with ranks(2, tmp_path) as groups:

@@ -106,16 +106,14 @@ def test_a_graph_routes_its_tokens_anew() -> None:
     kernel, _ = both_ways(HELD[0], 6, 20, slice(1, 5))
     states, logits = torch.randn(5, HIDDEN), torch.randn(5, 6)
 
-    def work() -> torch.Tensor:
+    def work(states: torch.Tensor, logits: torch.Tensor) -> torch.Tensor:
         return kernel(states, *route(logits, 2, normalise=True, round_weights=True))
 
     with torch.inference_mode():
-        graph = capture(work)
+        graph = capture(work, states, logits, tokens=2)
         for _ in range(3):
-            states.copy_(torch.randn(5, HIDDEN))
-            logits.copy_(torch.randn(5, 6))
-            graph.replay()
-            assert torch.equal(graph.result, work())
+            states, logits = torch.randn(5, HIDDEN), torch.randn(5, 6)
+            assert torch.equal(graph.replay(states, logits), work(states, logits))
 
 
 def test_tensors_that_the_kernel_may_not_read_are_refused() -> None:

@@ -46,4 +46,4 @@ def test_a_struct_has_the_members_of_its_source(struct: type[ctypes.Structure]) 
 def test_a_captured_call_has_as_many_slots_as_it_is_replayed_with() -> None:
     (slots,) = re.findall(r"constexpr \w+ kSlots = (\d+);", (SOURCES / "cpu_graph.cpp").read_text())
     assert int(slots) == cpu_graph._SLOTS
-    assert [name for name, *_ in cpu_graph._Call._fields_] == ["play", "slots"]
+    assert [name for name, *_ in cpu_graph._Call._fields_] == ["play", "slots", "rows", "per_token"]

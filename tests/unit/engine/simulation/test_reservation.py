@@ -99,7 +99,7 @@ def test_the_papers_requests_never_use_2038_and_507_of_their_slots() -> None:
     unused = dict.fromkeys(FIGURE, 0)
     for running, slots in run(memory, {name: lengths[:2] for name, lengths in FIGURE.items()}):
         for name, sequence in running.items():
-            unused[name] = sequence.table.num_blocks - (sequence.limit - 1)
+            unused[name] = sequence.table.num_blocks - (sequence.group.limit - 1)
         assert slots.internal == sum(unused[name] for name in running)
     assert unused == {"a": 2038, "b": 507}
 
@@ -169,7 +169,7 @@ def counted(memory: KVCacheManager, running: dict[str, Sequence]) -> KVSlots:
         for position in range(sequence.table.num_blocks * size):
             slot = (slots_of(sequence.table)[position // size], position % size)
             assert slot not in classes
-            later = "reserved" if position < sequence.limit - 1 else "internal"
+            later = "reserved" if position < sequence.group.limit - 1 else "internal"
             classes[slot] = "tokens" if position < sequence.num_scheduled_tokens else later
     for table in memory.ended if isinstance(memory, ReservingKVCacheManager) else []:
         abandoned = dict.fromkeys(((slot, 0) for slot in slots_of(table)), "internal")

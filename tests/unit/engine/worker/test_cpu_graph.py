@@ -1,4 +1,6 @@
-"""A CPU graph does what it captured, again and on the same memory, and refuses to capture what it could not repeat."""
+"""A CPU graph does what it captured, again, for any number of rows and on the same memory, and refuses to capture what
+it could not repeat.
+"""
 
 import subprocess
 import sys
@@ -65,28 +67,42 @@ def inputs(rows: int, seed: int, dtype: torch.dtype) -> tuple[torch.Tensor, ...]
 
 @settings(deadline=None, max_examples=30)
 @given(
-    rows=st.integers(1, 70),
-    seeds=st.lists(st.integers(0, 1000), min_size=1, max_size=4),
+    captured=st.integers(2, 9),
+    sizes=st.lists(st.integers(1, 70), min_size=1, max_size=4),
     dtype=st.sampled_from([torch.bfloat16, torch.float32]),
 )
-def test_every_replay_is_the_work_itself(rows: int, seeds: list[int], dtype: torch.dtype) -> None:
-    layers, places = Layers.random(dtype), inputs(rows, 7, dtype)
-    expected = layers.run(*(place.clone() for place in places))
-    graph = capture(lambda: layers.run(*places))
-    assert torch.equal(graph.result, expected), "capturing does the work too"
-    for seed in seeds:
-        fresh = inputs(rows, seed, dtype)
-        for place, new in zip(places, fresh, strict=True):
-            place.copy_(new)
-        graph.replay()
-        assert torch.equal(graph.result, layers.run(*fresh))
+def test_every_replay_is_the_work_itself(captured: int, sizes: list[int], dtype: torch.dtype) -> None:
+    layers, made = Layers.random(dtype), list[torch.Tensor]()
+
+    def work(*states: torch.Tensor) -> torch.Tensor:
+        made.append(layers.run(*states))
+        return made[0]
+
+    graph = capture(work, *inputs(70, 7, dtype), tokens=captured)
+    expected = layers.run(*(each[:captured] for each in inputs(70, 7, dtype)))
+    assert torch.equal(made[0], expected), "capturing does the work too"
+    for rows in sizes:
+        assert torch.equal(graph.replay(*inputs(rows, rows, dtype)), layers.run(*inputs(rows, rows, dtype)))
+
+
+def test_a_graph_has_room_for_so_many_tokens_and_no_more() -> None:
+    graph = capture(Layers.random(torch.float32).run, *inputs(10, 7, torch.float32), tokens=2)
+    assert graph.replay(*inputs(10, 7, torch.float32)).shape == (10, HIDDEN)
+    with pytest.raises(AssertionError):
+        graph.replay(*inputs(11, 7, torch.float32))
+
+
+def test_work_on_a_part_of_the_tokens_is_not_captured() -> None:
+    states, norm = torch.randn(4, HIDDEN), torch.ones(HIDDEN)
+    with pytest.raises(NotCapturableError, match="some rows of the tokens"):
+        capture(lambda rows: fused.rms_norm(rows[:3], norm, 1e-5), states, tokens=4)
 
 
 def test_the_first_capture_does_not_import_what_torch_compiles_with() -> None:
     first = (
         "import sys, torch\n"
         "from quire_engine.worker.cpu_graph import capture\n"
-        "capture(lambda: torch.empty(4).view(2, 2))\n"
+        "capture(lambda x: torch.empty(4).view(2, 2), torch.empty(2), tokens=2)\n"
         "sys.exit('torch._dynamo' in sys.modules)\n"
     )
     subprocess.run([sys.executable, "-c", first], check=True, timeout=120)
@@ -96,21 +112,18 @@ def test_a_graphs_memory_is_reused_within_it_only() -> None:
     def held(count: int) -> int:
         layers = Layers.random(torch.bfloat16, count)
         states = inputs(8, 0, torch.bfloat16)
-        graph = capture(lambda: layers.run(*states))
+        graph = capture(layers.run, *states, tokens=8)
         graphs.append((graph, layers, states))
-        return sum(size * len(free) for size, free in graph._kept[1]._free.items())  # type: ignore[attr-defined]
+        return sum(size * len(free) for size, free in graph._captured.allocator._free.items())
 
     graphs: list[tuple[CpuGraph, Layers, tuple[torch.Tensor, ...]]] = []
     assert held(20) == held(3), "more layers need no more memory"
-    before = [graph.result.clone() for graph, _, _ in graphs]
-    for graph, _, (states, _, _) in graphs:
-        states.zero_()
-        graph.replay()
-        assert not graph.result.any()
-        states.copy_(inputs(8, 0, torch.bfloat16)[0])
+    before = [graph.replay(*inputs(8, 1, torch.bfloat16)).clone() for graph, _, _ in graphs]
+    for graph, _, (_, cos, sin) in graphs:
+        assert not graph.replay(torch.zeros(8, HIDDEN, dtype=torch.bfloat16), cos, sin).any()
     for (graph, _, _), result in zip(graphs, before, strict=True):
-        graph.replay()
-        assert torch.equal(graph.result, result), "another graph's replay changed nothing here"
+        made = graph.replay(*inputs(8, 1, torch.bfloat16))
+        assert torch.equal(made, result), "another graph's replay changed nothing here"
 
 
 @pytest.mark.parametrize(
@@ -127,7 +140,9 @@ def test_a_graphs_memory_is_reused_within_it_only() -> None:
 def test_work_that_cannot_be_replayed_is_not_captured(work: Callable[[torch.Tensor], torch.Tensor]) -> None:
     states = torch.randn(4, HIDDEN)
     with pytest.raises(NotCapturableError, match="is not one of the compiled kernels"):
-        capture(lambda: work(states))
+        capture(work, states, tokens=4)
+    with pytest.raises(NotCapturableError), torch.inference_mode():
+        capture(work, states, tokens=4)
     assert torch.equal(states.clone() + 0, states), "torch works as before"
 
 
@@ -140,17 +155,18 @@ def test_the_host_does_its_work_again_at_its_place() -> None:
         if numbers[0, 0] == 3:
             raise OSError("no more")
 
-    def work() -> torch.Tensor:
+    def work(_: torch.Tensor) -> torch.Tensor:
         fused.add_rms_norm(update, states, norm, 1e-5)
         host_call(add_one)
         return fused.add_rms_norm(update, states, norm, 1e-5)
 
-    graph = capture(work)
+    unused = torch.zeros(4)
+    graph = capture(work, unused, tokens=4)
     assert torch.equal(states, torch.full_like(states, 0 + 1))
-    graph.replay()
+    graph.replay(unused)
     assert torch.equal(states, torch.full_like(states, 0 + 1 + 1 + 2))
     with pytest.raises(OSError, match="no more"):
-        graph.replay()
+        graph.replay(unused)
     assert torch.equal(states, torch.full_like(states, 0 + 1 + 1 + 2 + 2)), "nothing comes after a failure"
     host_call(lambda: None)
     assert len(graph._parts) == 3, "nothing is captured afterwards"
@@ -159,13 +175,13 @@ def test_the_host_does_its_work_again_at_its_place() -> None:
 def test_nothing_is_captured_after_a_recording_or_from_other_threads() -> None:
     norm, states, others = torch.ones(HIDDEN), torch.randn(4, HIDDEN), torch.randn(4, HIDDEN)
 
-    def work() -> torch.Tensor:
+    def work(states: torch.Tensor) -> torch.Tensor:
         other = threading.Thread(target=fused.rms_norm, args=(others, norm, 1e-5))
         other.start()
         other.join()
         return fused.rms_norm(states, norm, 1e-5)
 
-    graph = capture(work)
+    graph = capture(work, states, tokens=4)
     assert num_calls(graph) == 1
     kernels = library()
     assert kernels is not None
@@ -187,7 +203,7 @@ def test_several_threads_record_and_compute_at_once() -> None:
     def record_often() -> None:
         states = torch.randn(4, HIDDEN)
         for _ in range(150):
-            graph = capture(lambda: [fused.rms_norm(states, norm, 1e-5) for _ in range(8)][-1])
+            graph = capture(lambda x: [fused.rms_norm(x, norm, 1e-5) for _ in range(8)][-1], states, tokens=4)
             counts.append(num_calls(graph))
 
     recorders = [threading.Thread(target=record_often) for _ in range(2)]

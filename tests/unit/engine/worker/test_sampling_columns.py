@@ -42,14 +42,13 @@ def test_a_draw_is_plain_only_if_nothing_changes_its_logits_and_only_a_token_is_
     columns = columns_of({3: output})
     state = SamplingState(output.request, VOCAB)
     asks_more = state.is_beam or state.wants_logprobs or state.has_processors or state.bans is not None
-    assert not (columns.are_plain(np.array([3])) and asks_more)
+    assert not (columns.is_plain[3] and asks_more)
 
 
-def test_rows_are_plain_only_if_all_are() -> None:
+def test_a_row_that_samples_nothing_is_not_plain() -> None:
     columns = columns_of({row: make_output(row, [1]) for row in range(2)})
-    assert columns.are_plain(np.array([0, 1]))
     columns.put(0, None, is_plain=False)
-    assert not columns.are_plain(np.array([0, 1]))
+    assert columns.is_plain[:3].tolist() == [False, True, False]
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])

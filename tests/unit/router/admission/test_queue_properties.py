@@ -9,10 +9,10 @@ from quire_proto.sampling import SamplingParams
 
 
 def sequence(sequence_id: int, rank: float = 0.0, tokens: int = 3) -> Sequence:
-    group = SequenceGroup(Request(str(sequence_id), [1] * tokens, SamplingParams()), None)
-    made = Sequence(sequence_id, group, 0, [1] * tokens, table=BlockTable(b""), timings=SequenceTimings(0), limit=99)
-    made.queue_key = rank
-    return made
+    group = SequenceGroup(Request(str(sequence_id), [1] * tokens, SamplingParams()), None, 99)
+    return Sequence(
+        sequence_id, group, 0, [1] * tokens, BlockTable(b""), SequenceTimings(0), sample_requests=(), queue_key=rank
+    )
 
 
 class NaiveQueue:
@@ -96,7 +96,7 @@ def test_admitted_requests_are_in_the_order_of_precedence(keys: list[tuple[int, 
     members = []
     for number, (priority, age) in enumerate(keys):
         each = sequence(number)
-        each.preemption_key = (priority, age, number)
+        each.group.precedence = (priority, age)
         each.num_seqs = 1 + age
         members.append(each)
         queue.push(each)
