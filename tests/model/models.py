@@ -178,6 +178,10 @@ CONFIGS: dict[str, tuple[str, dict[str, Any]]] = {
         },
     ),
     "olmo2": ("olmo2", {}),
+    "smollm3": (
+        "smollm3",
+        {"num_hidden_layers": 3, "no_rope_layers": [1, 0, 1], "use_sliding_window": True, "sliding_window": 20},
+    ),
 }
 NAMES = tuple(CONFIGS)
 # Rows of KV memory for each token, and the numbers of a row, where not all layers have what the configuration says.
@@ -266,6 +270,8 @@ def small_model(name: str, tmp: Path, **changes: Any) -> Path:
             "max_position_embeddings": 256,
             "initializer_range": 0.3,
             "eos_token_id": 2,
+            "bos_token_id": None,
+            "pad_token_id": None,
             **special,
             **changes,
         },
