@@ -173,7 +173,7 @@ class StateCache:
     def _take_spare(self) -> int:
         """Returns a spare row, or the row before of the block that was written the longest ago."""
         if self._spare:
-            return self._spare.pop()
+            return int(self._spare.pop())
         oldest = int(np.where(self._old_row > 0, self._last_step, self._step + 1).argmin())
         row = int(self._old_row[oldest])
         self._old_row[oldest], self._old_position[oldest] = 0, _UNKNOWN
