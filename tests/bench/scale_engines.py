@@ -11,7 +11,7 @@ import multiprocessing
 import random
 import time
 from collections import Counter, deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from multiprocessing.connection import Connection
@@ -64,8 +64,8 @@ def address_of(number: int) -> str:
 class WorkingCore:
     """Stands in for the engine's core."""
 
-    def __init__(self, number: int, manager: SessionManager) -> None:
-        self._manager = manager
+    def __init__(self, number: int, publish: Callable[[EngineCoreOutputs], None]) -> None:
+        self._publish = publish
         self._free = number < FREE
         self._random = random.Random(number)
         self._steps = 0
@@ -94,7 +94,7 @@ class WorkingCore:
         events = self._store(PROMPT_BLOCKS) if self._steps % PROMPT_EVERY == 0 else []
         outputs = [self._output(name, place) for name, place in list(self._live.items())]
         trace = StepTrace(self._steps, 0, StepTimings(), 0, 0, 0.01, 0, 16, 16, 0, 0, False, [])
-        self._manager.publish(EngineCoreOutputs(outputs, self._load(), events, trace))
+        self._publish(EngineCoreOutputs(outputs, self._load(), events, trace))
 
     @property
     def num_live(self) -> int:
@@ -166,11 +166,14 @@ class StandIn:
         description.CopyFrom(self._description)
         description.generation = random.getrandbits(63)
         tracing = TraceExporter(enabled=False, step_interval=1)
-        manager = SessionManager(description.generation, grace=1.0, tracing=tracing, grammars=self._grammars)
-        self._manager = manager
-        self.core = WorkingCore(self._number, manager)
+
+        def publish(step: EngineCoreOutputs) -> None:
+            manager.publish(step)
+
+        self.core = WorkingCore(self._number, publish)
         core: Any = self.core
-        manager.bind(core)
+        manager = SessionManager(core, description.generation, grace=1.0, tracing=tracing, grammars=self._grammars)
+        self._manager = manager
         servicer = CountedServicer(manager, description)
         servicer.opened = self.opened
         self._server = grpc.aio.server(options=server_options())
@@ -181,8 +184,8 @@ class StandIn:
     @property
     def sessions(self) -> tuple[int, int]:
         """Sessions that hear of its load and its cache, and those that do not."""
-        each = [] if self._manager is None else list(self._manager._sessions.values())
-        off = sum(session.updates_off for session in each)
+        each = [] if self._manager is None else list(self._manager._sessions)
+        off = sum(session.updates.is_off for session in each)
         return len(each) - off, off
 
     def send_heartbeat(self) -> None:

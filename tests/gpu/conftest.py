@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from transformers import AutoModelForCausalLM
+from transformers import AutoConfig, AutoModelForCausalLM
 
 from tests.model.conftest import small_models
 from tests.model.models import CONFIGS, VOCAB_SIZE
@@ -59,8 +59,9 @@ def model_folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
 
 
 def _write(name: str, folder: Path) -> Path:
-    config_class, special = CONFIGS[name]
-    config = config_class(
+    model_type, special = CONFIGS[name]
+    config = AutoConfig.for_model(
+        model_type,
         **{
             "vocab_size": VOCAB_SIZE,
             "hidden_size": 256,
@@ -73,7 +74,7 @@ def _write(name: str, folder: Path) -> Path:
             "eos_token_id": 2,
             **special,
             "head_dim": 64,
-        }
+        },
     )
     torch.manual_seed(0)
     AutoModelForCausalLM.from_config(config, dtype=torch.float32).save_pretrained(folder)

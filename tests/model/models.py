@@ -15,35 +15,18 @@ from typing import Any
 
 import torch
 from filelock import FileLock
-from transformers import (
-    AutoModelForCausalLM,
-    DeepseekV3Config,
-    Gemma2Config,
-    Gemma3TextConfig,
-    Gemma4TextConfig,
-    GPT2Config,
-    GPTNeoXConfig,
-    GptOssConfig,
-    GraniteConfig,
-    Lfm2Config,
-    LlamaConfig,
-    MistralConfig,
-    MixtralConfig,
-    PreTrainedConfig,
-    PreTrainedModel,
-    Qwen2Config,
-    Qwen3_5TextConfig,
-    Qwen3Config,
-    Qwen3MoeConfig,
-)
+from quire_engine.models.registry import ARCHITECTURES
+from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
 VOCAB_SIZE = 256
 NUM_PROMPTS = 20
 OUTPUT_TOKENS = 40
-CONFIGS: dict[str, tuple[type[PreTrainedConfig], dict[str, Any]]] = {
-    "llama2": (LlamaConfig, {"num_key_value_heads": 4}),
+# The type and the special fields of each configuration. A new row goes to the end: weights, and the schedules that a
+# model always runs with, follow from its place.
+CONFIGS: dict[str, tuple[str, dict[str, Any]]] = {
+    "llama2": ("llama", {"num_key_value_heads": 4}),
     "llama3": (
-        LlamaConfig,
+        "llama",
         {
             "tie_word_embeddings": True,
             "rope_parameters": {
@@ -57,17 +40,17 @@ CONFIGS: dict[str, tuple[type[PreTrainedConfig], dict[str, Any]]] = {
         },
     ),
     "llama-linear": (
-        LlamaConfig,
+        "llama",
         {
             "attention_bias": True,
             "mlp_bias": True,
             "rope_parameters": {"rope_type": "linear", "rope_theta": 10000.0, "factor": 2.0},
         },
     ),
-    "llama-dynamic": (LlamaConfig, {"rope_parameters": {"rope_type": "dynamic", "rope_theta": 1e4, "factor": 2.0}}),
-    "qwen2": (Qwen2Config, {"tie_word_embeddings": True}),
+    "llama-dynamic": ("llama", {"rope_parameters": {"rope_type": "dynamic", "rope_theta": 1e4, "factor": 2.0}}),
+    "qwen2": ("qwen2", {"tie_word_embeddings": True}),
     "qwen2-yarn": (
-        Qwen2Config,
+        "qwen2",
         {
             "use_sliding_window": True,
             "sliding_window": 20,
@@ -80,11 +63,11 @@ CONFIGS: dict[str, tuple[type[PreTrainedConfig], dict[str, Any]]] = {
             },
         },
     ),
-    "qwen3": (Qwen3Config, {"head_dim": 32}),
-    "mistral": (MistralConfig, {"sliding_window": 24, "num_hidden_layers": 3}),
-    "mixtral": (MixtralConfig, {"num_local_experts": 4, "num_experts_per_tok": 2, "sliding_window": 24}),
+    "qwen3": ("qwen3", {"head_dim": 32}),
+    "mistral": ("mistral", {"sliding_window": 24, "num_hidden_layers": 3}),
+    "mixtral": ("mixtral", {"num_local_experts": 4, "num_experts_per_tok": 2, "sliding_window": 24}),
     "qwen3-moe": (
-        Qwen3MoeConfig,
+        "qwen3_moe",
         {
             "head_dim": 32,
             "num_hidden_layers": 3,
@@ -96,7 +79,7 @@ CONFIGS: dict[str, tuple[type[PreTrainedConfig], dict[str, Any]]] = {
         },
     ),
     "gemma3": (
-        Gemma3TextConfig,
+        "gemma3_text",
         {
             "head_dim": 32,
             "query_pre_attn_scalar": 20,
@@ -106,7 +89,7 @@ CONFIGS: dict[str, tuple[type[PreTrainedConfig], dict[str, Any]]] = {
         },
     ),
     "gemma2": (
-        Gemma2Config,
+        "gemma2",
         {
             "head_dim": 32,
             "query_pre_attn_scalar": 20,
@@ -117,7 +100,7 @@ CONFIGS: dict[str, tuple[type[PreTrainedConfig], dict[str, Any]]] = {
     ),
     # Global layers have other heads than local ones, and the last two layers read the keys and values of two others.
     "gemma4": (
-        Gemma4TextConfig,
+        "gemma4_text",
         {
             "num_hidden_layers": 5,
             "num_kv_shared_layers": 2,
@@ -132,7 +115,7 @@ CONFIGS: dict[str, tuple[type[PreTrainedConfig], dict[str, Any]]] = {
         },
     ),
     "gpt-oss": (
-        GptOssConfig,
+        "gpt_oss",
         {
             "head_dim": 32,
             "num_local_experts": 6,
@@ -144,7 +127,7 @@ CONFIGS: dict[str, tuple[type[PreTrainedConfig], dict[str, Any]]] = {
     ),
     # Latent attention: keys of 24 numbers, and values of 16.
     "deepseek-v3": (
-        DeepseekV3Config,
+        "deepseek_v3",
         {
             "num_key_value_heads": 4,
             "num_hidden_layers": 3,
@@ -164,7 +147,7 @@ CONFIGS: dict[str, tuple[type[PreTrainedConfig], dict[str, Any]]] = {
     ),
     # Layers with a state: gated delta nets, and short convolutions.
     "qwen3.5": (
-        Qwen3_5TextConfig,
+        "qwen3_5_text",
         {
             "head_dim": 32,
             "num_hidden_layers": 3,
@@ -176,23 +159,28 @@ CONFIGS: dict[str, tuple[type[PreTrainedConfig], dict[str, Any]]] = {
         },
     ),
     "lfm2": (
-        Lfm2Config,
+        "lfm2",
         {
             "num_hidden_layers": 3,
             "layer_types": ["conv", "full_attention", "conv"],
             "block_auto_adjust_ff_dim": False,
         },
     ),
-    "gpt-neox": (GPTNeoXConfig, {"num_key_value_heads": 4}),
-    "gpt2": (GPT2Config, {"num_key_value_heads": 4}),
+    "gpt-neox": ("gpt_neox", {"num_key_value_heads": 4}),
+    "gpt2": ("gpt2", {"num_key_value_heads": 4}),
     "granite": (
-        GraniteConfig,
+        "granite",
         {
             "attention_multiplier": 0.2,
             "embedding_multiplier": 2.0,
             "logits_scaling": 4.0,
             "residual_multiplier": 0.7,
         },
+    ),
+    "olmo2": ("olmo2", {}),
+    "smollm3": (
+        "smollm3",
+        {"num_hidden_layers": 3, "no_rope_layers": [1, 0, 1], "use_sliding_window": True, "sliding_window": 20},
     ),
 }
 NAMES = tuple(CONFIGS)
@@ -203,16 +191,18 @@ ROWS = {
     "qwen3.5": ((2 * 1 * 2, 32),),
     "lfm2": ((2 * 1 * 2, 16),),
 }
-# Bytes of the state of two layers in a block, in float32, with the number of tokens that it has seen, in whole
-# multiples of 16: a convolution over the last 4 of 2 * 2 * 16 + 4 * 16 numbers and 4 matrices of 16 * 16; a convolution
-# over the last 3 of 64 numbers.
-STATES = {"qwen3.5": 16 + 2 * 4 * (4 * 128 + 4 * 16 * 16), "lfm2": 16 + 2 * 4 * 3 * 64}
+# Bytes of the state of two layers, in float32: a convolution over the last 4 of 2 * 2 * 16 + 4 * 16 numbers and 4
+# matrices of 16 * 16; a convolution over the last 3 of 64 numbers.
+STATES = {"qwen3.5": 2 * 4 * (4 * 128 + 4 * 16 * 16), "lfm2": 2 * 4 * 3 * 64}
+MODEL_TYPES = {own.model_type for own in ARCHITECTURES.values()}
+OWN = tuple(name for name, (model_type, _) in CONFIGS.items() if model_type in MODEL_TYPES)
+# Those of OWN that differ in more than the rotation of their heads.
+FAMILIES = tuple(name for name in OWN if name not in ("llama-dynamic", "qwen2-yarn"))
 # Those that run as transformers' own classes.
-FALLBACK = ("gemma2", "gemma4", "deepseek-v3", "qwen3.5", "lfm2", "gpt-neox", "gpt2", "granite")
-OWN = tuple(name for name in NAMES if name not in FALLBACK)
+FALLBACK = tuple(name for name in NAMES if name not in OWN)
 SHARDED = ("llama3", "qwen3")
 # Those with layers that give up the KV blocks which their window has left.
-WINDOWED = ("qwen2-yarn", "mistral", "mixtral", "gemma2", "gemma3", "gemma4", "gpt-oss")
+WINDOWED = tuple(name for name, (_, special) in CONFIGS.items() if "sliding_window" in special)
 # Those whose experts are written as transformers holds them, instead of as they are published.
 STACKED = ("qwen3-moe",)
 
@@ -266,8 +256,9 @@ def small_model(name: str, tmp: Path, **changes: Any) -> Path:
     """Writes the model called ``name`` (one of ``NAMES``) into a folder under ``tmp``, in one file or several, with
     ``changes`` of its configuration.
     """
-    config_class, special = CONFIGS[name]
-    config = config_class(
+    model_type, special = CONFIGS[name]
+    config = AutoConfig.for_model(
+        model_type,
         **{
             "architectures": None,
             "vocab_size": VOCAB_SIZE,
@@ -279,9 +270,11 @@ def small_model(name: str, tmp: Path, **changes: Any) -> Path:
             "max_position_embeddings": 256,
             "initializer_range": 0.3,
             "eos_token_id": 2,
+            "bos_token_id": None,
+            "pad_token_id": None,
             **special,
             **changes,
-        }
+        },
     )
     torch.manual_seed(NAMES.index(name))
     model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)

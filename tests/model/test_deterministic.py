@@ -11,11 +11,9 @@ from quire_engine.executor.torch_executor import TorchExecutor
 from quire_proto.sampling import SamplingParams
 
 from tests.model.engine import Choice, load, run
-from tests.model.models import VOCAB_SIZE, SmallModels, tight
+from tests.model.models import FAMILIES, VOCAB_SIZE, SmallModels, tight
 from tests.support.variants import one_in
 
-# Both kinds of norm, per-head norms, biases, experts, and both activations.
-MODELS = ("llama3", "qwen2", "qwen3", "mixtral", "gemma3")
 NEEDLE = [7 * place % (VOCAB_SIZE - 3) + 3 for place in range(75)]
 PARAMS = SamplingParams(temperature=0, max_tokens=40, logprobs=5, ignore_eos=True)
 # Blocks of both pools, tokens of a step, and whether blocks are found again.
@@ -52,7 +50,7 @@ def haystack(seed: int) -> tuple[list[list[int]], list[SamplingParams], int]:
     return prompts, params, place
 
 
-@pytest.mark.parametrize(("model_name", "schedule"), list(one_in(2, MODELS, list(SCHEDULES))))
+@pytest.mark.parametrize(("model_name", "schedule"), list(one_in(3, FAMILIES, list(SCHEDULES))))
 def test_a_needle_is_the_same_in_every_haystack(small_models: SmallModels, model_name: str, schedule: str) -> None:
     check(small_models.folder(model_name), schedule, None)
 

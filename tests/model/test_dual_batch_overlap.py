@@ -35,7 +35,7 @@ from quire_proto.sampling import SamplingParams
 
 from tests.model.driver import Driver
 from tests.model.engine import BLOCK_SIZE, Run, numbers_a_token, run
-from tests.model.models import SmallModels, small_model
+from tests.model.models import FAMILIES, SmallModels, small_model
 from tests.model.ranks import SCHEDULES, Watched, assert_near, chunk, expected, generate, record_split
 from tests.model.streamed import gib_of, needs_kernels, streamed_layers
 from tests.model.test_lora import Adapters
@@ -47,7 +47,6 @@ from tests.support.steps import make_step
 
 POOL = 4 << 20
 THRESHOLD = 4
-NAMES = ["llama2", "llama-linear", "qwen3", "mistral", "mixtral", "qwen3-moe", "gemma3"]
 OF_THREE: dict[str, dict[str, Any]] = {
     "llama2": {"hidden_size": 48, "intermediate_size": 96, "num_attention_heads": 6, "num_key_value_heads": 3},
     "mixtral": {"hidden_size": 48, "num_attention_heads": 6, "num_key_value_heads": 3},
@@ -84,7 +83,7 @@ def assert_equal(made: Run, whole: Run) -> None:
         assert_near(made, whole)
 
 
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("name", FAMILIES)
 def test_two_ranks_make_the_tokens_of_whole_steps(
     threads: None, split: list[int], small_models: SmallModels, name: str
 ) -> None:

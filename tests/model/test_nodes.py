@@ -8,17 +8,18 @@ from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from threading import Event, Thread
+from time import sleep
 from typing import Any
 
 import psutil
 import pytest
 from quire_engine.config import EngineConfig
 from quire_engine.errors import ModelError
-from quire_engine.executor.rank_processes import RankError
+from quire_engine.executor.rank_processes import END_GRACE_SECONDS, RankError
 from quire_engine.executor.torch_executor import TorchExecutor
 
 from tests.model.models import SmallModels, small_model
-from tests.model.ranks import assert_near, chunk, expected, generate
+from tests.model.ranks import assert_near, assert_only_its_own_request_fails, chunk, expected, generate
 from tests.support.certificates import Authority
 from tests.support.executors import load_executor
 from tests.support.nodes import MASTER, NODE_NAME, Node, tls_flags
@@ -96,6 +97,8 @@ def test_two_stages_on_two_machines_make_the_tokens_of_transformers(
     with nodes(small_models.folder("llama3"), tmp_path, *TWO, tls=tls) as made:
         other = made.start_other()
         assert generate(made.load(), small_models, num_stages=2).outputs == expected(small_models, "llama3")
+        assert made.executor is not None
+        assert_only_its_own_request_fails(made.executor)
         (rank,) = psutil.Process(other.popen.pid).children()
         addresses = {each.laddr.ip for each in rank.net_connections() if each.status == psutil.CONN_LISTEN}
         assert addresses == {"127.0.0.3"}
@@ -115,6 +118,20 @@ def test_a_grid_over_machines_makes_the_tokens_of_one_process(
             made.start_other(rank=rank, address=f"127.0.0.{rank + 2}")
         assert_near(generate(made.load(), small_models, num_stages=2), generate(alone, small_models))
     assert [other.popen.returncode for other in made.others] == [0] * (nnodes - 1)
+
+
+def test_a_step_that_no_machine_can_run_ends_its_own_request_alone(
+    small_models: SmallModels, tmp_path: Path, tls: list[str]
+) -> None:
+    """Neither machine has another rank than the one."""
+    sizes = ("--tensor-parallel-size", "2", "--nnodes", "2")
+    with nodes(small_models.folder("llama3"), tmp_path, *sizes, tls=tls) as made:
+        made.start_other()
+        executor = made.load()
+        assert_only_its_own_request_fails(executor)
+        sleep(2 * END_GRACE_SECONDS)
+        assert_only_its_own_request_fails(executor)
+        assert made.told == []
 
 
 def test_another_model_or_another_setting_is_refused(small_models: SmallModels, tmp_path: Path, tls: list[str]) -> None:

@@ -29,7 +29,7 @@ from quire_proto.sampling import SamplingParams
 from safetensors.torch import load_file, save_file
 
 from tests.model.engine import BLOCK_SIZE, numbers_a_token, run
-from tests.model.models import OWN, SmallModels, small_model
+from tests.model.models import FAMILIES, SmallModels, small_model
 from tests.model.ranks import (
     OUTPUT_TOKENS,
     PROMPTS,
@@ -50,8 +50,6 @@ from tests.support.rank_threads import ranks_are_threads
 from tests.support.steps import make_step
 
 DEMO = Path(__file__).parents[2] / "demo" / "model"
-# All that differ in what is divided: rope and its scalings are whole on every rank.
-FAMILIES = [name for name in OWN if name not in ("llama-dynamic", "qwen2-yarn")]
 POOL = 2 << 20
 
 

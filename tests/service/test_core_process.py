@@ -221,13 +221,16 @@ def test_its_metrics_are_those_of_the_core(pair: Pair) -> None:
     assert pair.process.metric("quire_engine_heartbeat_age_seconds") < 2
 
 
-def test_a_signal_drains_it(engine: Engine) -> None:
+@pytest.mark.parametrize("told", ["server", "core", "both"])
+def test_a_signal_to_either_process_drains_it(engine: Engine, told: str) -> None:
+    """A service manager may send it to all processes of a service."""
     core = core_of(engine)
+    processes = {"server": [engine.popen.pid], "core": [core.pid], "both": [engine.popen.pid, core.pid]}[told]
     with EngineSession(engine, "drain") as link:
         link.snapshot()
         link.submit("long", PROMPT, max_tokens=300)
         link.batch()
-        for process in (engine.popen.pid, core.pid):  # as a service manager does, to all processes of a service
+        for process in processes:
             os.kill(process, signal.SIGTERM)
         _, last = collect_rest(link)
     assert last.finish_reason == types.FINISH_REASON_LENGTH

@@ -36,7 +36,7 @@ class CoreListener(Protocol):
         ...
 
     def on_leaving(self) -> None:
-        """Hears that an engine of the same data-parallel group was asked to stop."""
+        """Hears that the engine is to stop: another engine of its data-parallel group was asked to, or a node."""
         ...
 
     def on_end(self, failure: BaseException | None) -> None:

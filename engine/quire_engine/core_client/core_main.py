@@ -21,6 +21,7 @@ from quire_proto.logs import set_up_logging
 
 from quire_engine.config import EngineConfig
 from quire_engine.core.engine_core import EngineCoreOutputs
+from quire_engine.core.executor import ExecutorError
 from quire_engine.core.startup import StartupTimer, print_progress
 from quire_engine.core_client.client import CoreRunner, CoreStats, LoadedCore
 from quire_engine.core_client.codec import Codec
@@ -60,8 +61,7 @@ LAST_MESSAGE_SECONDS = 2.0
 
 def main() -> None:
     """Runs the core until the server closes the link."""
-    for number in (signal.SIGINT, signal.SIGTERM):  # the server ends the core, after it has drained
-        signal.signal(number, lambda *_: None)
+    signal.signal(signal.SIGINT, lambda *_: None)  # Ctrl-C is for the server
     link, parent = map(int, sys.argv[1:])
     kill_with_parent(parent)
     EngineCoreProc(socket.socket(fileno=link)).run()
@@ -84,7 +84,7 @@ class EngineCoreProc:
         messages = self._messages()
         start = next(messages)
         assert isinstance(start, Start), "it comes first"
-        config = EngineConfig.model_validate_json(start.config)
+        config = EngineConfig.model_validate(start.config)
         set_up_logging(config.log_level.upper(), config.log_format)
         print_progress()
         startup = StartupTimer(start.started)
@@ -97,15 +97,21 @@ class EngineCoreProc:
         with closing(core.runner):
             self._send(Ready(core.description.SerializeToString(), startup.phases, core.runner.stats))
             Thread(target=self._report, args=(core.runner,), name="status", daemon=True).start()
+            sender = _Sender(self._send, core.runner.stats, is_traced=start.is_traced)
             for message in messages:
                 if isinstance(message, Run):
-                    core.runner.start(_Sender(self._send, core.runner.stats, is_traced=start.is_traced))
+                    sender.is_running = True
+                    core.runner.start(sender)
+                    _forward_signals(sender)
                 else:
                     self._handle(core, message)
+            if sender.is_running:  # the server was killed: end as it did, without a word to other nodes
+                os._exit(1)
 
     def _messages(self) -> Iterator[ToCore]:
-        while (messages := self._link.receive()) is not None:
-            yield from messages
+        with suppress(ConnectionError):  # the server was killed before it had read everything
+            while (messages := self._link.receive()) is not None:
+                yield from messages
 
     def _handle(self, core: LoadedCore, message: ToCore) -> None:
         backend = core.grammars.backend
@@ -163,13 +169,14 @@ class EngineCoreProc:
 
 class _Sender:
     """Sends what the core publishes. Implements ``CoreListener``. Without ``is_traced``, nobody reads the names of a
-    step's requests.
+    step's requests. ``is_running`` is set while the core runs.
     """
 
     def __init__(self, send: Callable[[FromCore], None], stats: CoreStats, *, is_traced: bool) -> None:
         self._send = send
         self._stats = stats
         self._is_traced = is_traced
+        self.is_running = False
 
     def on_outputs(self, outputs: EngineCoreOutputs) -> None:
         """See ``CoreListener.on_outputs``."""
@@ -182,12 +189,20 @@ class _Sender:
         self._send(Leaving())
 
     def on_end(self, failure: BaseException | None) -> None:
-        """See ``CoreListener.on_end``."""
-        if failure is None:
-            self._send(Ended(None))
-        else:
+        """See ``CoreListener.on_end``. The text of an ``ExecutorError`` may be a sentence that says what is lost."""
+        self.is_running = False
+        reason = None if failure is None else str(failure)
+        if failure is not None and not (isinstance(failure, ExecutorError) and str(failure).endswith(".")):
             log.error("the engine core has failed", exc_info=failure)
-            self._send(Ended(f"The engine core has failed: {describe_error(failure)}."))
+            reason = f"The engine core has failed: {describe_error(failure)}."
+        self._send(Ended(reason))
+
+
+def _forward_signals(sender: _Sender) -> None:
+    """Lets the server drain the engine and end it, as a signal to the server does. A node that is stopping sends one to
+    the process of rank 0. The handler may interrupt a ``send``, so that it needs a thread of its own.
+    """
+    signal.signal(signal.SIGTERM, lambda *_: Thread(target=sender.on_leaving, daemon=True).start())
 
 
 def _answer(reply: Callable[[Any], None], call: Callable[[], object]) -> None:

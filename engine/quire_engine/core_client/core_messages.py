@@ -59,11 +59,11 @@ class RemoteError:
 
 @dataclass(frozen=True, slots=True)
 class Start:
-    """The first message: the engine's settings as JSON, when the server's process began (seconds since 1970), and
+    """The first message: the engine's settings as JSON types, when the server's process began (seconds since 1970), and
     whether spans of steps are exported.
     """
 
-    config: str
+    config: Any
     started: float
     is_traced: bool
 

@@ -53,9 +53,9 @@ def load_core_process(config: EngineConfig, startup: StartupTimer, *, is_traced:
     """
     process = CoreProcess()
     try:
-        ready = process.load(Start(config.model_dump_json(), process_start(), is_traced))
+        ready = process.load(Start(config.model_dump(mode="json"), process_start(), is_traced))
     except BaseException:
-        process.close()
+        process.kill()
         raise
     startup.continue_after(ready.phases)
     description = pb.DescribeResponse.FromString(ready.description)
@@ -74,7 +74,7 @@ class CoreProcess:
         self._calls: dict[int, Callable[[Sequence[Any]], None]] = {}
         self._call_ids = count()
         self._asked: set[Future[Any]] = set()
-        self._progress = _Progress()
+        self._heartbeat = _Heartbeat()
         self._ready: Ready | None = None
         self._listener: CoreListener | None = None
         self._ended = Event()
@@ -89,12 +89,12 @@ class CoreProcess:
     @property
     def is_sleeping(self) -> bool:
         """See ``EngineCoreClient.is_sleeping``."""
-        return self._progress.is_sleeping
+        return self._heartbeat.is_sleeping
 
     @property
     def seconds_since_progress(self) -> float:
         """See ``EngineCoreClient.seconds_since_progress``. Grows too while the process is silent."""
-        return self._progress.seconds
+        return self._heartbeat.seconds
 
     def load(self, start: Start) -> Ready:
         """Loads the model. Raises ``ModelError``."""
@@ -106,7 +106,7 @@ class CoreProcess:
     def start(self, listener: CoreListener) -> None:
         """See ``CoreRunner.start``."""
         self._listener = listener
-        self._progress.hear()
+        self._heartbeat.hear()
         self._link.attach()
         self._link.send(Run())
 
@@ -133,6 +133,11 @@ class CoreProcess:
         """Ends the process, by force if it takes longer than ``CLOSE_SECONDS``."""
         self._process.close_link()
         self._process.wait_or_kill(time.monotonic() + CLOSE_SECONDS)
+
+    def kill(self) -> None:
+        """Ends the process while it loads the model, and reads nothing."""
+        self._process.kill()
+        self.close()
 
     def _codec_of_replies(self, arguments: Sequence[Codec]) -> Codec:
         """Returns the codec of a message's ``reply``: it stays here, and the message has its number."""
@@ -163,17 +168,17 @@ class CoreProcess:
             self._asked.discard(answer)
 
     def _on_message(self, message: FromCore) -> None:
-        self._progress.hear()
+        self._heartbeat.hear()
         match message:
             case Published(outputs, stats):
-                self._progress.take(0.0)
-                self._progress.is_sleeping = outputs.load.is_sleeping
+                self._heartbeat.take(0.0)
+                self._heartbeat.is_sleeping = outputs.load.is_sleeping
                 _update(self.stats.scheduler, stats)
                 self._started.on_outputs(outputs)
             case Reply(call_id, values):
                 self._calls.pop(call_id)(values)
             case Status(seconds, weights, data_parallel):
-                self._progress.take(seconds)
+                self._heartbeat.take(seconds)
                 _update(self.stats.weights, weights)
                 _update(self.stats.data_parallel, data_parallel)
             case Ready():
@@ -214,7 +219,7 @@ class CoreProcess:
         return self._listener
 
 
-class _Progress:
+class _Heartbeat:
     """When the core's process was heard last, and what it said about its progress."""
 
     def __init__(self) -> None:

@@ -1,5 +1,6 @@
 """``CoreThread``: runs an engine core on a thread of this process."""
 
+import logging
 from collections.abc import Callable
 from threading import Thread
 
@@ -10,6 +11,8 @@ from quire_engine.core.lora import LoRARequest, no_loras
 from quire_engine.core.scheduler import Scheduler
 from quire_engine.core.step_recording import StepRecorder
 from quire_engine.core_client.client import CoreListener, CoreStats
+
+log = logging.getLogger(__name__)
 
 
 class CoreThread:
@@ -42,6 +45,7 @@ class CoreThread:
         )
         self.stats = CoreStats(scheduler.stats, weights, None if data_parallel is None else data_parallel.stats)
         self._listener: CoreListener | None = None
+        self._has_left = False
         self._thread = Thread(target=self._run, name="engine-core", daemon=True)
 
     @property
@@ -67,6 +71,7 @@ class CoreThread:
 
     def leave(self) -> None:
         """See ``CoreRunner.leave``."""
+        self._has_left = True
         if self._lockstep is not None:
             self._lockstep.leave()
 
@@ -95,8 +100,10 @@ class CoreThread:
         self._started.on_end(failure)
 
     def _watch_group(self) -> None:
-        """Waits until an engine of the group was asked to stop. If one is lost instead, the core fails."""
+        """Waits until another engine of the group was asked to stop. If one is lost instead, the core fails."""
         assert self._lockstep is not None
         self._lockstep.wait_until_leaving()
-        if self._lockstep.wait_for_loss(0) is None:
-            self._started.on_leaving()
+        if self._has_left or self._lockstep.wait_for_loss(0) is not None:
+            return
+        log.info("another engine of the group is stopping: this one stops with it")
+        self._started.on_leaving()

@@ -1,6 +1,7 @@
 """``LoopLink``: the server's end of the link to the core's process, on an event loop."""
 
 import asyncio
+import logging
 import socket
 import threading
 from collections.abc import Callable
@@ -8,6 +9,8 @@ from contextlib import suppress
 from typing import Any
 
 from quire_engine.core_client.core_messages import Link
+
+log = logging.getLogger(__name__)
 
 MAX_UNSENT_BYTES = 1 << 28
 """A core that leaves this much unread is lost."""
@@ -25,6 +28,7 @@ class LoopLink:
         self._loop: asyncio.AbstractEventLoop | None = None
         self._thread = threading.get_ident()
         self._unsent = bytearray()
+        self._is_over = False
 
     @property
     def is_attached(self) -> bool:
@@ -59,6 +63,9 @@ class LoopLink:
             return
         except OSError:
             messages = None
+        except Exception:
+            log.exception("the engine core has sent what cannot be read")
+            messages = None
         if messages is None:
             self._stop()
             return
@@ -71,6 +78,8 @@ class LoopLink:
                 self._loop.call_soon_threadsafe(function, argument)
 
     def _write(self, data: bytes) -> None:
+        if self._is_over:
+            return
         if self._unsent:
             self._unsent += data
         else:
@@ -95,6 +104,7 @@ class LoopLink:
             return len(data)
 
     def _stop(self) -> None:
+        self._is_over = True
         if self._loop is not None:
             self._loop.remove_reader(self._link.socket)
             self._loop.remove_writer(self._link.socket)

@@ -330,7 +330,7 @@ class OutputProcessor:
 
 
 class CompletionBuilder:
-    """Builds one output from its tokens as they arrive. Without a text stream it has no text. ``finish_reason`` is set
+    """Builds one output from its tokens as they arrive. Without a text stream it gets no text. ``finish_reason`` is set
     when the engine or a stop string has ended it. Without stop strings, tokens are detokenised only when the text is
     read.
     """
@@ -339,10 +339,8 @@ class CompletionBuilder:
         self._text = text
         self._stop_token_ids = stop_token_ids
         self._stop_token_id: int | None = None
-        self._may_stop = text is not None and text.may_stop
         self._pieces: list[str] = []
         self._num_decoded = 0
-        self._is_whole = False  # the stream holds back no text
         self._num_told = 0  # tokens in earlier deltas
         self._end_told = False
         self.token_ids: list[int] = []
@@ -361,7 +359,7 @@ class CompletionBuilder:
         if self.finish_reason is not None:
             return
         kept, finish_reason = len(output.token_ids), output.finish_reason
-        if self._text is not None and self._may_stop:
+        if self._text is not None and self._text.may_stop:
             self._pieces.append(self._text.push(output.token_ids))
             kept = self._text.num_tokens - len(self.token_ids)
             if self._text.stopped:
@@ -379,7 +377,7 @@ class CompletionBuilder:
         """Adds one token. Returns whether it completed a stop string."""
         if self.finish_reason is not None:
             return False
-        if self._may_stop:
+        if self._text is not None and self._text.may_stop:
             self.add_output(EngineCoreOutput("", [token_id]))
             return self.finish_reason is not None
         self.token_ids.append(token_id)
@@ -389,9 +387,9 @@ class CompletionBuilder:
         """Detokenises the tokens that have no text yet."""
         self._pieces.append(text.push(self.token_ids[self._num_decoded :]))
         self._num_decoded = len(self.token_ids)
-        if self.finish_reason is not None and not self._is_whole:
+        if self.finish_reason is not None:
             self._pieces.append(text.finish())
-            self._is_whole = True
+            self._text = None
 
     @property
     def _stop_reason(self) -> str | int | None:
@@ -408,7 +406,7 @@ class CompletionBuilder:
         """Returns the output so far as choice ``index``, or only its new part. Has log-probabilities if ``token_text``
         is given.
         """
-        if self._text is not None and not self._may_stop:
+        if self._text is not None and not self._text.may_stop:
             self._decode(self._text)
         start = self._num_told if delta else 0
         token_ids, logprobs, text = self.token_ids[start:], self.logprobs[start:], "".join(self._pieces)

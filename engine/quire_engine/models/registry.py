@@ -38,9 +38,11 @@ ARCHITECTURES: Mapping[str, Architecture] = {
     "LlamaForCausalLM": Architecture("llama", "llama", gguf="llama"),
     "MistralForCausalLM": Architecture("mistral", "mistral"),
     "MixtralForCausalLM": Architecture("mixtral", "mixtral"),
+    "Olmo2ForCausalLM": Architecture("olmo2", "olmo2"),
     "Qwen2ForCausalLM": Architecture("qwen2", "qwen2", gguf="qwen2"),
     "Qwen3ForCausalLM": Architecture("qwen3", "qwen3", gguf="qwen3"),
     "Qwen3MoeForCausalLM": Architecture("qwen3_moe", "qwen3_moe"),
+    "SmolLM3ForCausalLM": Architecture("smollm3", "smollm3"),
 }
 
 

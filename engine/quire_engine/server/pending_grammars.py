@@ -8,9 +8,9 @@ from contextlib import suppress
 from dataclasses import dataclass, field, replace
 
 from quire_proto.errors import ErrorCode, QuireError, internal
-from quire_proto.structured_output import Structured
 
 from quire_engine.core.request import Request
+from quire_engine.structured_output.compiler import GrammarCompiler
 from quire_engine.structured_output.guidance import SizedGrammar
 
 log = logging.getLogger(__name__)
@@ -20,7 +20,6 @@ GRAMMAR_TIMEOUT_SECONDS = 15.0
 
 Ready = Callable[[Request, list[tuple[int, ...]]], None]
 Failed = Callable[[Request, QuireError], None]
-Withdrawn = Callable[[Structured], None]
 
 
 @dataclass(slots=True)
@@ -31,16 +30,21 @@ class _Waiting:
 
 
 class PendingGrammars:
-    """The requests whose grammars are being compiled. For each one that is not withdrawn, calls either ``ready``, with
-    the grammar in the request and the choices cancelled meanwhile, or ``failed``. Calls ``withdrawn`` with the grammar
-    of a request that was withdrawn or timed out. Runs on the event loop.
+    """The requests whose grammars are being compiled, by ``compiler``. For each one that is not withdrawn, calls either
+    ``ready``, with the grammar in the request and the choices cancelled meanwhile, or ``failed``. Runs on the event
+    loop.
     """
 
-    def __init__(self, ready: Ready, failed: Failed, withdrawn: Withdrawn) -> None:
+    def __init__(self, compiler: GrammarCompiler, ready: Ready, failed: Failed) -> None:
+        self._compiler = compiler
         self._ready = ready
         self._failed = failed
-        self._withdrawn = withdrawn
         self._waiting: dict[str, _Waiting] = {}
+
+    def compile(self, request: Request) -> "Future[SizedGrammar] | None":
+        """Returns the future grammar of a request; None if it has none. Raises like ``GrammarCompiler.submit``."""
+        structured = request.sampling.structured
+        return None if structured is None else self._compiler.submit(structured, request.cache_salt)
 
     def start(self, request: Request, compiled: "Future[SizedGrammar]") -> None:
         """Adds a request that waits for ``compiled``. Calls back at once if that is done."""
@@ -84,7 +88,7 @@ class PendingGrammars:
 
     def _release_grammar(self, request: Request) -> None:
         if request.sampling.structured is not None:
-            self._withdrawn(request.sampling.structured)
+            self._compiler.withdraw(request.sampling.structured)
 
     def _pop(self, key: str) -> _Waiting | None:
         waiting = self._waiting.pop(key, None)

@@ -68,10 +68,15 @@ class EngineServer:
         exporter = TraceExporter(
             enabled=dropped_spans is not None, step_interval=config.trace_step_interval, dropped=dropped
         )
-        generation = self._description.generation
-        self._sessions = SessionManager(generation, config.session_grace, exporter, self._grammars, loras)
-        self._sessions.bind(self._core)
-        self._sessions.on_first_session = partial(_end_startup, self._startup, exporter)
+        self._sessions = SessionManager(
+            self._core,
+            self._description.generation,
+            config.session_grace,
+            exporter,
+            self._grammars,
+            loras=loras,
+            on_first_session=partial(_end_startup, self._startup, exporter),
+        )
         self._tasks: list[SupervisedTask] = []
         self._is_started = False
 

@@ -1,15 +1,12 @@
 """``ServerEvents``: what an engine's server waits for while it serves."""
 
 import asyncio
-import logging
 import signal
 from collections.abc import Callable, Coroutine
 from contextlib import suppress
 from typing import Any
 
 from quire_engine.core.engine_core import EngineCoreOutputs
-
-log = logging.getLogger(__name__)
 
 
 class ServerEvents:
@@ -23,16 +20,14 @@ class ServerEvents:
         self._stop_requested = asyncio.Event()
         self._stop_now = asyncio.Event()
         self._core_ended = asyncio.Event()
-        self._group_leaves = asyncio.Event()
+        self._core_leaves = asyncio.Event()
         self.failure: BaseException | None = None
         for number in (signal.SIGTERM, signal.SIGINT):
             self._loop.add_signal_handler(number, self._on_signal)
 
     async def wait_until_leaving(self) -> None:
-        """Waits for a signal, for the end of the core, or until another engine of the group was asked to stop."""
-        await _first_completed(self._stop_requested.wait(), self._core_ended.wait(), self._group_leaves.wait())
-        if not (self._stop_requested.is_set() or self._core_ended.is_set()):
-            log.info("another engine of the group is stopping: this one stops with it")
+        """Waits for a signal, for the end of the core, or until the core was asked to leave."""
+        await _first_completed(self._stop_requested.wait(), self._core_ended.wait(), self._core_leaves.wait())
 
     async def wait_delay(self, seconds: float) -> None:
         """Waits for ``seconds``, or until a second signal or the end of the core."""
@@ -52,7 +47,7 @@ class ServerEvents:
 
     def on_leaving(self) -> None:
         """See ``CoreListener.on_leaving``."""
-        self._set(self._group_leaves)
+        self._set(self._core_leaves)
 
     def on_end(self, failure: BaseException | None) -> None:
         """See ``CoreListener.on_end``."""

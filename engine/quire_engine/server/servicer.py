@@ -162,7 +162,7 @@ class EngineServicer(engine_pb2_grpc.EngineServicer):
             case "cancel":
                 self._sessions.cancel(session, message.cancel.request_id, tuple(message.cancel.indexes))
             case "ack":
-                session.acknowledge(message.ack.sequence)
+                session.batches.acknowledge(message.ack.sequence)
             case "set_updates":
                 self._sessions.set_updates(session, message.set_updates)
             case _:

@@ -63,14 +63,80 @@ class CacheChanges:
         return changes
 
 
+class Updates:
+    """What a router hears without outputs: the engine's load and cache changes, ``interval`` seconds after the batch
+    before. ``due`` is that time, and ``has_deferred`` says whether there is anything. With ``is_off`` it hears neither.
+    """
+
+    def __init__(self, settings: pb.SetUpdates | None) -> None:
+        self.is_off = settings is not None and settings.off
+        self.interval = UPDATE_INTERVAL
+        self.due = 0.0
+        self.has_deferred = False
+        self._changes = CacheChanges()
+        if settings is not None:
+            self.set(settings)
+
+    def set(self, settings: pb.SetUpdates) -> None:
+        """Applies the router's settings, except whether updates are off, which stays."""
+        before, asked = self.interval, settings.interval_seconds
+        self.interval = min(asked, MAX_UPDATE_INTERVAL) if isfinite(asked) and asked > 0 else UPDATE_INTERVAL
+        self.due += self.interval - before
+
+    def defer(self, events: Iterable[KVCacheEvent]) -> None:
+        """Defers a step that need not be sent at once: its changes come with the next batch."""
+        if not self.is_off:
+            self._changes.add(events)
+            self.has_deferred = True
+
+    def take(self, events: Sequence[pb.KvEvent], now: float) -> Sequence[pb.KvEvent]:
+        """Returns the changes for a batch that is sent now: the deferred ones or, if there are none, its ``events``."""
+        assert not (events and self.has_deferred), "they follow what was deferred"
+        changes = self._changes.take() if self.has_deferred else events
+        self.has_deferred, self.due = False, now + self.interval
+        return () if self.is_off else changes
+
+
+class BatchLog:
+    """The batches of a session that its router has not acknowledged. ``sequence`` is the number of the last batch."""
+
+    def __init__(self) -> None:
+        self.sequence = 0
+        self.unacknowledged: deque[pb.StepBatch] = deque()
+        self._num_bytes = 0
+
+    @property
+    def acknowledged(self) -> int:
+        """The number of the last acknowledged batch."""
+        return self.sequence - len(self.unacknowledged)
+
+    @property
+    def is_full(self) -> bool:
+        """Whether as many batches are kept as may be."""
+        return len(self.unacknowledged) >= MAX_UNACKNOWLEDGED or self._num_bytes >= MAX_UNACKNOWLEDGED_BYTES
+
+    def append(self, batch: pb.StepBatch, size: int) -> None:
+        """Adds a batch of ``size`` bytes."""
+        self.sequence = batch.sequence
+        self.unacknowledged.append(batch)
+        self._num_bytes += size
+
+    def acknowledge(self, sequence: int) -> None:
+        """Drops the batches up to ``sequence``."""
+        while self.unacknowledged and self.unacknowledged[0].sequence <= sequence:
+            self._num_bytes -= self.unacknowledged.popleft().ByteSize()
+
+    def after(self, sequence: int) -> list[pb.StepBatch]:
+        """Returns the batches after ``sequence``, in order."""
+        return list(islice(reversed(self.unacknowledged), self.sequence - sequence))[::-1]
+
+
 class Session:
     """Numbers a session's batches from 1 and keeps each until the router acknowledges it.
 
     ``requests`` maps the ids of live requests, as the router chose them, to their keys in the core. ``draining`` is
     sent with every later batch. ``loras`` and ``active_loras``, the engine's adapters and the ones in use, are sent
-    with the next batch if they have changed. A batch without outputs that is not urgent is sent ``update_interval``
-    seconds after the one before; ``update_due`` is that time. With ``updates.off``, batches have no load or cache
-    contents.
+    with the next batch if they have changed.
     """
 
     def __init__(
@@ -78,54 +144,29 @@ class Session:
     ) -> None:
         self.session_id = session_id
         self.draining = draining
-        self.updates_off = updates is not None and updates.off
-        self.update_interval = UPDATE_INTERVAL
-        self.update_due = 0.0
+        self.updates = Updates(updates)
+        self.batches = BatchLog()
         self.loras: pb.Loras | None = None
         self.active_loras: pb.ActiveLoras | None = None
         self.requests: dict[str, str] = {}
-        self.sequence = 0
         self._generation = generation
-        self._unacknowledged: deque[pb.StepBatch] = deque()
-        self._unacknowledged_bytes = 0
         self._stream = 0
         self._broken = 0
         self._changed = asyncio.Event()
-        self._changes = CacheChanges()
-        self.has_deferred = False
-        if updates is not None:
-            self.set_updates(updates)
 
     @property
-    def acknowledged(self) -> int:
-        """The sequence of the last acknowledged batch."""
-        return self.sequence - len(self._unacknowledged)
+    def sequence(self) -> int:
+        """The number of the last batch."""
+        return self.batches.sequence
 
     @property
     def is_finished(self) -> bool:
         """Whether all requests have ended and all batches are acknowledged."""
-        return not self.requests and not self._unacknowledged
+        return not self.requests and not self.batches.unacknowledged
 
     def can_resume(self, last_sequence: int) -> bool:
         """Whether all batches after ``last_sequence`` are still kept."""
-        return 0 < last_sequence <= self.sequence and last_sequence >= self.acknowledged
-
-    def acknowledge(self, sequence: int) -> None:
-        """Drops the batches up to ``sequence``."""
-        while self._unacknowledged and self._unacknowledged[0].sequence <= sequence:
-            self._unacknowledged_bytes -= self._unacknowledged.popleft().ByteSize()
-
-    def set_updates(self, updates: pb.SetUpdates) -> None:
-        """Applies the router's settings, except whether updates are off, which stays."""
-        before, asked = self.update_interval, updates.interval_seconds
-        self.update_interval = min(asked, MAX_UPDATE_INTERVAL) if isfinite(asked) and asked > 0 else UPDATE_INTERVAL
-        self.update_due += self.update_interval - before
-
-    def defer(self, events: Iterable[KVCacheEvent]) -> None:
-        """Defers a step that need not be sent at once: its changes come with the next batch."""
-        if not self.updates_off:
-            self._changes.add(events)
-            self.has_deferred = True
+        return 0 < last_sequence <= self.sequence and last_sequence >= self.batches.acknowledged
 
     def publish(
         self,
@@ -138,32 +179,28 @@ class Session:
         now: float = 0.0,
     ) -> None:
         """Adds a batch with the deferred changes or, if there are none, with the ``events`` of its step. Splits it if
-        it is too large. ``step`` is 0 for a batch without a step. ``now`` is in seconds on the clock of ``update_due``.
-        Raises ``SessionOverflowError`` if too many batches are kept already.
+        it is too large. ``step`` is 0 for a batch without a step. ``now`` is in seconds on the clock of
+        ``updates.due``. Raises ``SessionOverflowError`` if too many batches are kept already.
         """
-        assert not (events and self.has_deferred), "they follow what was deferred"
-        if self.updates_off:
-            events = ()
-        if len(self._unacknowledged) >= MAX_UNACKNOWLEDGED or self._unacknowledged_bytes >= MAX_UNACKNOWLEDGED_BYTES:
+        if self.batches.is_full:
             raise SessionOverflowError
         whole = pb.StepBatch(
             sequence=self.sequence + 1,
             step=step,
             outputs=outputs,
-            load=None if self.updates_off else load,
-            kv_events=self._changes.take() if self.has_deferred else events,
+            load=None if self.updates.is_off else load,
+            kv_events=self.updates.take(events, now),
             draining=self.draining,
             tokens=tokens,
             loras=self.loras,
             active_loras=self.active_loras,
         )
         self.loras = self.active_loras = None
-        self.has_deferred, self.update_due = False, now + self.update_interval
         if (size := whole.ByteSize()) <= MAX_BATCH_BYTES:
-            self._append(whole, size)
+            self.batches.append(whole, size)
         else:
             for part in _split(whole):
-                self._append(part, part.ByteSize())
+                self.batches.append(part, part.ByteSize())
         self._changed.set()
 
     def snapshot(
@@ -172,14 +209,14 @@ class Session:
         """Returns the first message of a stream: the sequence after which it starts, the load, the cached blocks and
         the engine's adapters.
         """
-        sequence = self.acknowledged if resumed else self.sequence
+        sequence = self.batches.acknowledged if resumed else self.sequence
         return pb.SessionResponse(
             snapshot=pb.Snapshot(
                 generation=self._generation,
                 sequence=sequence,
                 resumed=resumed,
                 load=load,
-                cached=() if self.updates_off else cached,
+                cached=() if self.updates.is_off else cached,
                 draining=self.draining,
                 loras=loras.to_proto(),
                 active_loras=loras.active,
@@ -205,22 +242,16 @@ class Session:
         """Yields the batches after the acknowledged ones, as they are published. Ends when a newer stream attaches or
         this one is broken.
         """
-        sent = self.acknowledged
+        sent = self.batches.acknowledged
         while self._is_open(number):
-            unsent = list(islice(reversed(self._unacknowledged), self.sequence - sent))
-            sent = self.sequence
-            for batch in reversed(unsent):
+            unsent, sent = self.batches.after(sent), self.sequence
+            for batch in unsent:
                 yield batch
             # A newer stream may have cleared the event meanwhile, so the event alone does not show that nothing
             # changed.
             while sent == self.sequence and self._is_open(number):
                 self._changed.clear()
                 await self._changed.wait()
-
-    def _append(self, batch: pb.StepBatch, size: int) -> None:
-        self.sequence = batch.sequence
-        self._unacknowledged.append(batch)
-        self._unacknowledged_bytes += size
 
     def _is_open(self, number: int) -> bool:
         return self.is_attached(number) and self._broken != number

@@ -3,17 +3,15 @@
 ``SessionManager`` sends each step's outputs to the sessions of their requests, and aborts the requests of sessions that
 have ended.
 
-Everything here runs on the event loop. The core's thread hands its steps over with ``call_soon_threadsafe``, which
-keeps their order.
+Everything here runs on the event loop, to which the core hands its steps in their order.
 """
 
 import asyncio
 import logging
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, field, replace
-from itertools import count
 from math import inf
 
 from quire.v1 import engine_pb2 as pb
@@ -28,23 +26,24 @@ from quire_engine.core.engine_core import (
     GetSnapshot,
     RemoveLoRA,
 )
-from quire_engine.core.lora import LoRARequest, no_loras
+from quire_engine.core.lora import no_loras
 from quire_engine.core.outputs import EngineCoreOutput, EngineLoad
 from quire_engine.core.request import Request
 from quire_engine.core_client.client import EngineCoreClient
+from quire_engine.server.load_report import LoadReport, UpdateTimer
 from quire_engine.server.loras import LoRARegistry
 from quire_engine.server.messages import (
     abort_to_proto,
     cached_to_proto,
     events_to_proto,
     is_tokens,
-    load_to_proto,
     output_to_proto,
     refusal_to_proto,
     request_from_proto,
 )
 from quire_engine.server.pending_grammars import PendingGrammars
 from quire_engine.server.session import Session, SessionOverflowError
+from quire_engine.server.session_table import LiveRequest, LiveRequests, SessionTable
 from quire_engine.server.tracing import TraceExporter
 from quire_engine.structured_output.compiler import GrammarCompiler
 
@@ -54,20 +53,6 @@ HEARTBEAT_INTERVAL = 0.25
 """Seconds. A router that waits for tokens hears from a live engine within two intervals, even during a long step:
 heartbeats come from the event loop, not from the core's thread.
 """
-
-
-@dataclass(slots=True)
-class LiveRequest:
-    """A request as its router knows it. ``handle`` names its choices in ``TokenColumns``; 0 if the router does not read
-    them. ``lora`` is its adapter. ``started`` is set with its first output, which is sent as a message because it has
-    more than tokens.
-    """
-
-    session: Session
-    request_id: str
-    handle: int
-    lora: LoRARequest | None = None
-    started: bool = False
 
 
 @dataclass(slots=True)
@@ -108,69 +93,51 @@ class _SessionStep:
 
 
 class SessionManager:
-    """Maps live requests to sessions, and passes commands to the core and steps to the sessions.
+    """Maps live requests to sessions, and passes commands to ``core`` and steps to the sessions. A request whose
+    grammar is not compiled yet is live, but not yet in the core.
 
-    The core knows requests by keys that are made here: two routers may choose the same id, and an id may be submitted
-    again while the core is still ending its last use. A request whose grammar is not compiled yet is live, but not yet
-    in the core.
+    Sessions belong to the engine's ``generation``, and last ``grace`` seconds without a stream. ``on_first_session`` is
+    called once.
     """
 
     def __init__(
         self,
+        core: EngineCoreClient,
         generation: int,
         grace: float,
         tracing: TraceExporter,
         grammars: GrammarCompiler,
+        *,
         loras: LoRARegistry | None = None,
+        on_first_session: Callable[[], None] | None = None,
     ) -> None:
+        self.core = core
         self.loras = LoRARegistry(no_loras, []) if loras is None else loras
         self.loras.on_change, self.loras.on_unused = self._send_loras, self._remove_lora
         self.loras.on_active = self._send_active_loras
-        self._generation = generation
-        self._grace = grace
         self._tracing = tracing
-        self._grammars = grammars
-        self._pending_grammars = PendingGrammars(self._start, self._refuse, grammars.withdraw)
-        self._sessions: dict[str, Session] = {}
-        self._live: dict[str, LiveRequest] = {}
-        self._keys = count(1)
-        self._ended = asyncio.Event()
-        self._last_sequences: dict[str, int] = {}
-        self._expiries: dict[str, asyncio.TimerHandle] = {}
-        self._load = pb.Load()
+        self._grammars = PendingGrammars(grammars, self._start, self._refuse)
+        self._sessions = SessionTable(generation, grace)
+        self._requests = LiveRequests(self.loras)
+        self._load = LoadReport()
+        self._update_timer = UpdateTimer(self._send_updates)
         self._step = 0
-        self._update_timer: asyncio.TimerHandle | None = None
-        self._update_timer_due = inf
-        self._core: EngineCoreClient | None = None
-        self._num_falling_asleep = 0
+        self._on_first_session = on_first_session
         self.draining = False
-        self.on_first_session: Callable[[], None] | None = None
-
-    def bind(self, core: EngineCoreClient) -> None:
-        """Sets the core, whose steps come to ``publish``."""
-        self._core = core
-
-    @property
-    def core(self) -> EngineCoreClient:
-        """The core that ``bind`` has set."""
-        assert self._core is not None
-        return self._core
 
     @property
     def in_progress(self) -> int:
         """The number of live requests."""
-        return len(self._live)
+        return len(self._requests)
 
     async def wait_idle(self) -> None:
         """Waits until no request is live."""
-        while self._live:
-            self._ended.clear()
-            await self._ended.wait()
+        await self._requests.wait_idle()
 
     def drain(self) -> None:
         """Refuses new requests from now on, and tells every session at once. Running requests continue."""
         self.draining = True
-        for session in list(self._sessions.values()):
+        for session in self._sessions:
             session.draining = True
             self._send(session, 0, [], [])
 
@@ -184,10 +151,8 @@ class SessionManager:
 
     def send_heartbeat(self) -> None:
         """Sends a batch to each session with requests that got none since the last call."""
-        for session in list(self._sessions.values()):
-            if session.requests and session.sequence == self._last_sequences.get(session.session_id):
-                self._send(session, 0, [], [])
-        self._last_sequences = {name: session.sequence for name, session in self._sessions.items()}
+        for session in self._sessions.take_silent():
+            self._send(session, 0, [], [])
 
     async def open(self, message: pb.Open) -> tuple[Session, int, pb.SessionResponse]:
         """Opens or resumes a session. Returns the session, the number of its new stream, and the snapshot to send
@@ -197,10 +162,10 @@ class SessionManager:
         """
         session = self._sessions.get(message.session_id)
         if session is not None and session.can_resume(message.last_sequence):
-            self._cancel_expiry(session)
-            session.set_updates(message.updates)
-            session.acknowledge(message.last_sequence)
-            return session, session.attach(), session.snapshot(self._load, [], self.loras, resumed=True)
+            self._sessions.keep(session)
+            session.updates.set(message.updates)
+            session.batches.acknowledge(message.last_sequence)
+            return session, session.attach(), session.snapshot(self._load.message, [], self.loras, resumed=True)
         if session is not None:
             self.close(session)
         return await self._open_new(message)
@@ -209,56 +174,31 @@ class SessionManager:
         """Handles the end of stream ``number``. Without a newer one, the session closes after the grace period, or at
         once if it is finished.
         """
-        if self._sessions.get(session.session_id) is not session or not session.is_attached(number):
+        if not (self._sessions.is_open(session) and session.is_attached(number)):
             return
         if session.is_finished:
             self.close(session)
-            return
-        loop = asyncio.get_running_loop()
-        self._cancel_expiry(session)
-        self._expiries[session.session_id] = loop.call_later(self._grace, self.close, session)
+        else:
+            self._sessions.expire(session, self.close)
 
     def close(self, session: Session) -> None:
         """Removes a session and aborts its requests."""
-        if self._sessions.get(session.session_id) is not session:
+        if not self._sessions.is_open(session):
             return
-        del self._sessions[session.session_id]
-        self._cancel_expiry(session)
+        self._sessions.remove(session)
         session.attach()
-        for key in session.requests.values():
-            live = self._live.pop(key)
+        for key in list(session.requests.values()):
             self._tracing.on_abandoned(key)
-            if self._pending_grammars.withdraw(key) is None:
+            if self._grammars.withdraw(key) is None:
                 self.core.send(AbortRequest(key))
-            if live.lora is not None:  # after the abort, because the core may then free it
-                self.loras.release(live.lora)
-        self._ended.set()
+            self._requests.remove(key)
 
-    @contextmanager
-    def falling_asleep(self) -> Iterator[None]:
+    def falling_asleep(self) -> AbstractContextManager[None]:
         """Within this context every session hears that the engine is falling asleep, until it sleeps."""
-        self._num_falling_asleep += 1
-        self._set_sleep_state(self._load)
-        self._send_load()
-        try:
-            yield
-        finally:
-            self._num_falling_asleep -= 1
-            self._set_sleep_state(self._load)
-            self._send_load()
-
-    def _to_proto(self, load: EngineLoad) -> pb.Load:
-        message = load_to_proto(load)
-        self._set_sleep_state(message)
-        return message
-
-    def _set_sleep_state(self, load: pb.Load) -> None:
-        if load.sleep_state != pb.SLEEP_STATE_ASLEEP:
-            falling = self._num_falling_asleep > 0
-            load.sleep_state = pb.SLEEP_STATE_FALLING_ASLEEP if falling else pb.SLEEP_STATE_AWAKE
+        return self._load.falling_asleep(self._send_load)
 
     def _send_load(self) -> None:
-        for session in list(self._sessions.values()):
+        for session in self._sessions:
             self._send(session, 0, [], [])
 
     def submit(self, session: Session, message: pb.Submit) -> None:
@@ -271,16 +211,16 @@ class SessionManager:
     def cancel(self, session: Session, request_id: str, indexes: tuple[int, ...] = ()) -> None:
         """Cancels a request of this session, or some of its choices. Ignores ids that the session has not submitted."""
         key = session.requests.get(request_id)
-        if key is None or (indexes and self._pending_grammars.cancel(key, indexes)):
+        if key is None or (indexes and self._grammars.cancel(key, indexes)):
             return
-        if not indexes and (request := self._pending_grammars.withdraw(key)) is not None:
+        if not indexes and (request := self._grammars.withdraw(key)) is not None:
             self._finish_unstarted(key, abort_to_proto(request_id, request))
         else:
             self.core.send(AbortRequest(key, indexes))
 
     def set_updates(self, session: Session, updates: pb.SetUpdates) -> None:
         """Changes how often a session gets updates."""
-        session.set_updates(updates)
+        session.updates.set(updates)
         self._send_updates()
 
     def publish(self, step: EngineCoreOutputs) -> None:
@@ -288,28 +228,28 @@ class SessionManager:
         session without outputs gets the load and the changes with its next update.
         """
         self._step = step.trace.step
-        before = self._load.sleep_state
-        self._load = self._to_proto(step.load)
+        woke_or_slept = self._load.set(step.load)
+        live_requests = self._requests.by_key
         steps: defaultdict[str, _SessionStep] = defaultdict(_SessionStep)
         tokens = step.tokens
         columns = zip(tokens.request_ids, tokens.indexes, tokens.token_ids, tokens.positions, strict=True)
         for request_id, index, token_id, position in columns:
-            if (live := self._live.get(request_id)) is not None:
+            if (live := live_requests.get(request_id)) is not None:
                 steps[live.session.session_id].add_token(live, index, token_id, position)
         for output in step.outputs:
-            if (live := self._live.get(output.request_id)) is not None:
+            if (live := live_requests.get(output.request_id)) is not None:
                 steps[live.session.session_id].add(live, output)
                 if output.ends_request:
-                    self._remove(output.request_id)
+                    self._requests.remove(output.request_id)
         events = events_to_proto(step.kv_events) if steps else []
-        for session in list(self._sessions.values()):
+        for session in self._sessions:
             found = steps.get(session.session_id)
-            if found is None or session.has_deferred:
-                session.defer(step.kv_events)
+            if found is None or session.updates.has_deferred:
+                session.updates.defer(step.kv_events)
             if found is not None:
-                new = () if session.has_deferred else events
+                new = () if session.updates.has_deferred else events
                 self._send(session, self._step, found.outputs, new, found.tokens)
-        if self._load.sleep_state != before:
+        if woke_or_slept:
             self._send_load()
         self._send_updates()
         self._tracing.on_step(step)  # last: if tracing raises, the tokens have been sent
@@ -318,17 +258,13 @@ class SessionManager:
         """Sends the updates that are due, and sets a timer for the next ones. An update after a pause is due at
         once.
         """
-        loop, next_due = asyncio.get_running_loop(), inf
-        for session in list(self._sessions.values()):
-            if session.has_deferred and session.update_due <= loop.time():
+        now, next_due = asyncio.get_running_loop().time(), inf
+        for session in self._sessions:
+            if session.updates.has_deferred and session.updates.due <= now:
                 self._send(session, self._step, [], [])
-            elif session.has_deferred:
-                next_due = min(next_due, session.update_due)
-        if not loop.time() < self._update_timer_due <= next_due:
-            if self._update_timer is not None:
-                self._update_timer.cancel()
-            self._update_timer = loop.call_at(next_due, self._send_updates) if next_due < inf else None
-            self._update_timer_due = next_due
+            elif session.updates.has_deferred:
+                next_due = min(next_due, session.updates.due)
+        self._update_timer.set(next_due)
 
     def _send(
         self,
@@ -340,7 +276,7 @@ class SessionManager:
     ) -> None:
         try:
             now = asyncio.get_running_loop().time()
-            session.publish(step, outputs, self._load, events, tokens, now=now)
+            session.publish(step, outputs, self._load.message, events, tokens, now=now)
         except SessionOverflowError:
             log.warning("closing session %s: it does not read what it is sent", session.session_id)
             self.close(session)
@@ -351,18 +287,14 @@ class SessionManager:
         if message.request_id in session.requests:
             return  # repeated by a router that could not know whether the first one had arrived
         lora = self.loras.find(message.lora_name, message.lora_digest) if message.lora_name else None
-        request = replace(request_from_proto(message, str(next(self._keys))), lora=lora)
-        structured = request.sampling.structured
-        grammar = None if structured is None else self._grammars.submit(structured, request.cache_salt)
-        if lora is not None:
-            self.loras.acquire(lora)
-        self._live[request.request_id] = LiveRequest(session, message.request_id, message.handle, lora)
-        session.requests[message.request_id] = request.request_id
+        request = replace(request_from_proto(message, self._requests.next_key()), lora=lora)
+        grammar = self._grammars.compile(request)
+        self._requests.add(session, message, request)
         self._tracing.on_submit(request)
         if grammar is None:
             self._start(request)
         else:
-            self._pending_grammars.start(request, grammar)
+            self._grammars.start(request, grammar)
 
     def _start(self, request: Request, cancelled: Sequence[tuple[int, ...]] = ()) -> None:
         self.core.send(AddRequest(request))
@@ -370,34 +302,26 @@ class SessionManager:
             self.core.send(AbortRequest(request.request_id, indexes))
 
     def _refuse(self, request: Request, error: QuireError) -> None:
-        live = self._live[request.request_id]
-        self._finish_unstarted(request.request_id, refusal_to_proto(live.request_id, error))
+        request_id = self._requests.by_key[request.request_id].request_id
+        self._finish_unstarted(request.request_id, refusal_to_proto(request_id, error))
 
     def _finish_unstarted(self, key: str, outputs: Sequence[pb.SequenceOutput]) -> None:
         """Ends a request that was not sent to the core."""
-        session = self._remove(key)
+        session = self._requests.remove(key).session
         self._tracing.on_abandoned(key)
         self._send(session, 0, outputs, [])
 
-    def _remove(self, key: str) -> Session:
-        live = self._live.pop(key)
-        del live.session.requests[live.request_id]
-        if live.lora is not None:
-            self.loras.release(live.lora)
-        self._ended.set()
-        return live.session
-
     def _send_loras(self) -> None:
         """Sends every session the engine's adapters, which have changed."""
-        for session in list(self._sessions.values()):
+        for session in self._sessions:
             session.loras = self.loras.to_proto()
             self._send(session, 0, [], [])
 
     def _send_active_loras(self) -> None:
         """Adds the adapters in use to the next batch of every session."""
-        for session in self._sessions.values():
+        for session in self._sessions:
             session.active_loras = pb.ActiveLoras(names=self.loras.active)
-            session.has_deferred = True
+            session.updates.has_deferred = True
         self._send_updates()
 
     def _remove_lora(self, lora_id: int) -> None:
@@ -449,16 +373,10 @@ class SessionManager:
             return
         if (other := self._sessions.get(message.session_id)) is not None:
             self.close(other)
-        self._load = self._to_proto(load)
-        session = Session(message.session_id, self._generation, message.updates, draining=self.draining)
-        self._sessions[message.session_id] = session
-        snapshot = session.snapshot(self._load, cached_to_proto(stored), self.loras, resumed=False)
+        self._load.set(load)
+        session = self._sessions.add(message, draining=self.draining)
+        snapshot = session.snapshot(self._load.message, cached_to_proto(stored), self.loras, resumed=False)
         opened.set_result((session, session.attach(), snapshot))
-        if (found := self.on_first_session) is not None:
-            self.on_first_session = None
+        if (found := self._on_first_session) is not None:
+            self._on_first_session = None
             found()
-
-    def _cancel_expiry(self, session: Session) -> None:
-        handle = self._expiries.pop(session.session_id, None)
-        if handle is not None:
-            handle.cancel()

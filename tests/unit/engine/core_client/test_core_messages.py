@@ -1,14 +1,17 @@
 """Commands and outputs cross the link between a server and its core as they are."""
 
+import math
 import socket
 from collections.abc import Callable, Sequence
 from dataclasses import fields
 from operator import attrgetter
+from pathlib import Path
 from typing import Any
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from quire_engine.config import EngineConfig
 from quire_engine.core.block_pool import BlockStored, Tier
 from quire_engine.core.engine_core import AddRequest, Command, EngineCoreOutputs, GetSnapshot, Sleep, StepTrace
 from quire_engine.core.lora import LoRARequest
@@ -17,7 +20,16 @@ from quire_engine.core.request import Request, ResumedOutput, SequenceEvent, Seq
 from quire_engine.core.step import StepTimings
 from quire_engine.core_client import core_messages
 from quire_engine.core_client.codec import Codec
-from quire_engine.core_client.core_messages import FromCore, Link, Published, RemoteError, ToCore, make_codecs, not_sent
+from quire_engine.core_client.core_messages import (
+    FromCore,
+    Link,
+    Published,
+    RemoteError,
+    Start,
+    ToCore,
+    make_codecs,
+    not_sent,
+)
 from quire_engine.core_client.remote_grammars import RemoteGrammar
 from quire_engine.errors import LoRAError, LoRANotFoundError
 from quire_engine.structured_output.llguidance import RejectedError
@@ -186,3 +198,10 @@ def test_a_message_that_is_too_long_is_neither_sent_nor_read(monkeypatch: pytest
     sender.socket.sendall(data)
     with pytest.raises(ValueError, match="has more than 100"):
         receiver.receive()
+
+
+def test_settings_arrive_as_they_were(tmp_path: Path) -> None:
+    settings = {"enable_lora": True, "lora_modules": ["a=/x", "b=/y"], "swap_space": 0.5, "served_model_name": "m,n"}
+    config = EngineConfig(model=tmp_path, shutdown_timeout=math.inf, max_step_seconds=None, **settings)
+    received = sent_over(linked(ToCore), Start(config.model_dump(mode="json"), 1.5, True))
+    assert EngineConfig.model_validate(received.config) == config

@@ -11,6 +11,8 @@ from quire_engine.models.decoder import DecoderModel
 from quire_engine.models.loader import decoder_class
 from quire_engine.models.registry import ARCHITECTURES, registered_name
 
+from tests.model.models import CONFIGS as SMALL_MODELS
+
 ROOT = Path(quire_engine.__file__).parent
 MAX_LINES = 150
 CONFIGS = {"ModelConfig", "DecoderConfig", "TransformersConfig", "EncoderConfig"}
@@ -26,6 +28,10 @@ def test_each_architecture_is_a_short_file_with_its_class(name: str) -> None:
     assert found.__module__ == module.__name__
     assert len(Path(str(module.__file__)).read_text().splitlines()) <= MAX_LINES
     assert own.gguf is None or found.gguf.names
+
+
+def test_each_architecture_has_a_small_model_that_is_compared_with_transformers() -> None:
+    assert {own.model_type for own in ARCHITECTURES.values()} <= {model_type for model_type, _ in SMALL_MODELS.values()}
 
 
 def test_forms_that_pool_prompts_are_the_same_architecture() -> None:

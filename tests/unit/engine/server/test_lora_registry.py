@@ -9,7 +9,7 @@ from quire.v1 import engine_pb2 as pb
 from quire.v1 import types_pb2 as types
 from quire_engine.core.block_pool import KVCacheConfig
 from quire_engine.core.config import SchedulerConfig
-from quire_engine.core.engine_core import EngineCore, RemoveLoRA
+from quire_engine.core.engine_core import EngineCore, EngineCoreOutputs, RemoveLoRA
 from quire_engine.core.kv_cache_manager import KVCacheManager
 from quire_engine.core.lora import LoRARequest
 from quire_engine.core.scheduler import Scheduler
@@ -52,11 +52,14 @@ class Engine:
         self.loras = LoRARegistry(check, ["model"])
         self.grammars = Watched()
         spans = TraceExporter(enabled=False, step_interval=1)
-        self.manager = SessionManager(7, 0.05, spans, self.grammars.compiler, self.loras)
         config = SchedulerConfig(max_model_len=100, vocab_size=VOCAB_SIZE, max_loras=2)
         self.executor = Executor()
-        self.core = EngineCore(Scheduler(config, KVCacheManager(CAPACITY)), self.executor, self.manager.publish)
-        self.manager.bind(self.core)
+        scheduler = Scheduler(config, KVCacheManager(CAPACITY))
+        self.core = EngineCore(scheduler, self.executor, self._publish)
+        self.manager = SessionManager(self.core, 7, 0.05, spans, self.grammars.compiler, loras=self.loras)
+
+    def _publish(self, step: EngineCoreOutputs) -> None:
+        self.manager.publish(step)
 
     async def open(self, session_id: str = "one") -> tuple[Session, pb.Snapshot]:
         opening = asyncio.create_task(self.manager.open(pb.Open(session_id=session_id)))
@@ -88,7 +91,7 @@ def names(loras: pb.Loras) -> dict[str, bytes]:
 
 
 def batches(session: Session) -> list[pb.StepBatch]:
-    return list(session._unacknowledged)
+    return list(session.batches.unacknowledged)
 
 
 def outputs(session: Session) -> list[pb.SequenceOutput]:
@@ -107,7 +110,7 @@ async def test_sessions_hear_of_adapters_when_they_begin_and_whenever_there_are_
     engine.run()
     told = [names(batch.loras) for batch in batches(session) if batch.HasField("loras")]
     assert told == [{"x": b"a", "y": b"b"}, {"y": b"b"}], "once for each change"
-    session.acknowledge(batches(session)[-1].sequence)
+    session.batches.acknowledge(batches(session)[-1].sequence)
     _, _, again = await engine.manager.open(pb.Open(session_id="one", last_sequence=session.sequence))
     assert again.snapshot.resumed
     assert names(again.snapshot.loras) == {"y": b"b"}

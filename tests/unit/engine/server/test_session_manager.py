@@ -43,13 +43,15 @@ class Engine:
     def __init__(self, *, guesses: bool = False) -> None:
         self.grammars = Watched()
         spans = TraceExporter(enabled=False, step_interval=1)
-        self.manager = SessionManager(7, grace=0.05, tracing=spans, grammars=self.grammars.compiler)
         config = SchedulerConfig(max_model_len=100, vocab_size=VOCAB_SIZE)
         scheduler = Scheduler(config, KVCacheManager(CAPACITY))
         if guesses:
             guess(scheduler, 1)
-        self.core = EngineCore(scheduler, PagedExecutor(CAPACITY), self.manager.publish)
-        self.manager.bind(self.core)
+        self.core = EngineCore(scheduler, PagedExecutor(CAPACITY), self._publish)
+        self.manager = SessionManager(self.core, 7, grace=0.05, tracing=spans, grammars=self.grammars.compiler)
+
+    def _publish(self, step: EngineCoreOutputs) -> None:
+        self.manager.publish(step)
 
     async def open(
         self, session_id: str, last_sequence: int = 0, *, interval: float = 0.0, off: bool = False
@@ -77,7 +79,7 @@ class Engine:
     async def compile(self) -> None:
         """Lets the grammars be compiled, and waits until the manager has handled them."""
         self.grammars.source.release()
-        await until(lambda: not self.manager._pending_grammars._waiting)
+        await until(lambda: not self.manager._grammars._waiting)
 
     def commands(self) -> list[Command]:
         """The commands that were sent to the core and are not handled."""
@@ -177,12 +179,15 @@ async def heard(operations: list[tuple], interval: float) -> dict[str, list[pb.S
             else:
                 let_updates_be_due(engine, *sessions_of.values())
         let_updates_be_due(engine, *sessions_of.values())
-        return {"all": happened, **{name: list(session._unacknowledged) for name, session in sessions_of.items()}}
+        return {
+            "all": happened,
+            **{name: list(session.batches.unacknowledged) for name, session in sessions_of.items()},
+        }
 
 
 def let_updates_be_due(engine: Engine, *sessions: Session) -> None:
     for session in sessions:
-        session.update_due = 0.0
+        session.updates.due = 0.0
     engine.manager._send_updates()
 
 
@@ -269,7 +274,7 @@ async def test_a_router_that_reads_columns_gets_the_same_tokens_as_one_that_does
             message.handle = handle + 2 * number if handle else 0
             engine.manager.submit(session, message)
     engine.step(9)
-    (plain, packed) = (list(session._unacknowledged) for session in (old, new))
+    (plain, packed) = (list(session.batches.unacknowledged) for session in (old, new))
     assert not any(batch.HasField("tokens") for batch in plain)
     names = {7: ("a", 0), 8: ("a", 1), 9: ("b", 0)}
     assert unpacked(packed, names) == unpacked(plain, {})
@@ -288,8 +293,8 @@ async def test_a_batch_that_is_split_has_its_tokens_behind_all_outputs(monkeypat
     session = Session("s", 1)
     outputs = [pb.SequenceOutput(request_id=name, token_ids=[1]) for name in "ab"]
     session.publish(1, outputs, pb.Load(), [], pb.TokenColumns(handles=[1], token_ids=[2], positions=[3]))
-    assert [len(batch.outputs) for batch in session._unacknowledged] == [1, 1]
-    assert [len(batch.tokens.handles) for batch in session._unacknowledged] == [0, 1]
+    assert [len(batch.outputs) for batch in session.batches.unacknowledged] == [1, 1]
+    assert [len(batch.tokens.handles) for batch in session.batches.unacknowledged] == [0, 1]
 
 
 async def test_outputs_that_are_more_than_a_token_are_messages() -> None:
@@ -298,7 +303,7 @@ async def test_outputs_that_are_more_than_a_token_are_messages() -> None:
     params = types.SamplingParams(max_tokens=6, logprobs=1)
     engine.manager.submit(session, pb.Submit(request_id="r", prompt_token_ids=[1, 2], sampling=params, handle=5))
     engine.step(8)
-    batches = list(session._unacknowledged)
+    batches = list(session.batches.unacknowledged)
     assert not any(batch.HasField("tokens") for batch in batches)
     assert sum(len(each.token_ids) for each in outputs_of(batches)) == 6
 
@@ -310,8 +315,8 @@ async def test_a_session_gets_its_outputs_at_once_and_all_other_steps_in_one_bat
     engine.step(10)
     assert (busy.sequence, idle.sequence) == (10, 1)  # of the first at once
     await until(lambda: idle.sequence == 2)
-    assert idle._unacknowledged[-1].step == busy._unacknowledged[-1].step
-    assert idle._unacknowledged[-1].load == busy._unacknowledged[-1].load
+    assert idle.batches.unacknowledged[-1].step == busy.batches.unacknowledged[-1].step
+    assert idle.batches.unacknowledged[-1].load == busy.batches.unacknowledged[-1].load
     await asyncio.sleep(UPDATE_INTERVAL)
     assert idle.sequence == 2  # nothing is sent without a step
     engine.submit(idle, "s", max_tokens=20)
@@ -334,15 +339,15 @@ async def test_a_session_whose_request_waits_does_not_hear_every_step_of_others(
 async def test_a_router_says_how_often_it_hears_and_may_say_it_again() -> None:
     engine = Engine()
     (busy, _, _), (slow, _, _) = await engine.open("busy"), await engine.open("slow", interval=3600.0)
-    assert slow.update_interval == MAX_UPDATE_INTERVAL
+    assert slow.updates.interval == MAX_UPDATE_INTERVAL
     engine.submit(busy, "r", max_tokens=20)
     engine.step(4)
     assert slow.sequence == 1
     engine.manager.set_updates(slow, pb.SetUpdates(interval_seconds=0.001))
     await until(lambda: slow.sequence == 2)
     for nothing in (0.0, -1.0, float("nan"), float("inf")):
-        slow.set_updates(pb.SetUpdates(interval_seconds=nothing))
-        assert slow.update_interval == UPDATE_INTERVAL
+        slow.updates.set(pb.SetUpdates(interval_seconds=nothing))
+        assert slow.updates.interval == UPDATE_INTERVAL
 
 
 async def test_a_session_that_is_off_hears_of_its_own_requests_and_of_nothing_else() -> None:
@@ -359,10 +364,10 @@ async def test_a_session_that_is_off_hears_of_its_own_requests_and_of_nothing_el
     assert (off.sequence, heard_all.sequence) == (0, 2)
     engine.submit(off, "s", max_tokens=9)
     engine.step(9)
-    assert sum(len(output.token_ids) for output in outputs_of(list(off._unacknowledged))) == 9
-    assert not any(batch.HasField("load") or batch.kv_events for batch in off._unacknowledged)
+    assert sum(len(output.token_ids) for output in outputs_of(list(off.batches.unacknowledged))) == 9
+    assert not any(batch.HasField("load") or batch.kv_events for batch in off.batches.unacknowledged)
     engine.manager.drain()
-    assert off._unacknowledged[-1].draining
+    assert off.batches.unacknowledged[-1].draining
 
 
 async def test_tokens_are_delivered_even_when_tracing_fails(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -396,7 +401,7 @@ async def test_a_broken_stream_is_replayed_after_what_was_acknowledged() -> None
     session, number, _ = await engine.open("s")
     engine.submit(session, "r")
     engine.step(5)
-    session.acknowledge(2)
+    session.batches.acknowledge(2)
     engine.manager.detach(session, number)
     again, number, snapshot = await engine.open("s", last_sequence=3)
     assert again is session
@@ -452,7 +457,7 @@ async def test_the_batches_kept_for_a_router_are_bounded(monkeypatch: pytest.Mon
 
     with pytest.raises(SessionOverflowError):
         publish(10)
-    session.acknowledge(session.sequence)
+    session.batches.acknowledge(session.sequence)
     session.publish(1, [], pb.Load(), [])
 
 
@@ -460,7 +465,7 @@ async def test_an_acknowledgement_from_the_future_harms_only_its_sender() -> Non
     session = Session("s", 1)
     number = session.attach()
     session.publish(1, [], pb.Load(), [])
-    session.acknowledge(10**9)
+    session.batches.acknowledge(10**9)
     session.publish(2, [], pb.Load(), [])
     assert [batch.step for batch in await received(session, number, 1)] == [2]
 
@@ -505,7 +510,7 @@ def test_every_part_of_a_split_batch_carries_draining(
     monkeypatch.setattr("quire_engine.server.session.MAX_BATCH_BYTES", 10)
     session = Session("s", 1, draining=True)
     session.publish(1, [pb.SequenceOutput(request_id=f"request-{index}") for index in range(5)], pb.Load(), [])
-    assert [batch.draining for batch in session._unacknowledged] == [True] * 5
+    assert [batch.draining for batch in session.batches.unacknowledged] == [True] * 5
 
 
 # Several choices
@@ -747,7 +752,7 @@ async def test_a_grammar_whose_session_was_closed_meanwhile_is_discarded(
     lost(engine, session)
     await told_late(engine)
     assert not engine.commands()
-    assert not engine.manager._live
+    assert not engine.manager._requests.by_key
 
 
 async def test_an_engine_that_drains_waits_for_grammars_too() -> None:
@@ -794,7 +799,7 @@ async def test_requests_whose_grammars_a_stopping_engine_does_not_compile_are_re
     for index in range(8):
         engine.submit_structured(session, f"r{index}", f"regex{index}")
     engine.grammars.compiler.close()
-    await until(lambda: not engine.manager._pending_grammars._waiting)
+    await until(lambda: not engine.manager._grammars._waiting)
     refusals = outputs_of(await received(session, number, session.sequence))
     assert {refusal.error.code for refusal in refusals} == {types.ERROR_CODE_UNAVAILABLE}
     assert len(refusals) + len(engine.commands()) == 8
