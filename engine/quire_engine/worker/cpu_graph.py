@@ -13,7 +13,7 @@ import threading
 import weakref
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from enum import Enum, auto
+from enum import Enum
 from typing import Any, cast
 
 import torch
@@ -288,9 +288,9 @@ _CAPTURED_TOKENS = 2
 class GraphKind(Enum):
     """What a graph computes. For a step with adapters it matters whether there are any, not which."""
 
-    LAYERS = auto()
-    LAYERS_WITH_ADAPTERS = auto()
-    HEAD = auto()
+    LAYERS = "layers"
+    LAYERS_WITH_ADAPTERS = "layers with adapters"
+    HEAD = "head"
 
 
 def make_cpu_graphs(model: Model, kv: Sequence[LayerKV], attention: AttentionBackend) -> "CpuGraphRunner | None":
@@ -352,7 +352,7 @@ class CpuGraphRunner:
         try:
             graph = self._capture_head(capacity) if kind is GraphKind.HEAD else self._capture_layers(capacity)
         except NotCapturableError as error:
-            log.info("%s is not captured: %s", kind.name, error)
+            log.info("steps run without a CPU graph of their %s: %s", kind.value, error)
         self._graphs[kind] = graph
         return graph
 
