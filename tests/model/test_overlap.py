@@ -156,6 +156,7 @@ def test_copies_wait_for_a_forward_pass_that_failed_too(
         said.append("half of it")
         raise ValueError("no memory")
 
+    monkeypatch.setattr(executor._worker.runner, "_cpu_graphs", None)
     monkeypatch.setattr(executor._worker.runner._model, "forward", fail)
     with pytest.raises(ValueError, match="no memory"):
         executor.execute_model(make_step(0, [Sequence(make_output(0, [5, 6]), wanted=3).chunk(40)]))

@@ -315,6 +315,7 @@ class CpuGraphRunner:
         self._kv = kv
         self._attention = attention
         self._is_alone = model.communicator.size == 1
+        self._receives_states = model.receives_states
         # None for a kind that cannot be captured. Ranks gather their logits through sockets.
         self._graphs: dict[GraphKind, CpuGraph | None] = {} if self._is_alone else {GraphKind.HEAD: None}
 
@@ -332,7 +333,7 @@ class CpuGraphRunner:
             raise ValueError(f"the KV memory has no page {self._attention.last_page}")
         if pending is not None:
             scatter_pending(token_ids, batch.pending_rows, pending)
-        hidden = graph.replay(model.embed(token_ids) if model.receives_states else token_ids, batch.positions)
+        hidden = graph.replay(model.embed(token_ids) if self._receives_states else token_ids, batch.positions)
         if not self._is_alone:
             model.communicator.raise_if_lost()
         return hidden
@@ -363,13 +364,13 @@ class CpuGraphRunner:
     def _capture_layers(self, capacity: int) -> CpuGraph:
         """Captures a step of pads (see ``dummy_decode``), and prepares the attention for its own step again."""
         model, step = self._model, self._attention.batches
-        if model.receives_states:
+        if self._receives_states:
             inputs = torch.zeros(capacity, model.hidden_size, dtype=model.dtype)
         else:
             inputs = torch.zeros(capacity, dtype=torch.int64)
 
         def work(inputs: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
-            states = inputs if model.receives_states else model.embed(inputs)
+            states = inputs if self._receives_states else model.embed(inputs)
             return model.layers(states, positions, self._kv, self._attention)
 
         self._attention.prepare(*[dummy_decode(_CAPTURED_TOKENS)] * len(step))
