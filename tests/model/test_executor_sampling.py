@@ -140,6 +140,7 @@ def test_masks_are_filled_while_the_model_computes(executor: TorchExecutor, monk
         assert filled.wait(timeout=30)
         return forward(*args)
 
+    monkeypatch.setattr(executor._worker.runner, "_cpu_graphs", None)
     monkeypatch.setattr(executor._worker.runner._model, "forward", watched)
     output = make_output(0, [5, 6], grammar=Grammar(2, VOCAB_SIZE))
     assert executor.execute_model(make_step(0, [whole([5, 6], [output])])).token_ids[0] % 2 == 1
