@@ -10,6 +10,7 @@ from base64 import b64decode
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
 from time import time
@@ -196,7 +197,10 @@ def test_an_engine_that_dies_changes_no_number(tmp_path: Path, tmp_path_factory:
 
         async def embed() -> Any:
             asked = asyncio.create_task(client.embeddings.create(model=MODEL, input=texts))
-            await asyncio.sleep(0.3)
+            placed = partial(stack.router.metric, "quire_route_decisions_total", result="placed")
+            while await asyncio.to_thread(placed) < 4:  # noqa: ASYNC110 - a process of its own counts
+                await asyncio.sleep(0.05)
+            await asyncio.sleep(0.2)  # so that what was placed is at its engine
             assert not asked.done(), "no prompt was at the engine that is killed"
             stack.engines[0].kill()
             return await asked
