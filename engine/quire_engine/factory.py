@@ -61,6 +61,7 @@ def make_scheduler(
     """A scheduler for this executor, with empty pools."""
     limits = SchedulerConfig.of(
         config,
+        max_num_seqs=max_num_seqs(config, executor),
         max_model_len=_max_servable_length(executor.max_model_len, executor.kv_cache_config),
         eos_token_ids=frozenset(executor.config.eos_token_ids),
         vocab_size=executor.config.vocab_size,
@@ -77,6 +78,12 @@ def make_scheduler(
         disk=executor.disk_contents,
     )
     return Scheduler(limits, memory, rates=executor.rates, step_policy=step_policy)
+
+
+def max_num_seqs(config: EngineArgs, executor: "TorchExecutor") -> int:
+    """How many sequences run at once: as the settings say, or as many as there is memory for their states."""
+    states = executor.kv_cache_config.states
+    return config.max_num_seqs if states is None else states.max_num_seqs
 
 
 def supported_tasks(executor: "TorchExecutor") -> frozenset[Task]:

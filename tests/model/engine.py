@@ -4,9 +4,10 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import torch
-from quire_engine.config import PreemptionPolicy
+from quire_engine.config import EngineArgs, PreemptionPolicy
 from quire_engine.core.config import SchedulerConfig
 from quire_engine.core.engine_core import EngineCore, EngineCoreOutputs
 from quire_engine.core.executor import Rates
@@ -17,6 +18,8 @@ from quire_engine.core.scheduler import Scheduler
 from quire_engine.core.step import Grammar
 from quire_engine.core.step_recording import StepRecorder
 from quire_engine.executor.torch_executor import TorchExecutor
+from quire_engine.worker import state_memory
+from quire_engine.worker.memory import CacheSizes
 from quire_proto.sampling import FinishReason, SamplingParams, TokenLogprobs
 from transformers import AutoConfig
 
@@ -54,8 +57,17 @@ class Run:
         return [choices[0].token_ids for choices in self.choices]
 
 
-def load(folder: Path, device_blocks: int, host_blocks: int, dtype: str = "float32", **settings: Any) -> TorchExecutor:
-    """The model with pools of exactly so many blocks of all layers, which are more where layers are in groups.
+def load(
+    folder: Path,
+    device_blocks: int,
+    host_blocks: int,
+    dtype: str = "float32",
+    *,
+    checkpoint_tokens: int = BLOCK_SIZE,
+    **settings: Any,
+) -> TorchExecutor:
+    """The model with pools of exactly so many blocks of all layers, which are more where layers are in groups. If it
+    keeps states, it has room for those of all sequences, and a checkpoint after each ``checkpoint_tokens``.
     ``settings`` are further ones of ``EngineArgs``.
     """
     bytes_a_token = getattr(torch, dtype).itemsize * numbers_a_token(folder)
@@ -63,19 +75,45 @@ def load(folder: Path, device_blocks: int, host_blocks: int, dtype: str = "float
         bytes_a_token = int8_bytes_a_token(folder)
     elif settings.get("kv_cache_dtype") == "fp8":
         bytes_a_token = numbers_a_token(folder)
-    block_bytes = bytes_a_token * BLOCK_SIZE + STATES.get(folder.name, 0)
-    executor = load_executor(
-        folder,
-        dtype=dtype,
-        block_size=BLOCK_SIZE,
-        kv_cache_memory=device_blocks * block_bytes,
-        swap_bytes=host_blocks * block_bytes,
-        **settings,
-    )
+    block_bytes = bytes_a_token * BLOCK_SIZE
+    sizes = CacheSizes(device_blocks * block_bytes, host_blocks * block_bytes)
+    bounds = {"MIN_CHECKPOINT_TOKENS": checkpoint_tokens, "MAX_CHECKPOINT_TOKENS": checkpoint_tokens}
+    with patch.multiple(state_memory, **bounds, RUNNING_SHARE=1.0):
+        if folder.name in STATES:
+            sizes = _with_states(sizes, STATES[folder.name], block_bytes)
+        executor = load_executor(
+            folder,
+            dtype=dtype,
+            block_size=BLOCK_SIZE,
+            kv_cache_memory=sizes.kv_cache_bytes,
+            swap_bytes=sizes.swap_bytes,
+            **settings,
+        )
     capacity = executor.kv_cache_config
     counts = (capacity.device_blocks, capacity.host_blocks)
-    assert len(capacity.groups) > 1 or counts == (device_blocks, host_blocks)
+    if capacity.states is None:
+        assert len(capacity.groups) > 1 or counts == (device_blocks, host_blocks)
+    else:
+        assert counts == (device_blocks, host_blocks)
     return executor
+
+
+def _with_states(blocks: CacheSizes, state_bytes: int, block_bytes: int) -> CacheSizes:
+    """The sizes of pools that have these ``blocks`` beside the states of as many sequences as may run."""
+    limits = EngineArgs(model=Path("model"))
+    layout = state_memory.StateLayout.choose(
+        *(state_bytes, (BLOCK_SIZE, block_bytes), 256),
+        max_num_seqs=limits.max_num_seqs,
+        max_num_batched_tokens=limits.max_num_batched_tokens,
+    )
+    sizes, left = blocks, CacheSizes(0, 0)
+    while left.kv_cache_bytes < blocks.kv_cache_bytes or left.swap_bytes < blocks.swap_bytes:
+        more = [int(left.kv_cache_bytes < blocks.kv_cache_bytes), int(left.swap_bytes < blocks.swap_bytes)]
+        sizes = CacheSizes(sizes.kv_cache_bytes + more[0] * state_bytes, sizes.swap_bytes + more[1] * state_bytes)
+        states, left = layout.divide(sizes, block_bytes)
+        if states.max_num_seqs < limits.max_num_seqs:
+            left = CacheSizes(0, left.swap_bytes)
+    return sizes
 
 
 def numbers_a_token(folder: Path) -> int:
@@ -153,4 +191,6 @@ def run(
     memory.check_integrity()
     assert memory.device_pool.num_free == memory.device_pool.num_blocks
     assert memory.host_pool.num_free == memory.host_pool.num_blocks
+    if memory.states is not None:
+        assert memory.states.device_pool.num_used == memory.states.host.pool.num_used == 0
     return Run(choices, told, core.scheduler.stats)

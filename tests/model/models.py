@@ -178,6 +178,10 @@ CONFIGS: dict[str, tuple[str, dict[str, Any]]] = {
         },
     ),
     "olmo2": ("olmo2", {}),
+    "smollm3": (
+        "smollm3",
+        {"num_hidden_layers": 3, "no_rope_layers": [1, 0, 1], "use_sliding_window": True, "sliding_window": 20},
+    ),
 }
 NAMES = tuple(CONFIGS)
 # Rows of KV memory for each token, and the numbers of a row, where not all layers have what the configuration says.
@@ -187,10 +191,9 @@ ROWS = {
     "qwen3.5": ((2 * 1 * 2, 32),),
     "lfm2": ((2 * 1 * 2, 16),),
 }
-# Bytes of the state of two layers in a block, in float32, with the number of tokens that it has seen, in whole
-# multiples of 16: a convolution over the last 4 of 2 * 2 * 16 + 4 * 16 numbers and 4 matrices of 16 * 16; a convolution
-# over the last 3 of 64 numbers.
-STATES = {"qwen3.5": 16 + 2 * 4 * (4 * 128 + 4 * 16 * 16), "lfm2": 16 + 2 * 4 * 3 * 64}
+# Bytes of the state of two layers, in float32: a convolution over the last 4 of 2 * 2 * 16 + 4 * 16 numbers and 4
+# matrices of 16 * 16; a convolution over the last 3 of 64 numbers.
+STATES = {"qwen3.5": 2 * 4 * (4 * 128 + 4 * 16 * 16), "lfm2": 2 * 4 * 3 * 64}
 MODEL_TYPES = {own.model_type for own in ARCHITECTURES.values()}
 OWN = tuple(name for name, (model_type, _) in CONFIGS.items() if model_type in MODEL_TYPES)
 # Those of OWN that differ in more than the rotation of their heads.
@@ -267,6 +270,8 @@ def small_model(name: str, tmp: Path, **changes: Any) -> Path:
             "max_position_embeddings": 256,
             "initializer_range": 0.3,
             "eos_token_id": 2,
+            "bos_token_id": None,
+            "pad_token_id": None,
             **special,
             **changes,
         },

@@ -14,7 +14,7 @@ from quire_engine.executor import multiproc
 from quire_engine.executor.rank_processes import RankError
 from quire_engine.executor.rpc import step_to_arrays
 from quire_engine.executor.torch_executor import TorchExecutor
-from quire_engine.models.decoder import DecoderModel
+from quire_engine.layers.decoder_stack import DecoderStack
 from quire_proto.sampling import SamplingParams
 
 from tests.model.driver import GREEDY
@@ -134,13 +134,13 @@ def assert_gone(process: psutil.Process) -> None:
 def record_split(patch: pytest.MonkeyPatch) -> list[int]:
     """The tokens of each step that a rank of this process computes in two halves, as long as ``patch`` holds."""
     seen: list[int] = []
-    overlapped_layers = DecoderModel._overlapped_layers
+    overlapped = DecoderStack._overlapped
 
-    def record(model: DecoderModel, states: torch.Tensor, *others: Any) -> torch.Tensor:
+    def record(stack: DecoderStack, states: torch.Tensor, *others: Any) -> torch.Tensor:
         seen.append(len(states))
-        return overlapped_layers(model, states, *others)
+        return overlapped(stack, states, *others)
 
-    patch.setattr(DecoderModel, "_overlapped_layers", record)
+    patch.setattr(DecoderStack, "_overlapped", record)
     return seen
 
 

@@ -26,7 +26,7 @@ def streamed_layers(executor: TorchExecutor) -> list[StreamedLayer[WeightFile]]:
     """Those that are read from disk, on rank 0 if there are several."""
     runner = executor._worker.runner
     assert isinstance(runner, ModelRunner)
-    layers = runner._model._layers  # type: ignore[attr-defined]
+    layers = runner._model._stack.layers  # type: ignore[attr-defined]
     return [layer for layer in layers if isinstance(layer, StreamedLayer)]
 
 

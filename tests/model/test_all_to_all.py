@@ -256,7 +256,7 @@ def test_rank_0_failing_alone_is_reported_although_the_others_wait_for_it(
         raise RuntimeError("out of memory")
 
     watched.run()
-    experts = watched.executor._worker.runner._model._layers[1]._mlp._experts
+    experts = watched.executor._worker.runner._model._stack.layers[1]._mlp._experts
     assert isinstance(experts, AllToAllExperts)
     monkeypatch.setattr(experts, *(("_local", fail) if "results" in place else ("_communicator", None)))
     with pytest.raises(RankError, match=r"Rank 0 failed in a step in which other ranks did not"):

@@ -462,7 +462,7 @@ def test_an_engine_that_fails_alone_in_a_pass_ends(
     monkeypatch.setattr("quire_engine.executor.engine_group.LOSS_SECONDS", 0.1)
     with failing(small_models) as (one, other):
         one.run([[5]], max_tokens=5)
-        experts = own_runner(one)._model._layers[1]._mlp._experts  # type: ignore[attr-defined]
+        experts = own_runner(one)._model._stack.layers[1]._mlp._experts  # type: ignore[attr-defined]
         assert isinstance(experts, AllToAllExperts)
         monkeypatch.setattr(experts, *(("_local", fail) if "results" in place else ("_communicator", None)))
         other.add([[6]], max_tokens=5)

@@ -8,13 +8,14 @@ from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from threading import Event, Thread
+from time import sleep
 from typing import Any
 
 import psutil
 import pytest
 from quire_engine.config import EngineConfig
 from quire_engine.errors import ModelError
-from quire_engine.executor.rank_processes import RankError
+from quire_engine.executor.rank_processes import END_GRACE_SECONDS, RankError
 from quire_engine.executor.torch_executor import TorchExecutor
 
 from tests.model.models import SmallModels, small_model
@@ -117,6 +118,20 @@ def test_a_grid_over_machines_makes_the_tokens_of_one_process(
             made.start_other(rank=rank, address=f"127.0.0.{rank + 2}")
         assert_near(generate(made.load(), small_models, num_stages=2), generate(alone, small_models))
     assert [other.popen.returncode for other in made.others] == [0] * (nnodes - 1)
+
+
+def test_a_step_that_no_machine_can_run_ends_its_own_request_alone(
+    small_models: SmallModels, tmp_path: Path, tls: list[str]
+) -> None:
+    """Neither machine has another rank than the one."""
+    sizes = ("--tensor-parallel-size", "2", "--nnodes", "2")
+    with nodes(small_models.folder("llama3"), tmp_path, *sizes, tls=tls) as made:
+        made.start_other()
+        executor = made.load()
+        assert_only_its_own_request_fails(executor)
+        sleep(2 * END_GRACE_SECONDS)
+        assert_only_its_own_request_fails(executor)
+        assert made.told == []
 
 
 def test_another_model_or_another_setting_is_refused(small_models: SmallModels, tmp_path: Path, tls: list[str]) -> None:

@@ -91,7 +91,7 @@ def hidden_states_on(
     device = FakeDevice(seed)
     with offloads_on_the_cpu(5, device, left_out):
         model = load_plain(folder, **OFFLOAD)
-        assert sum(isinstance(layer, StreamedLayer) for layer in model.model._layers) == 5  # type: ignore[attr-defined]
+        assert sum(isinstance(layer, StreamedLayer) for layer in model.model._stack.layers) == 5  # type: ignore[attr-defined]
         return hidden_states(model, prompts, device)
 
 

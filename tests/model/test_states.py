@@ -1,32 +1,35 @@
-"""States of layers without keys and values lie in blocks: forks have their own, a step that is run again goes on from
-what it began with, and nothing is computed that would be taken back.
+"""Layers without keys and values keep states: forks have their own, a step that is run again goes on from what it began
+with, requests begin at checkpoints, and nothing is computed that would be taken back.
 """
 
-from typing import Any
+import random
+from pathlib import Path
 
 import pytest
 import torch
-from hypothesis import given
-from hypothesis import strategies as st
-from quire_engine.attention.base import AttentionBatch
+from quire_engine.config import PreemptionPolicy
 from quire_engine.errors import ModelError
 from quire_engine.executor.torch_executor import TorchExecutor
-from quire_engine.models.transformers_state import pieces_of
-from quire_engine.worker.memory import GROWTH_RESERVE, MemoryProfile, MemoryProfiler
 from quire_proto.sampling import SamplingParams
 
 from tests.model import engine
-from tests.model.models import STATES, SmallModels
+from tests.model.models import VOCAB_SIZE, SmallModels, greedy_oracle
 from tests.support.executors import load_executor
 
 NAMES = ("qwen3.5", "lfm2")
 TOKENS = 24
+CHECKPOINT_TOKENS = 48  # three KV blocks
 GREEDY = SamplingParams(temperature=0, max_tokens=TOKENS, ignore_eos=True)
 
 
 @pytest.fixture(scope="module")
 def executors(small_models: SmallModels) -> dict[str, TorchExecutor]:
-    return {name: engine.load(small_models.folder(name), 200, 0) for name in NAMES}
+    return {name: load(small_models, name, 200, 0) for name in NAMES}
+
+
+def load(small_models: SmallModels, name: str, device_blocks: int, host_blocks: int) -> TorchExecutor:
+    folder = small_models.folder(name)
+    return engine.load(folder, device_blocks, host_blocks, checkpoint_tokens=CHECKPOINT_TOKENS)
 
 
 @pytest.mark.parametrize("name", NAMES)
@@ -37,6 +40,46 @@ def test_forks_of_a_prompt_go_on_from_its_state_each_on_its_own(
     params = SamplingParams(temperature=0, n=3, max_tokens=TOKENS, ignore_eos=True)
     made = engine.run(executors[name], prompts, [params] * len(prompts), chunk=7)
     assert [[choice.token_ids for choice in each] for each in made.choices] == [[one] * 3 for one in expected]
+
+
+@pytest.fixture(scope="module")
+def long_prompts() -> list[list[int]]:
+    """Prompts that have 2 checkpoints in common, or 1, or none."""
+    generator = random.Random(1)
+
+    def some(count: int) -> list[int]:
+        return [generator.randrange(3, VOCAB_SIZE) for _ in range(count)]
+
+    shared = some(110)
+    return [shared[:length] + some(generator.randint(1, 40)) for length in (110, 100, 60, 47, 110, 96, 110)]
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_prompts_begin_at_checkpoints_that_they_have_in_common(
+    small_models: SmallModels, executors: dict[str, TorchExecutor], long_prompts: list[list[int]], name: str
+) -> None:
+    made = engine.run(executors[name], long_prompts, [GREEDY] * len(long_prompts), chunk=64, max_num_seqs=1)
+    assert made.outputs == greedy_oracle(small_models.folder(name), long_prompts, TOKENS)
+    assert made.statistics.prefix_device_tokens == sum((0, 96, 48, 0, 96, 96, 96))
+
+
+@pytest.mark.parametrize("mode", ["swap", "recompute"])
+@pytest.mark.parametrize("name", NAMES)
+def test_preempted_sequences_go_on_from_their_state_or_from_a_checkpoint(
+    small_models: SmallModels, long_prompts: list[list[int]], name: str, mode: PreemptionPolicy
+) -> None:
+    """The chunks end within blocks of every kind. Prefixes also come back from the host."""
+    executor, params = load(small_models, name, 22, 200), SamplingParams(temperature=0, max_tokens=70, ignore_eos=True)
+    prompts = [prompt[-90:] for prompt in long_prompts]
+    made = engine.run(
+        executor, prompts * 2, [params] * len(prompts) * 2, chunk=37, max_num_seqs=4, preemption_mode=mode
+    )
+    assert made.outputs == greedy_oracle(small_models.folder(name), prompts, 70) * 2
+    counted = made.statistics
+    assert counted.preemptions_by_swap + counted.preemptions_by_recompute > 2
+    assert (counted.preemptions_by_swap > 0) == (mode == "swap")
+    assert counted.prefix_hit_tokens > 0
+    executor.close()
 
 
 @pytest.mark.parametrize("place", ["in a layer", "behind all layers"])
@@ -75,74 +118,29 @@ def test_a_sequence_whose_state_is_lost_ends_and_no_other(
 
     runner, tokens = executors["lfm2"]._worker.runner, small_models.prompts[9][:4]
 
-    def forward(chunks: list[KnownChunk]) -> torch.Tensor:
+    def forward(*chunks: tuple[int, list[int], int, int]) -> torch.Tensor:
+        """Of sequences with a block and a state of the same number."""
+        known = [KnownChunk(id, part, start, [block], other_block_ids=[[block]]) for id, part, start, block in chunks]
+        batch = prepare(known, engine.BLOCK_SIZE, state_block_size=CHECKPOINT_TOKENS)
         with torch.inference_mode():
-            return runner.forward(prepare(chunks, engine.BLOCK_SIZE).model_input).clone()
+            return runner.forward(batch.model_input).clone()
 
-    forward([KnownChunk(0, tokens, 0, [1]), KnownChunk(1, tokens, 0, [2])])
-    with torch.inference_mode():
-        runner._kv_cache.layers[-1].pages[1].zero_()
-    with pytest.raises(RuntimeError, match="block 1 has the state behind 0 tokens, and not behind 4"):
-        forward([KnownChunk(0, tokens[:1], 4, [1]), KnownChunk(1, tokens[:1], 4, [2])])
-    assert len(forward([KnownChunk(1, tokens[:1], 4, [2])])) == 1
+    forward((0, tokens, 0, 1), (1, tokens, 0, 2))
+    with pytest.raises(RuntimeError, match="block 1 has the state after 4 tokens, and not after 3"):
+        forward((0, tokens[:1], 3, 1), (1, tokens[:1], 4, 2))
+    assert len(forward((1, tokens[:1], 4, 2))) == 1
 
 
 @pytest.mark.parametrize(
-    ("settings", "flag"), [({"speculative_method": "ngram"}, "--speculative"), ({"async_scheduling": True}, "--async")]
+    ("settings", "flag"),
+    [
+        ({"speculative_method": "ngram"}, "--speculative"),
+        ({"async_scheduling": True}, "--async"),
+        ({"kv_disk_path": Path("disk"), "kv_disk_space": 1.0}, "--kv-disk-path"),
+    ],
 )
-def test_what_would_compute_tokens_that_are_taken_back_is_refused(
+def test_what_states_cannot_follow_is_refused(
     small_models: SmallModels, settings: dict[str, object], flag: str
 ) -> None:
     with pytest.raises(ModelError, match=f"{flag}.* is for models whose layers keep no state"):
         load_executor(small_models.folder("lfm2"), kv_cache_memory=1 << 20, swap_bytes=0, **settings)
-
-
-@given(
-    st.integers(1, 7),
-    st.lists(st.tuples(st.integers(1, 20), st.integers(0, 20)), max_size=4),
-)
-def test_pieces_are_the_tokens_of_a_step_cut_where_blocks_end(size: int, chunks: list[tuple[int, int]]) -> None:
-    contexts = [tokens + past for tokens, past in chunks]
-    counts = [-(-context // size) for context in contexts]
-    batch = AttentionBatch(
-        query_indptr=torch.tensor([0, *(tokens for tokens, _ in chunks)]).cumsum(0).int(),
-        page_indptr=torch.tensor([0, *counts]).cumsum(0).int(),
-        page_ids=torch.arange(100, 100 + sum(counts)).int(),
-        last_page_len=torch.zeros(len(chunks)).int(),
-        context_lens=torch.tensor(contexts).int(),
-        positions=torch.zeros(0).int(),
-    )
-    pieces = pieces_of(batch, size)
-    assert [token for piece in pieces for token in range(piece.start, piece.end)] == list(
-        range(sum(tokens for tokens, _ in chunks))
-    )
-    first_page = dict(enumerate(batch.page_indptr.tolist()))
-    for piece in pieces:
-        end = contexts[piece.chunk] - (int(batch.query_indptr[piece.chunk + 1]) - piece.end)
-        assert piece.seen == end
-        assert piece.block == 100 + first_page[piece.chunk] + (end - 1) // size
-        assert (end - (piece.end - piece.start)) // size == (end - 1) // size
-        assert end % size == 0 or piece.end == int(batch.query_indptr[piece.chunk + 1])
-
-
-def test_what_steps_keep_of_states_is_kept_free(small_models: SmallModels, monkeypatch: pytest.MonkeyPatch) -> None:
-    """For each sequence the state that it begins with, in the step and until the next."""
-    profiles: list[MemoryProfile] = []
-    profile = MemoryProfiler.profile
-
-    def recorded(self: MemoryProfiler, *arguments: Any) -> MemoryProfile:
-        profiles.append(profile(self, *arguments))
-        return profiles[-1]
-
-    monkeypatch.setattr(MemoryProfiler, "profile", recorded)
-    for name in ("qwen3.5", "gemma3"):
-        load_executor(small_models.folder(name), kv_cache_memory=1 << 20, swap_bytes=0, max_num_seqs=100)
-    kept = [profile.growth_reserve - GROWTH_RESERVE for profile in profiles]
-    assert STATES["qwen3.5"] - 16 < kept[0] / 200 <= STATES["qwen3.5"]
-    assert kept[1] == 0
-
-
-def test_a_block_of_a_model_without_a_state_has_none(small_models: SmallModels) -> None:
-    executor = load_executor(small_models.folder("gemma3"), kv_cache_memory=1 << 20, swap_bytes=0)
-    assert executor._worker.runner._model.state_bytes == 0
-    assert len(executor._worker.runner._kv_cache.layers) == 2

@@ -9,7 +9,7 @@ from random import Random
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
 from quire_engine.core.absence import PreemptionReason, TimeAway
-from quire_engine.core.block_pool import BlockStored, KVCacheConfig, KVCacheGroup
+from quire_engine.core.block_pool import BlockStored, KVCacheConfig, KVCacheGroup, StateCacheConfig
 from quire_engine.core.config import SchedulerConfig
 from quire_engine.core.engine_core import AbortRequest, AddRequest, EngineCore, EngineCoreOutputs
 from quire_engine.core.executor import Rates
@@ -68,19 +68,23 @@ def unsteady(random: Random, fails: float) -> tuple[Callable[[int], int], Callab
 
 
 class CheckedExecutor(PagedExecutor):
-    """Passes each plan to a check before it runs."""
+    """Passes each plan to a check before it runs, but not the parts of one that has failed."""
 
     def __init__(self, capacity: KVCacheConfig, check: Callable[[SchedulerOutput], None]) -> None:
         super().__init__(capacity)
         self._check = check
+        self._last_step = -1
 
     def execute_model(self, scheduler_output: SchedulerOutput) -> ModelOutput:
-        self._check(scheduler_output)
+        if scheduler_output.step != self._last_step:
+            self._check(scheduler_output)
+        self._last_step = scheduler_output.step
         return super().execute_model(scheduler_output)
 
 
 class EngineStateMachine(RuleBasedStateMachine):
     num_stages = 1
+    may_keep_states = True  # not if steps overlap or have drafts
 
     @initialize(
         block_size=st.sampled_from([1, 2, 4]),
@@ -101,6 +105,10 @@ class EngineStateMachine(RuleBasedStateMachine):
         disk_seed=st.integers(0, 1 << 16),
         disk_fails=st.sampled_from([0.0, 0.0, 0.01]),
         windows=st.sampled_from(WINDOWS),
+        blocks_a_state=st.sampled_from([0, 0, 1, 2, 5]),
+        more_states=st.sampled_from([0, 3, 30]),
+        host_states=st.sampled_from([0, 2, 30]),
+        fails=st.sampled_from([0.0, 0.2]),
     )
     def start(
         self,
@@ -122,12 +130,23 @@ class EngineStateMachine(RuleBasedStateMachine):
         disk_seed,
         disk_fails,
         windows,
+        blocks_a_state,
+        more_states,
+        host_states,
+        fails,
     ):
         if self.num_stages > 1 or disk_slots:
             windows = (None,)
         groups = tuple(KVCacheGroup(window) for window in windows)
         num_blocks = len(windows) * (pool_tokens // block_size)
-        capacity = KVCacheConfig(block_size, 1 + num_blocks, host_blocks, 100, groups, max_step_tokens=2 * budget)
+        states = None
+        if blocks_a_state and self.may_keep_states and batching != "static" and not disk_slots:
+            size = blocks_a_state * block_size
+            num_states = 1 + 2 * max_num_seqs + -(-budget // size) + more_states
+            states = StateCacheConfig(size, num_states, host_states, 500, max_num_seqs)
+        capacity = KVCacheConfig(
+            block_size, 1 + num_blocks, host_blocks, 100, groups, max_step_tokens=2 * budget, states=states
+        )
         config = SchedulerConfig(
             max_num_seqs=max_num_seqs,
             max_num_batched_tokens=budget,
@@ -160,6 +179,9 @@ class EngineStateMachine(RuleBasedStateMachine):
         self.scheduler.schedule = self.schedule
         executor = self.make_executor(capacity)
         executor.disk.num_ending, executor.disk.outcome = unsteady(Random(disk_seed), disk_fails)
+        if states is not None:
+            failures = Random(disk_seed)
+            executor.fails = lambda: failures.random() < fails
         self.core = EngineCore(self.scheduler, executor, self.receive)
         self.clients: dict[str, Client] = {}
         self.times_away: list[TimeAway] = []
@@ -330,7 +352,9 @@ class EngineStateMachine(RuleBasedStateMachine):
         transferred = self.memory.tiers.held_host_blocks
         assert self.memory.host_pool.num_blocks - self.memory.host_pool.num_free == len({*on_host, *transferred})
         known = set(self.cached)
-        for event in self.memory._events:
+        if self.memory.states is not None:
+            assert self.memory.states.count_leaked(s.table for queue in self.queues() for s in queue) == 0
+        for event in self.memory._publisher.events:
             (known.add if isinstance(event, BlockStored) else known.remove)(BlockStored(event.block_hash, event.tier))
         assert set(self.memory.stored_blocks()) == known, "the events disagree with what is cached"
 
@@ -387,6 +411,8 @@ class EngineStateMachine(RuleBasedStateMachine):
         self.memory.check_integrity()
         assert self.memory.device_pool.num_free == self.memory.device_pool.num_blocks
         assert self.memory.host_pool.num_free == self.memory.host_pool.num_blocks
+        if self.memory.states is not None:
+            assert self.memory.states.device_pool.num_used == self.memory.states.host.pool.num_used == 0
         for tier in self.memory.tiers.asynchronous:
             assert tier.pool.num_free == tier.pool.num_blocks
         self.check_rows(self.scheduler.schedule())

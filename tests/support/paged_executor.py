@@ -8,9 +8,20 @@ scheduler.
 
 from collections.abc import Callable, Iterable
 from hashlib import blake2b
+from itertools import accumulate
 
+import numpy as np
+import torch
+from quire_engine.attention.state_cache import StateCache, StateChunks
 from quire_engine.core.beam_search import BeamSearch, Hypothesis
-from quire_engine.core.block_pool import BlockCopies, BlockCopy, DiskTransfer, KVCacheConfig
+from quire_engine.core.block_pool import (
+    BlockCopies,
+    BlockCopy,
+    DiskTransfer,
+    KVCacheConfig,
+    PoolCopies,
+    StateCacheConfig,
+)
 from quire_engine.core.executor import Rates
 from quire_engine.core.kv_transfer.transfer import DiskContents, TransferOutcome, TransferResult
 from quire_engine.core.step import BeamCandidates, ModelOutput, SampleRequest, SchedulerOutput
@@ -89,13 +100,19 @@ class PagedExecutor:
         self.device: list[list[bytes]] = [[b""] * size for _ in range(capacity.device_blocks)]
         self.host: list[list[bytes]] = [[b""] * size for _ in range(capacity.host_blocks)]
         self.disk = PagedDisk(self.host)
+        self.states = None if capacity.states is None else PagedStates(capacity.states)
+        self.fails: Callable[[], bool] = lambda: False  # asked for each step of several sequences
 
     def execute_model(self, scheduler_output: SchedulerOutput) -> ModelOutput:
         self.take_rows(scheduler_output)
         self.copy(scheduler_output)
         model_output, draw = ModelOutput([0] * scheduler_output.num_draws), 0
-        for number, chunk in enumerate(self.given):
-            prefix = self.compute(number, chunk, model_output)
+        prefixes = [self.compute(number, chunk, model_output) for number, chunk in enumerate(self.given)]
+        if self.states is not None and self.given:
+            self.states.compute(self.given)
+        if len(self.given) > 1 and self.fails():
+            raise RuntimeError("a step has failed")
+        for chunk, prefix in zip(self.given, prefixes, strict=True):
             for request, known, behind in self.draws_of(chunk, list(chunk.known)[: chunk.end], prefix):
                 self.draw(request, known, behind, draw, model_output)
                 draw += 1
@@ -125,6 +142,8 @@ class PagedExecutor:
         _copy(scheduler_output.copies.blocks_to_swap_out, self.device, self.host)
         _copy(scheduler_output.copies.blocks_to_copy, self.device, self.device)
         _copy(scheduler_output.copies.blocks_to_swap_in, self.host, self.device)
+        if self.states is not None and scheduler_output.copies.states is not None:
+            self.states.copy(scheduler_output.copies.states)
 
     def copy_ahead(self, scheduler_output: SchedulerOutput) -> None:
         """As late as that may be: behind the forward pass."""
@@ -183,8 +202,8 @@ class PagedExecutor:
             model_output.logprobs[number] = TokenLogprobs(logprob(prefix, token_id))
 
     def _tables(self, chunk: KnownChunk) -> list[list[int]]:
-        tables = chunk.tables
-        assert len(tables) == len(self.kv_cache_config.groups), "not every group of layers has a table"
+        assert len(chunk.tables) == self.kv_cache_config.num_tables, "not every group of layers has a table"
+        tables = chunk.tables[: len(self.kv_cache_config.groups)]
         assert len({len(table) for table in tables}) == 1, "the groups' tables differ in length"
         return tables
 
@@ -213,6 +232,52 @@ class PagedExecutor:
         block_id = block_ids[position // size]
         assert block_id != 0, "the null page was written"
         self.device[block_id][position % size] = prefix
+
+
+class PagedStates:
+    """States in the rows of a ``StateCache``: each is the digest of the tokens before it. ``contents`` are by row."""
+
+    def __init__(self, capacity: StateCacheConfig) -> None:
+        rows = torch.zeros(capacity.device_blocks + capacity.max_num_seqs, 1)
+        host_rows = torch.zeros(capacity.host_blocks, 1)
+        self.cache = StateCache(rows, host_rows, capacity.device_blocks, capacity.block_size)
+        self.contents = [b"none"] * len(rows)
+        self.host = [b"none"] * len(host_rows)
+
+    def copy(self, copies: PoolCopies) -> None:
+        for rows_of, each, source, target in (
+            (self.cache.copy_to_host, copies.blocks_to_swap_out, self.contents, self.host),
+            (self.cache.copy_within, copies.blocks_to_copy, self.contents, self.contents),
+            (self.cache.copy_from_host, copies.blocks_to_swap_in, self.host, self.contents),
+        ):
+            for copy in each:
+                from_row, to_row = rows_of(copy.source, copy.target)
+                target[to_row] = source[from_row]
+
+    def compute(self, chunks: list[KnownChunk]) -> None:
+        """Computes the states after the chunks from those before, which must be those of the tokens there."""
+        size = self.cache.block_size
+        tables = [chunk.tables[-1][max(0, chunk.start - 1) // size : -(-chunk.end // size)] for chunk in chunks]
+        runs, written = self.cache.begin_step(
+            StateChunks(
+                starts=np.array([chunk.start for chunk in chunks]),
+                query_indptr=np.array([0, *accumulate(len(chunk.token_ids) for chunk in chunks)]),
+                blocks=np.array([block for table in tables for block in table]),
+                indptr=np.array([0, *accumulate(map(len, tables))]),
+            )
+        )
+        assert 0 not in written.blocks, "the null state was written"
+        known = [[b"", *prefix_digests(list(chunk.known)[: chunk.end])] for chunk in chunks]
+        parents = [each for chunk, digests in zip(chunks, known, strict=True) for each in digests[chunk.start : -1]]
+        prefixes = [each for chunk, digests in zip(chunks, known, strict=True) for each in digests[chunk.start + 1 :]]
+        for run in runs:
+            tokens = range(len(parents))[run.tokens] if isinstance(run.tokens, slice) else run.tokens.tolist()
+            read = [None] * len(run.write) if run.read is None else run.read.tolist()
+            before = [b"" if row is None else self.contents[row] for row in read]
+            assert before == [parents[token] for token in tokens[:: run.length]], "a chunk begins with another state"
+            for row, token in zip(run.write.tolist(), tokens[run.length - 1 :: run.length], strict=True):
+                self.contents[row] = prefixes[token]
+        self.cache.end_step(written)
 
 
 class PagedDisk:

@@ -85,13 +85,16 @@ def make_step(step: int, chunks: Sequence[KnownChunk] = (), *copies: Any, **more
 
 
 def prepare(
-    chunks: Sequence[KnownChunk], block_size: int, groups: Sequence[KVCacheGroup] = (KVCacheGroup(),)
+    chunks: Sequence[KnownChunk],
+    block_size: int,
+    groups: Sequence[KVCacheGroup] = (KVCacheGroup(),),
+    state_block_size: int = 0,
 ) -> "InputBatch":
-    """The batch of these chunks, all of whose rows are sent."""
+    """The batch of these chunks, all of whose rows are sent. Their last table is of states, if these have a size."""
     from quire_engine.worker.input_batch import prepare_inputs
     from quire_engine.worker.request_states import RequestStates
 
-    states, step = RequestStates(len(groups), VOCAB), make_step(0, chunks)
+    states, step = RequestStates(len(groups), VOCAB, state_block_size), make_step(0, chunks)
     states.update(step)
     return prepare_inputs(states, step, block_size, groups)
 

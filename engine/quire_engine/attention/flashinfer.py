@@ -8,7 +8,7 @@ from the wrapper's pinned staging buffer, hence the fence.
 
 import logging
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -275,6 +275,14 @@ class _GraphDecode(_PlannedAttention):
         return self._shared.make_graph_wrapper(kind, self._fixed[kind.group])
 
 
+@dataclass(frozen=True, slots=True)
+class _GraphMemory:
+    """What the graphs of all sizes share: the arrays of each group of layers, and the memory of each kind's plans."""
+
+    pages: dict[int, PageArrays] = field(default_factory=dict)
+    plans: dict[_Kind, torch.Tensor] = field(default_factory=dict)
+
+
 class _SharedState:
     """The state that the backends of one model share: its shape, the workspace, the fence, and the kinds of its
     layers.
@@ -302,8 +310,7 @@ class _SharedState:
         group = shape.num_heads // shape.num_kv_heads
         self._on_tensor_cores = group > _MAX_GROUP_ON_CUDA_CORES or not is_measured
         self._has_fa3 = is_measured and _gpu(device)[1][0] == 9
-        self._graph_memory: dict[int, PageArrays] = {}
-        self._graph_plans: dict[_Kind, torch.Tensor] = {}
+        self._graph_memory = _GraphMemory()
 
     def stage(self, batch: AttentionBatch) -> tuple[PageArrays, PageArrays]:
         """Returns the batch on the host and on the device. With ``deterministic``, each token is a chunk."""
@@ -387,18 +394,19 @@ class _SharedState:
             paged_kv_indices_buffer=fixed.page_ids,
             paged_kv_last_page_len_buffer=fixed.last_page_len,
         )
-        if kind not in self._graph_plans:
-            self._graph_plans[kind] = torch.empty(_GRAPH_PLAN_BYTES, dtype=torch.uint8, device=self.device)
-        wrapper.reset_workspace_buffer(self.workspace, self._graph_plans[kind])
+        plans = self._graph_memory.plans
+        if kind not in plans:
+            plans[kind] = torch.empty(_GRAPH_PLAN_BYTES, dtype=torch.uint8, device=self.device)
+        wrapper.reset_workspace_buffer(self.workspace, plans[kind])
         return wrapper
 
     def graph_arrays(self, group: int, batch_size: int, max_pages: int) -> PageArrays:
         """Returns the fixed arrays of a graph for one group of layers. Graphs share memory: smaller graphs use the
         start of the first graph's arrays, because each is planned again before its replay.
         """
-        memory = self._graph_memory.get(group)
+        memory = self._graph_memory.pages.get(group)
         if memory is None or len(memory.positions) < batch_size or len(memory.page_ids) < max_pages:
-            memory = self._graph_memory[group] = _null_pages(batch_size, max_pages, self.device)
+            memory = self._graph_memory.pages[group] = _null_pages(batch_size, max_pages, self.device)
         return PageArrays(
             query_indptr=memory.query_indptr[: batch_size + 1],
             page_indptr=memory.page_indptr[: batch_size + 1],

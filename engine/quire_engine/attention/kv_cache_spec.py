@@ -2,8 +2,8 @@
 
 A block has the keys and values of ``block_size`` tokens in all layers of a group, one layer after the other, as one run
 of bytes. So any block is copied, swapped and stored as a unit. Layers may differ in KV heads and head size, like the
-global and local layers of Gemma 4. A layer that reads another layer's keys and values has none itself. Layers with a
-recurrent state keep it in the block too.
+global and local layers of Gemma 4. A layer that reads another layer's keys and values has none itself. Layers that
+keep a state have blocks of their own (``state_cache``).
 
 Most models have one group with all layers. If some layers have a window, layers with equal windows form groups, so that
 blocks can be freed once they leave the window. The number of groups of each kind is chosen so that the blocks of all
@@ -18,7 +18,6 @@ import torch
 from quire_engine.attention.base import LayerAttention, LayerKV
 from quire_engine.attention.kv_rows import row_size
 
-STATE_ALIGNMENT = 16
 MAX_GROUPS = 16
 MAX_PADDING = 1 / 8
 """The largest part of all blocks of a token that may be empty because some groups have fewer or smaller layers."""
@@ -59,8 +58,8 @@ class KVCacheSpec:
 
 @dataclass(frozen=True, slots=True)
 class BlockLayout:
-    """The layout of a block of any group of layers: first ``state_bytes`` for the layers with a recurrent state, then
-    the ``specs`` of the group's attention layers. A block has ``elements`` of ``dtype``.
+    """The layout of a block of any group of layers: the ``specs`` of the group's attention layers. A block has
+    ``elements`` of ``dtype``.
 
     ``specs`` and ``layer_groups`` (group numbers) have an entry for each attention layer, in order. ``windows`` has an
     entry for each group: how many tokens its layers see, None for all.
@@ -68,7 +67,6 @@ class BlockLayout:
 
     block_size: int
     specs: tuple[KVCacheSpec, ...]
-    state_bytes: int
     elements: int
     dtype: torch.dtype
     layer_groups: tuple[int, ...]
@@ -80,39 +78,33 @@ class BlockLayout:
         layers: Sequence[LayerAttention],
         block_size: int,
         dtype: torch.dtype,
-        state_bytes: int = 0,
         *,
         max_model_len: int | None = None,
     ) -> "BlockLayout":
-        """Makes the layout for blocks of ``block_size`` tokens and rows of ``dtype``. With a state, the size of a block
-        is a multiple of ``STATE_ALIGNMENT`` bytes.
+        """Makes the layout for blocks of ``block_size`` tokens and rows of ``dtype``.
 
-        With ``max_model_len``, layers with shorter windows get groups from ``group_layers``. If that finds none, or
-        with a state, there is one group that sees all tokens. Without ``layers`` a block has one element, which nothing
-        reads, so that blocks can be counted by their bytes.
+        With ``max_model_len``, layers with shorter windows get groups from ``group_layers``. If that finds none, there
+        is one group that sees all tokens. Without ``layers`` a block has one element, which nothing reads, so that
+        blocks can be counted by their bytes.
         """
-        start = -(-state_bytes // STATE_ALIGNMENT) * STATE_ALIGNMENT // dtype.itemsize
         owners = [index for index, layer in enumerate(layers) if layer.kv_layer is None]
         groups: list[LayerGroup] = []
-        if max_model_len is not None and not state_bytes:
+        if max_model_len is not None:
             sizes = {index: KVCacheSpec.of(layers[index], block_size, dtype, 0).end for index in owners}
             groups = group_layers(_windows(layers, max_model_len), sizes)
         specs: dict[int, KVCacheSpec] = {}
         numbers: dict[int, int] = {}
-        end = start
+        end = 0
         for number, group in enumerate(groups or [LayerGroup(None, owners)]):
-            offset = start
+            offset = 0
             for index in group.layers:
                 specs[index], numbers[index] = KVCacheSpec.of(layers[index], block_size, dtype, offset), number
                 offset = specs[index].end
             end = max(end, offset)
-        if state_bytes:
-            end = -(-end * dtype.itemsize // STATE_ALIGNMENT) * STATE_ALIGNMENT // dtype.itemsize
         read = [index if layer.kv_layer is None else layer.kv_layer for index, layer in enumerate(layers)]
         return cls(
             block_size,
             specs=tuple(specs[index] for index in read),
-            state_bytes=state_bytes,
             elements=max(1, end),
             dtype=dtype,
             layer_groups=tuple(numbers[index] for index in read),
@@ -127,11 +119,10 @@ class BlockLayout:
 
     def views(self, blocks: torch.Tensor) -> list[LayerKV]:
         """Returns the parts of ``blocks`` [blocks, elements] in the form that ``Model.forward`` takes: one for each
-        attention layer, then the states [blocks, state_bytes] in bytes, if there are any.
+        attention layer.
         """
         pairs = zip(self.specs, self.layer_groups, strict=True)
-        views = [LayerKV(spec.view(blocks), group) for spec, group in pairs]
-        return [*views, LayerKV(blocks.view(torch.uint8)[:, : self.state_bytes])] if self.state_bytes else views
+        return [LayerKV(spec.view(blocks), group) for spec, group in pairs]
 
 
 @dataclass(frozen=True, slots=True)

@@ -97,9 +97,9 @@ class DecoderConfig(ModelConfig):
     ``sliding_windows`` has one entry per layer: the number of latest tokens that a token attends to, including itself,
     or None for all. ``rope_frequencies`` [head_dim / 2] are radians per position, with all scaling applied. Cosines and
     sines are multiplied by ``rope_scale`` (YaRN's attention factor). Layers with a window may have other frequencies,
-    the ``local`` ones. ``attention_scale`` multiplies scores, and ``norm_offset`` is added to stored norm weights. With
-    a ``logit_soft_cap`` a logit becomes ``logit_soft_cap * tanh(logit / logit_soft_cap)``. A model that pools prompts
-    makes no logits, and may have no head.
+    the ``local`` ones. Layers in ``nope_layers`` do not rotate queries and keys. ``attention_scale`` multiplies scores,
+    and ``norm_offset`` is added to stored norm weights. With a ``logit_soft_cap`` a logit becomes
+    ``logit_soft_cap * tanh(logit / logit_soft_cap)``. A model that pools prompts makes no logits, and may have no head.
     """
 
     has_own_code = True
@@ -118,6 +118,7 @@ class DecoderConfig(ModelConfig):
     rope_scale: float
     local_rope_frequencies: tuple[float, ...] = field(default=(), repr=False, kw_only=True)
     local_rope_scale: float = field(default=1.0, kw_only=True)
+    nope_layers: tuple[int, ...] = field(default=(), kw_only=True)
     norm_offset: float = field(default=0.0, kw_only=True)
     logit_soft_cap: float | None = field(default=None, kw_only=True)
     qkv_bias: bool = field(default=False, kw_only=True)
@@ -222,6 +223,14 @@ def _parse_config(path: Path, architecture: str, raw: dict[str, Any]) -> Any:
 
 def _head_dim(hf: Any) -> int:
     return int(getattr(hf, "head_dim", None) or hf.hidden_size // hf.num_attention_heads)
+
+
+def attention_biases(hf: Any) -> dict[str, bool]:
+    """Returns the fields of ``DecoderConfig`` for ``attention_bias``, which gives all projections of attention a bias
+    or none.
+    """
+    bias = bool(hf.attention_bias)
+    return {"qkv_bias": bias, "attention_output_bias": bias}
 
 
 def same_window(path: Path, hf: Any) -> tuple[int | None, ...]:

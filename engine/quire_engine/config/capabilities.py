@@ -98,6 +98,7 @@ KEEPS_STATE = CapabilityRow(
     {
         Feature.SPECULATION: f"--speculative-method {_STATELESS_ONLY}",
         Feature.ASYNC_SCHEDULING: f"--async-scheduling {_STATELESS_ONLY}",
+        Feature.KV_DISK: f"--kv-disk-path {_STATELESS_ONLY} The disk has blocks of one size, and no states.",
     },
 )
 ENCODER = CapabilityRow(

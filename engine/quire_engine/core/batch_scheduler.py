@@ -18,7 +18,8 @@ returns.
 from array import array
 from collections import abc
 from collections.abc import Callable, Collection, Iterable, Mapping
-from typing import TYPE_CHECKING, Protocol
+from itertools import compress, count
+from typing import TYPE_CHECKING, Protocol, cast
 
 from quire_engine.core.admission import Admission
 from quire_engine.core.executor import Rates
@@ -121,8 +122,8 @@ class BatchScheduler:
         self.scheduled = []
         self.out_of_memory.clear()
         self._oldest_in_flight = min((each.step for each in in_flight), default=step)
-        num_groups = self.kv_cache_manager.num_groups
-        scheduler_output = SchedulerOutput(step, new_blocks=tuple([array("i") for _ in range(num_groups)]))
+        num_tables = self.kv_cache_manager.num_tables
+        scheduler_output = SchedulerOutput(step, new_blocks=tuple([array("i") for _ in range(num_tables)]))
         if self.rows.released:
             scheduler_output.freed_rows = self.rows.free_released(self._oldest_in_flight)
         budget = self._make_budget()
@@ -247,7 +248,6 @@ class BatchScheduler:
         if self.speculator is not None:
             drafts = self._propose_drafts(self.speculator, sequences, budget)
         running = SequenceStatus.RUNNING  # looking up an enum member is slow
-        memory = self.kv_cache_manager
         decoding: list[Sequence] = []  # decode before the current sequence, but are not in the columns yet
         all_at_once = not (drafts or best_effort)  # the best-effort budget charges time for each decode
         for sequence in [*sequences]:  # iterates over a copy: preempted sequences leave the queue
@@ -255,46 +255,57 @@ class BatchScheduler:
                 break  # victims have the lowest precedence, so everything after a victim is a victim too
             if all_at_once and sequence.num_scheduled_tokens < sequence.plain_until:
                 decoding.append(sequence)
-                continue
-            wanted = sequence.num_unscheduled_tokens
-            if decoding:
+            elif all_at_once and _is_ordinary(sequence) and sequence.num_unscheduled_tokens == 1:
+                if self._preempt_until_fits([sequence], 1, scheduler_output):
+                    self._prepare(sequence, sequence.num_scheduled_tokens + 1, scheduler_output)
+                    decoding.append(sequence)
+            else:
                 self._schedule_decodes(decoding, scheduler_output, budget)
                 decoding = []
-            group = sequence.group
-            if group.beam_search is not None and group is not search:
-                # Room for all beams of a search is made at once: none of them may be preempted after another was
-                # scheduled.
-                search = group
-                if not self._preempt_until_fits(running_beams(group), budget.tokens, scheduler_output):
-                    continue
-            length = budget.chunk_length(sequence.num_scheduled_tokens, wanted) if wanted else 0
-            if not length:
-                continue
-            has_room = memory.has_room(sequence.table, sequence.num_scheduled_tokens + length)
-            if has_room or self._preempt_until_fits([sequence], length, scheduler_output):
-                self._schedule(sequence, length, scheduler_output, budget, drafts.get(sequence.id, ()))
+                group = sequence.group
+                if group.beam_search is not None and group is not search:
+                    # Room for all beams of a search is made at once: none of them may be preempted after another was
+                    # scheduled.
+                    search = group
+                    if not self._preempt_until_fits(running_beams(group), budget.tokens, scheduler_output):
+                        continue
+                self._schedule_running(sequence, scheduler_output, budget, drafts.get(sequence.id, ()))
         self._schedule_decodes(decoding, scheduler_output, budget)
+
+    def _schedule_running(
+        self,
+        sequence: Sequence,
+        scheduler_output: SchedulerOutput,
+        budget: StepBudget,
+        drafts: abc.Sequence[int],
+    ) -> None:
+        """Adds the next chunk of a running sequence, if the budget and the memory allow one."""
+        wanted = sequence.num_unscheduled_tokens
+        length = budget.chunk_length(sequence.num_scheduled_tokens, wanted) if wanted else 0
+        if length and self._preempt_until_fits([sequence], length, scheduler_output):
+            self._schedule(sequence, length, scheduler_output, budget, drafts)
 
     def _schedule_decodes(
         self, sequences: list[Sequence], scheduler_output: SchedulerOutput, budget: StepBudget
     ) -> None:
-        """Adds the next token of each of ``sequences``, like ``_schedule``, but for all of them at once. All are before
-        their ``plain_until``.
+        """Adds the next token of each of ``sequences``, like ``_schedule``, but for all of them at once. They are
+        ordinary and prepared, or before their ``plain_until``.
         """
         step, first = scheduler_output.step, len(scheduler_output.rows)
         budget.spend_decodes(len(sequences))
-        starts = [sequence.num_scheduled_tokens for sequence in sequences]
-        scheduler_output.sequence_ids.extend([sequence.id for sequence in sequences])
-        scheduler_output.rows.extend([row for sequence in sequences if (row := sequence.row) is not None])
-        scheduler_output.starts.extend(starts)
+        if self._oldest_in_flight < step:
+            pending = [each.num_scheduled_tokens == len(each.token_ids) for each in sequences]
+            scheduler_output.awaiting.extend(compress(count(first), pending))
+        scheduler_output.sequence_ids.extend([each.id for each in sequences])
+        scheduler_output.rows.extend([cast("int", each.row) for each in sequences])
+        scheduler_output.starts.extend([each.num_scheduled_tokens for each in sequences])
         ones = array("i", (1,)) * len(sequences)
         scheduler_output.lengths.extend(ones)
         scheduler_output.draws.extend(ones)
         self.scheduled += sequences
-        for number, (sequence, start) in enumerate(zip(sequences, starts, strict=True), first):
-            if start == len(sequence.token_ids):
-                scheduler_output.awaiting.append(number)
-            sequence.num_scheduled_tokens, sequence.last_step = start + 1, step
+        for sequence in sequences:
+            sequence.num_scheduled_tokens += 1
+            sequence.last_step = step
 
     def _propose_drafts(
         self, speculator: Speculator, running: abc.Sequence[Sequence], budget: StepBudget
@@ -362,26 +373,27 @@ class BatchScheduler:
             end, num_known = end + len(drafts), num_known + len(drafts)
             budget.tokens -= len(drafts)
             scheduler_output.drafts[len(scheduler_output.rows)] = tuple(drafts)
-        if not self.kv_cache_manager.has_room(sequence.table, end):
-            self.kv_cache_manager.allocate_slots(sequence.table, start, end)
         if end > num_known:
             scheduler_output.awaiting.append(len(scheduler_output.rows))
         scheduler_output.sequence_ids.append(sequence.id)
-        scheduler_output.rows.append(self.rows.send_changes(sequence, scheduler_output, drafts))
+        scheduler_output.rows.append(self._prepare(sequence, end, scheduler_output, drafts))
         scheduler_output.starts.append(start)
         scheduler_output.lengths.append(end - start)
         num_draws = len(drafts) + 1 if drafts else len(sequence.sample_requests) or 1
         scheduler_output.draws.append(num_draws if end >= num_known else 0)
         self.scheduled.append(sequence)
         sequence.num_scheduled_tokens, sequence.last_step = end, scheduler_output.step
-        sequence.plain_until = self._plain_until(sequence) if num_known <= end == start + 1 else 0
 
-    def _plain_until(self, sequence: Sequence) -> int:
-        """Returns the ``plain_until`` of a sequence that decodes and whose row is current."""
-        is_ordinary = sequence.timings.first_token and sequence.group.beam_search is None and sequence.absence is None
-        return (
-            min(self.kv_cache_manager.unchanged_until(sequence.table), sequence.group.limit - 1) if is_ordinary else 0
-        )
+    def _prepare(
+        self, sequence: Sequence, end: int, scheduler_output: SchedulerOutput, drafts: abc.Sequence[int] = ()
+    ) -> int:
+        """Makes the sequence's blocks and the worker's row ready for the tokens before ``end``. Returns the row."""
+        start, memory = sequence.num_scheduled_tokens, self.kv_cache_manager
+        if not memory.has_room(sequence.table, end):
+            memory.allocate_slots(sequence.table, start, end)
+        decodes = len(sequence.token_ids) <= end == start + 1 and _is_ordinary(sequence)
+        sequence.plain_until = min(memory.unchanged_until(sequence.table), sequence.group.limit - 1) if decodes else 0
+        return self.rows.send_changes(sequence, scheduler_output, drafts)
 
     def _preempt(self, victim: Sequence, scheduler_output: SchedulerOutput) -> None:
         scheduler_output.num_preempted += 1
@@ -459,6 +471,13 @@ class BatchScheduler:
             if not self.admission.admit(sequence, scheduler_output):
                 break
             self.schedule_next_chunk(sequence, scheduler_output, budget)
+
+
+def _is_ordinary(sequence: Sequence) -> bool:
+    """Whether the sequence, if it decodes, differs from others only in its tokens: it is no beam, has its first token,
+    and has caught up after a preemption.
+    """
+    return bool(sequence.timings.first_token) and sequence.group.beam_search is None and sequence.absence is None
 
 
 def _is_regular(sequence: Sequence) -> bool:

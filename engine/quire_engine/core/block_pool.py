@@ -72,6 +72,11 @@ class BlockPool:
         """The number of blocks that ``allocate`` can return now, including those with a hash."""
         return len(self._free)
 
+    @property
+    def num_used(self) -> int:
+        """The number of blocks in use."""
+        return self.num_blocks - self.num_free
+
     def is_free(self, block_id: int) -> bool:
         """Whether no table uses the block."""
         return self._ref_counts[block_id] == 0
@@ -211,13 +216,29 @@ class KVCacheGroup:
 
 
 @dataclass(frozen=True, slots=True)
+class StateCacheConfig:
+    """The states of recurrent layers that fit into memory. A block of these pools holds one state, of ``block_bytes``:
+    that after the last computed token of ``block_size`` tokens. Device block 0 is the null block.
+
+    If at most ``max_num_seqs`` sequences run at once, with at most the tokens of a step that the engine allows, the
+    device pool always has room for them.
+    """
+
+    block_size: int
+    device_blocks: int
+    host_blocks: int
+    block_bytes: int
+    max_num_seqs: int
+
+
+@dataclass(frozen=True, slots=True)
 class KVCacheConfig:
     """The blocks that fit into memory, as decided by the executor that owns the memory. Device block 0 is the null
     block. ``block_bytes`` is the size of one block in either pool.
 
     A block belongs to one of the ``groups`` of layers; a sequence has a block table per group. Most models have one
     group. ``max_step_tokens`` is how many tokens of one sequence the steps in flight compute at most; the windows of
-    all of them are kept.
+    all of them are kept. ``states`` are the pools of layers that keep a state; None without such layers.
     """
 
     block_size: int
@@ -226,11 +247,30 @@ class KVCacheConfig:
     block_bytes: int = 1
     groups: tuple[KVCacheGroup, ...] = (KVCacheGroup(),)
     max_step_tokens: int = 1
+    states: StateCacheConfig | None = None
 
     def max_blocks(self, num_tokens: int) -> int:
         """Returns the most device blocks that a sequence holds at any time while it grows to ``num_tokens``."""
         whole = -(-num_tokens // self.block_size)
         return sum(min(whole, most) for most in self._max_blocks_of_groups())
+
+    @property
+    def device_bytes(self) -> int:
+        """Bytes of all blocks and states on the device. There is a spare state for each sequence that may run."""
+        states = self.states
+        state_bytes = 0 if states is None else (states.device_blocks + states.max_num_seqs) * states.block_bytes
+        return self.device_blocks * self.block_bytes + state_bytes
+
+    @property
+    def host_bytes(self) -> int:
+        """Bytes of all blocks and states on the host."""
+        state_bytes = 0 if self.states is None else self.states.host_blocks * self.states.block_bytes
+        return self.host_blocks * self.block_bytes + state_bytes
+
+    @property
+    def num_tables(self) -> int:
+        """The number of block tables that a worker has of each sequence: one per group, and one of states."""
+        return len(self.groups) + (self.states is not None)
 
     @property
     def num_tokens(self) -> int:
@@ -276,24 +316,38 @@ class DiskTransfer:
 
 
 @dataclass(slots=True)
-class BlockCopies:
-    """The copies of a step, in this order: from the device to the host (``blocks_to_swap_out``), within the device
-    (``blocks_to_copy``), and from the host to the device (``blocks_to_swap_in``). Each list runs in its own order: a
-    block may be the target of one copy and the source of a later one.
+class PoolCopies:
+    """The copies of a step between the pools of the device and the host, in this order: from the device to the host
+    (``blocks_to_swap_out``), within the device (``blocks_to_copy``), and from the host to the device
+    (``blocks_to_swap_in``). Each list runs in its own order: a block may be the target of one copy and the source of a
+    later one.
+    """
 
-    ``blocks_to_swap_ahead`` are copied to the host after these, while the step computes. The step does not read or
+    blocks_to_swap_out: list[BlockCopy] = field(default_factory=list)
+    blocks_to_copy: list[BlockCopy] = field(default_factory=list)
+    blocks_to_swap_in: list[BlockCopy] = field(default_factory=list)
+
+    @property
+    def is_empty(self) -> bool:
+        """Whether there is nothing to copy."""
+        return not (self.blocks_to_swap_out or self.blocks_to_copy or self.blocks_to_swap_in)
+
+
+@dataclass(slots=True)
+class BlockCopies(PoolCopies):
+    """The copies of KV blocks of a step, and those of ``states`` in their own pools; None if there are none.
+
+    ``blocks_to_swap_ahead`` are copied to the host after the others, while the step computes. The step does not read or
     write their targets, and does not write their sources.
 
     After all of these, the transfers between host and disk start: ``blocks_to_store`` and ``blocks_to_load``. They may
     last for several steps. No other copy uses their blocks until the executor has returned their results.
     """
 
-    blocks_to_swap_out: list[BlockCopy] = field(default_factory=list)
-    blocks_to_copy: list[BlockCopy] = field(default_factory=list)
-    blocks_to_swap_in: list[BlockCopy] = field(default_factory=list)
     blocks_to_swap_ahead: list[BlockCopy] = field(default_factory=list)
     blocks_to_store: list[DiskTransfer] = field(default_factory=list)
     blocks_to_load: list[DiskTransfer] = field(default_factory=list)
+    states: PoolCopies | None = None
 
     @property
     def is_empty(self) -> bool:
@@ -305,4 +359,5 @@ class BlockCopies:
             or self.blocks_to_swap_ahead
             or self.blocks_to_store
             or self.blocks_to_load
+            or self.states
         )

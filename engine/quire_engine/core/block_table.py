@@ -28,8 +28,49 @@ class GroupTable:
 
 
 @dataclass(slots=True)
+class StateTable:
+    """The states of one sequence, on the device or, while it is swapped out, on the host (see ``state_pool``). Both
+    lists and ``num_skipped`` are as in ``GroupTable``.
+
+    The first ``num_cached`` states were offered to the pool under their names. The worker was sent the first
+    ``num_sent``, and the entries ``changed`` were replaced since.
+    """
+
+    block_ids: list[int] = field(default_factory=list)
+    host_block_ids: list[int] = field(default_factory=list)
+    num_skipped: int = 0
+    num_cached: int = 0
+    num_sent: int = 0
+    changed: list[int] = field(default_factory=list)
+
+    def replace(self, index: int, block_id: int) -> None:
+        """Replaces one state."""
+        self.block_ids[index] = block_id
+        if index < self.num_sent:
+            self.changed.append(index)
+
+    def take_all(self) -> "array[int]":
+        """Returns the whole table, for a worker that has none of it, and marks it as sent."""
+        self.num_sent = len(self.block_ids)
+        self.changed.clear()
+        return array("i", self.block_ids)
+
+    def take_changes(self) -> list[tuple[int, int]]:
+        """Returns what the worker lacks, as (index, block id), and marks it as sent."""
+        indexes = [*self.changed, *range(self.num_sent, len(self.block_ids))]
+        self.num_sent = len(self.block_ids)
+        self.changed.clear()
+        return [(index, self.block_ids[index]) for index in indexes]
+
+    def copy(self) -> "StateTable":
+        """Returns a table of the same states. The caller adds the references."""
+        return replace(self, block_ids=[*self.block_ids], host_block_ids=[], changed=[])
+
+
+@dataclass(slots=True)
 class BlockTable:
     """The blocks of one sequence: a block table per group of layers. All have ``num_blocks`` blocks on the device.
+    ``states`` are those of layers that keep a state; None without such layers.
 
     ``block_hashes`` are the hashes of the sequence's full blocks, computed only when needed; the list only grows,
     because known tokens do not change. ``num_cached_blocks`` counts the device blocks that were offered to the pool
@@ -43,6 +84,7 @@ class BlockTable:
 
     extra_key: bytes
     groups: tuple[GroupTable, ...] = field(default_factory=lambda: (GroupTable(),))
+    states: StateTable | None = None
     num_blocks: int = 0
     block_hashes: list[bytes] = field(default_factory=list)
     num_cached_blocks: int = 0
@@ -83,23 +125,34 @@ class BlockTable:
         self.num_blocks = self.num_swapped_ahead = 0
 
     def take_all(self) -> tuple["array[int]", ...]:
-        """Returns the table of each group, for a worker that has none of them. Marks all as sent."""
+        """Returns the table of each group, then the table of states, for a worker that has none of them. Marks all as
+        sent.
+        """
         self.num_sent = self.num_blocks
         self.changed.clear()
-        return tuple([array("i", group.block_ids) for group in self.groups])
+        tables = [array("i", group.block_ids) for group in self.groups]
+        if self.states is not None:
+            tables.append(self.states.take_all())
+        return tuple(tables)
 
     def take_changes(self) -> list[tuple[int, int, int]]:
-        """Returns what the worker lacks, as (group, index, block id), and marks it as sent."""
+        """Returns what the worker lacks, as (table, index, block id), and marks it as sent. The table of states comes
+        after those of the groups. It changes only together with another one.
+        """
         places = [(number, index) for number, index in self.changed if index < self.num_sent]
         places += product(range(len(self.groups)), range(self.num_sent, self.num_blocks))
         self.num_sent = self.num_blocks
         self.changed.clear()
-        return [(number, index, self.groups[number].block_ids[index]) for number, index in places]
+        changes = [(number, index, self.groups[number].block_ids[index]) for number, index in places]
+        if self.states is not None:
+            changes += [(len(self.groups), index, block_id) for index, block_id in self.states.take_changes()]
+        return changes
 
     def copy(self) -> "BlockTable":
         """Returns a table of the same blocks, for a forked sequence. The caller adds the references."""
         groups = tuple([replace(each, block_ids=[*each.block_ids], host_block_ids=[]) for each in self.groups])
-        return replace(self, groups=groups, block_hashes=[*self.block_hashes], changed=[])
+        states = None if self.states is None else self.states.copy()
+        return replace(self, groups=groups, states=states, block_hashes=[*self.block_hashes], changed=[])
 
     def extend_block_hashes(self, token_ids: Sequence[int], num_blocks: int, block_size: int) -> None:
         """Computes block hashes until there are ``num_blocks``. All tokens of these blocks must be known."""

@@ -415,7 +415,7 @@ class EngineCore:
         if self.is_sleeping:
             return None
         begun = perf_counter()
-        self.scheduler.kv_cache_manager.device_pool.evict_all()
+        self.scheduler.kv_cache_manager.evict_all()
         self.step()  # copies the evicted blocks that are worth it to the host
         self._finish_all_steps()
         try:

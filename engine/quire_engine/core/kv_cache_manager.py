@@ -13,19 +13,17 @@ with its copies.
 A sequence has a block table per group of layers; most models have one group. All tables use the same pools. In groups
 with a window, blocks that no window reaches any more are released as the sequence grows. A prefix is found in them if
 the blocks that its end still attends to are found. This is vLLM's hybrid KV cache manager, in one class.
+
+Recurrent layers have pools of their own (``state_pool``). A prefix is found in them if it ends at a checkpoint.
 """
 
 from collections.abc import Callable, Sequence
-from dataclasses import replace
 from itertools import chain
 from time import time_ns
-
-from quire_proto.hashing import HASH_BYTES
 
 from quire_engine.core.absence import SwapCost
 from quire_engine.core.block_pool import (
     NULL_BLOCK,
-    UNBOUNDED_TOKENS,
     BlockCopies,
     BlockCopy,
     BlockPool,
@@ -34,18 +32,29 @@ from quire_engine.core.block_pool import (
     KVCacheEvent,
     Tier,
 )
-from quire_engine.core.block_table import SKIPPED, BlockTable, CachedBlock, CachedBlocks, GroupTable, block_name
+from quire_engine.core.block_table import (
+    SKIPPED,
+    BlockTable,
+    CachedBlock,
+    CachedBlocks,
+    GroupTable,
+    StateTable,
+    block_name,
+)
+from quire_engine.core.kv_events import KVEventPublisher
 from quire_engine.core.kv_transfer.connector import AsyncKVConnector
 from quire_engine.core.kv_transfer.host_tier import HostTier
 from quire_engine.core.kv_transfer.multi_connector import MultiConnector, make_tiers
 from quire_engine.core.kv_transfer.transfer import DiskContents
+from quire_engine.core.state_pool import StatePool
 
 
 class KVCacheManager:
     """Moves blocks between pools and tables. Counts are in blocks, lengths in tokens.
 
     ``tiers`` keep blocks that the device pool evicts. Without ``host_caching`` there are none, and ``host`` only serves
-    swapped sequences. ``disk`` is the disk that an executor has opened, or None. ``clock`` is in nanoseconds.
+    swapped sequences. ``disk`` is the disk that an executor has opened, or None. ``states`` are the states of layers
+    that keep some, or None. ``clock`` is in nanoseconds.
     """
 
     def __init__(
@@ -59,24 +68,34 @@ class KVCacheManager:
     ) -> None:
         self.capacity = capacity
         self.block_size = capacity.block_size
-        self.block_bytes = capacity.block_bytes
         self.num_groups = len(capacity.groups)
-        self._suffixes = [bytes((number,)) for number in range(self.num_groups)] if self.num_groups > 1 else [b""]
+        self.num_tables = capacity.num_tables
         self._windows = [(number, group) for number, group in enumerate(capacity.groups) if group.window is not None]
         self.prefix_caching = prefix_caching
-        self.host_caching = prefix_caching and host_caching and capacity.host_blocks > 0
-        self._events: list[KVCacheEvent] = []
+        host_caching = prefix_caching and host_caching and capacity.host_blocks > 0
+        self._publisher = KVEventPublisher(capacity.groups, _suffixes(self.num_groups))
         self._pending_copies = BlockCopies()
-        sizes = [UNBOUNDED_TOKENS if group.window is None else group.window for group in capacity.groups]
-        self._published_suffix = self._suffixes[sizes.index(max(sizes))]
-        emit = self._events.append if self.num_groups == 1 else self._emit_published
-        on_evict = self._on_device_eviction if self.host_caching else None
+        emit, on_evict = self._publisher.emit, self._on_device_eviction if host_caching else None
         self.device_pool = BlockPool(capacity.device_blocks, Tier.DEVICE, reserved=1, emit=emit, on_evict=on_evict)
         # If no prefix is looked up in the host pool, routers need no events about it.
-        self.host = HostTier(capacity, emit if self.host_caching else None)
-        self.host_pool = self.host.pool
-        tiers = make_tiers(capacity, self.device_pool, self.host, disk=disk, clock=clock) if self.host_caching else []
+        self.host = HostTier(capacity.host_blocks, capacity.device_blocks, emit if host_caching else None)
+        tiers = make_tiers(capacity, self.device_pool, self.host, disk=disk, clock=clock) if host_caching else []
         self.tiers = MultiConnector(tiers)
+        self.states: StatePool | None = None
+        if capacity.states is not None:
+            self.states = StatePool(
+                capacity.states, capacity.block_size, prefix_caching=prefix_caching, host_caching=host_caching
+            )
+
+    @property
+    def block_bytes(self) -> int:
+        """Bytes of a KV block."""
+        return self.capacity.block_bytes
+
+    @property
+    def host_pool(self) -> BlockPool:
+        """The KV blocks on the host."""
+        return self.host.pool
 
     def num_blocks_for(self, num_tokens: int) -> int:
         """Returns the number of blocks of one group that hold ``num_tokens``."""
@@ -84,7 +103,8 @@ class KVCacheManager:
 
     def new_table(self, extra_key: bytes) -> BlockTable:
         """Returns an empty table."""
-        return BlockTable(extra_key, tuple([GroupTable(suffix) for suffix in self._suffixes]))
+        states = None if self.states is None else StateTable()
+        return BlockTable(extra_key, tuple([GroupTable(suffix) for suffix in _suffixes(self.num_groups)]), states)
 
     # Finding and starting
 
@@ -106,7 +126,7 @@ class KVCacheManager:
             if None in found:
                 break
             hits.append([hit for hit in found if hit is not None])
-        if self._windows:
+        if self._windows or self.states is not None:
             self._find_in_windows(table, hits)
         return hits
 
@@ -138,6 +158,8 @@ class KVCacheManager:
         table.num_blocks = table.num_cached_blocks = len(hits)
         if hits:
             self.tiers.on_reuse(table)
+        if self.states is not None:
+            self.states.attach(table, num_tokens)
         return num_tokens
 
     def count_tiers(self, table: BlockTable, hits: Sequence[CachedBlocks]) -> tuple[int, int]:
@@ -191,6 +213,8 @@ class KVCacheManager:
         for group in table.groups:
             for block_id in group.block_ids[group.num_skipped :]:
                 self.device_pool.incref(block_id)
+        if self.states is not None:
+            self.states.fork(table)
         table.tail_shared = True
         return table.copy()
 
@@ -215,6 +239,8 @@ class KVCacheManager:
                 self._copy_on_write(table, number, num_computed_tokens // self.block_size)
         while table.num_blocks * self.block_size < num_tokens:
             table.append_blocks([self.device_pool.allocate() for _ in table.groups])
+        if self.states is not None:
+            self.states.allocate(table, num_computed_tokens, num_tokens)
 
     def unchanged_until(self, table: BlockTable) -> int:
         """Returns the number of computed tokens with which the table changes next: a block is full, or a window
@@ -242,6 +268,8 @@ class KVCacheManager:
             self.cache_full_blocks(table, token_ids, num_computed_tokens)
         if self._windows:
             self.remove_skipped_blocks(table, num_computed_tokens)
+        if self.states is not None:
+            self.states.on_computed(table, num_computed_tokens)
 
     def cache_full_blocks(self, table: BlockTable, token_ids: Sequence[int], num_computed_tokens: int) -> None:
         """Makes the blocks that are full with ``num_computed_tokens`` findable for later requests."""
@@ -270,8 +298,9 @@ class KVCacheManager:
     # Swapping
 
     def can_swap_out(self, table: BlockTable, num_computed_tokens: int) -> bool:
-        """Whether the host pool has room for all computed blocks. Its free blocks with a name count as room."""
-        return 0 < self._num_computed_blocks(table, num_computed_tokens) <= self.host_pool.num_free
+        """Whether the host has room for all computed blocks. Its free blocks with a name count as room."""
+        has_room = 0 < self._num_computed_blocks(table, num_computed_tokens) <= self.host_pool.num_free
+        return has_room and (self.states is None or self.states.can_swap_out)
 
     def swap_cost(self, table: BlockTable, num_computed_tokens: int) -> SwapCost:
         """Returns the cost of taking the table off the device, by swap and by recomputing. Blocks that other tables
@@ -286,7 +315,8 @@ class KVCacheManager:
         cached = 0
         while cached < table.num_cached_blocks and all(outlives(number, cached) for number in full_groups):
             cached += 1
-        cached = self._longest_prefix(cached, outlives)
+        cached = self._longest_prefix(table, cached, outlives)
+        state_bytes = 0 if self.states is None else self.states.block_bytes
         on_host = reloaded = 0
         for number, group in enumerate(table.groups):
             first = self.capacity.groups[number].first_block(cached * self.block_size, self.block_size)
@@ -295,7 +325,8 @@ class KVCacheManager:
             reloaded += sum(not self._is_held_by_others(table, number, index) for index in range(first, cached))
         return SwapCost(
             bytes_to_move=(2 * self._num_computed_blocks(table, num_computed_tokens) - on_host - reloaded)
-            * self.block_bytes,
+            * self.block_bytes
+            + 2 * state_bytes,
             uncached_tokens=max(0, num_computed_tokens - cached * self.block_size),
         )
 
@@ -312,6 +343,8 @@ class KVCacheManager:
                 group.host_block_ids.append(target)
                 if is_new:
                     self._pending_copies.blocks_to_swap_out.append(BlockCopy(group.block_ids[index], target))
+        if self.states is not None:
+            self.states.swap_out(table, num_computed_tokens)
         self._release_device(table)
         return len(self._pending_copies.blocks_to_swap_out) - before
 
@@ -361,6 +394,8 @@ class KVCacheManager:
             self.host.held += group.host_block_ids
             group.host_block_ids.clear()
             table.num_blocks = len(group.block_ids)
+        if self.states is not None:
+            self.states.swap_in(table)
         return len(self._pending_copies.blocks_to_swap_in) - before
 
     # Ending
@@ -373,6 +408,14 @@ class KVCacheManager:
                 self.host_pool.decref(block_id)
             group.host_block_ids.clear()
             group.num_skipped = 0
+        if self.states is not None:
+            self.states.free(table)
+
+    def evict_all(self) -> None:
+        """Evicts all blocks from the device; none may be in use. Those that are worth it go to the host. O(blocks)."""
+        self.device_pool.evict_all()
+        if self.states is not None:
+            self.states.device_pool.evict_all()
 
     # Copies and events of a step
 
@@ -383,43 +426,37 @@ class KVCacheManager:
     @property
     def has_pending_copies(self) -> bool:
         """Whether copies were collected since ``take_pending_copies``."""
-        return not self._pending_copies.is_empty
+        return not self._pending_copies.is_empty or (self.states is not None and self.states.has_copies)
 
     def take_pending_copies(self) -> BlockCopies:
         """Returns the copies for everything decided since the last call, after the step was scheduled."""
         copies, self._pending_copies = self._pending_copies, BlockCopies()
         if self.host.held:
             self.host.release_held()
+        if self.states is not None:
+            copies.states = self.states.take_copies()
         return copies
 
     def take_events(self) -> list[KVCacheEvent]:
         """Returns the changes of the prefix cache since the last call, in order."""
-        events = self._events.copy()
-        self._events.clear()
+        events = self._publisher.events.copy()
+        self._publisher.events.clear()
         return events
 
     def stored_blocks(self) -> list[BlockStored]:
         """Returns all blocks that events have reported as stored, on the device and on the host."""
-        stored = self.device_pool.stored_blocks() + (self.host_pool.stored_blocks() if self.host_caching else [])
-        if self.num_groups == 1:
-            return stored
-        told = [each for each in stored if each.block_hash.endswith(self._published_suffix)]
-        return [BlockStored(each.block_hash[:HASH_BYTES], each.tier) for each in told]
+        on_host = self.host_pool.stored_blocks() if self.tiers.tiers else []
+        return self._publisher.published(self.device_pool.stored_blocks() + on_host)
 
     def check_integrity(self) -> None:
         """Asserts the integrity of all pools."""
         self.device_pool.check_integrity()
         self.host_pool.check_integrity()
         self.tiers.check_integrity()
+        if self.states is not None:
+            self.states.check_integrity()
 
     # Internals
-
-    def _emit_published(self, event: KVCacheEvent) -> None:
-        """Publishes events of only one group to routers, so that they get one event per block of a prompt: the group
-        with the largest window, which bounds the cached prefix of a request.
-        """
-        if event.block_hash.endswith(self._published_suffix):
-            self._events.append(replace(event, block_hash=event.block_hash[:HASH_BYTES]))
 
     def _find_cached(self, name: bytes) -> CachedBlock | None:
         block_id = self.device_pool.get_cached_block(name)
@@ -429,12 +466,12 @@ class KVCacheManager:
         return None if block_id is None else CachedBlock(block_id, Tier.HOST)
 
     def _find_in_windows(self, table: BlockTable, hits: list[CachedBlocks]) -> None:
-        """Cuts ``hits`` to the prefix that the groups with windows have too, and adds their blocks."""
+        """Cuts ``hits`` to the prefix that groups with windows and states have too, and adds the blocks of windows."""
 
         def find(number: int, index: int) -> CachedBlock | None:
             return self._find_cached(block_name(table, number, index))
 
-        num_blocks = self._longest_prefix(len(hits), lambda number, index: find(number, index) is not None)
+        num_blocks = self._longest_prefix(table, len(hits), lambda number, index: find(number, index) is not None)
         del hits[num_blocks:]
         for number, spec in self._windows:
             for index in range(spec.first_block(num_blocks * self.block_size, self.block_size), num_blocks):
@@ -442,19 +479,23 @@ class KVCacheManager:
                 assert hit is not None
                 hits[index][number] = hit
 
-    def _longest_prefix(self, num_blocks: int, is_there: Callable[[int, int], bool]) -> int:
-        """Returns the longest prefix, up to ``num_blocks`` blocks, whose windows reach only blocks for which
-        ``is_there(group, index)`` is True. Searches from the right, like vLLM: a missing block rules out every prefix
-        whose window reaches it.
+    def _longest_prefix(self, table: BlockTable, num_blocks: int, is_there: Callable[[int, int], bool]) -> int:
+        """Returns the longest prefix, up to ``num_blocks`` blocks, that ends at a checkpoint of the states and whose
+        windows reach only blocks for which ``is_there(group, index)`` is True. Searches from the right, like vLLM: a
+        missing block rules out every prefix whose window reaches it.
         """
-        while gaps := [
-            index
-            for number, spec in self._windows
-            for index in range(spec.first_block(num_blocks * self.block_size, self.block_size), num_blocks)
-            if not is_there(number, index)
-        ]:
+        while True:
+            if self.states is not None:
+                num_blocks = self.states.longest_prefix(table, num_blocks * self.block_size) // self.block_size
+            gaps = [
+                index
+                for number, spec in self._windows
+                for index in range(spec.first_block(num_blocks * self.block_size, self.block_size), num_blocks)
+                if not is_there(number, index)
+            ]
+            if not gaps:
+                return num_blocks
             num_blocks = min(gaps)
-        return num_blocks
 
     def _load_from_host(self, host_block_id: int, name: bytes | None) -> int:
         """Allocates a device block and copies a host block to it, under its name if it has one. Returns its id."""
@@ -514,6 +555,11 @@ class KVCacheManager:
                 if block_id != NULL_BLOCK:
                     self.device_pool.decref(block_id)
         table.clear()
+
+
+def _suffixes(num_groups: int) -> list[bytes]:
+    """Returns what the names of the blocks of each group end with."""
+    return [bytes((number,)) for number in range(num_groups)] if num_groups > 1 else [b""]
 
 
 def _name_if_cached(table: BlockTable, number: int, index: int) -> bytes | None:

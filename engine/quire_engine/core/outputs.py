@@ -8,7 +8,6 @@ from quire_proto.errors import QuireError
 from quire_proto.sampling import FinishReason, StopToken, TokenLogprobs
 
 from quire_engine.core.absence import PreemptionMode, PreemptionReason
-from quire_engine.core.block_pool import BlockPool
 from quire_engine.core.block_table import BlockTable
 from quire_engine.core.kv_cache_manager import KVCacheManager
 from quire_engine.core.kv_transfer.connector import TransferFailure
@@ -178,22 +177,22 @@ def measure_fragmentation(
             for group in table.groups:
                 block_id = group.block_ids[index]
                 empty[block_id] = min(missing, empty.get(block_id, size))
-    return KVCacheFragmentation(sum(empty.values()), _in_use(kv_cache_manager.device_pool) * size)
+    return KVCacheFragmentation(sum(empty.values()), kv_cache_manager.device_pool.num_used * size)
 
 
 def count_leaked_blocks(kv_cache_manager: KVCacheManager, tables: Iterable[BlockTable]) -> int:
-    """Returns the blocks of both pools that are in use although none of ``tables`` (all that exist) and no transfer of
+    """Returns the blocks of all pools that are in use although none of ``tables`` (all that exist) and no transfer of
     a tier holds them. Anything but 0 is a leak. O(blocks held).
     """
     device: set[int] = set()
     host: set[int] = set()
+    tables = list(tables)
     for table in tables:
         for group in table.groups:
             device.update(group.block_ids[group.num_skipped :])
             host.update(group.host_block_ids)
     host.update(kv_cache_manager.tiers.held_host_blocks)
-    return _in_use(kv_cache_manager.device_pool) - len(device) + _in_use(kv_cache_manager.host_pool) - len(host)
-
-
-def _in_use(pool: BlockPool) -> int:
-    return pool.num_blocks - pool.num_free
+    held = len(device) + len(host)
+    leaked = kv_cache_manager.device_pool.num_used + kv_cache_manager.host_pool.num_used - held
+    states = kv_cache_manager.states
+    return leaked if states is None else leaked + states.count_leaked(tables)

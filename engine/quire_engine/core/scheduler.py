@@ -217,7 +217,7 @@ class Scheduler:
         """Adds the step's tokens to their sequences. Returns the outputs, also of requests that ended in other ways
         since the last update, and the tokens that need no output of their own.
         """
-        sequences: abc.Sequence[Sequence | None] = []
+        sequences: abc.Sequence[Sequence | None] = ()
         if self._in_flight and self._in_flight[0].output is scheduler_output:
             sequences = self._in_flight.popleft().sequences
         self._last_step = scheduler_output.step
@@ -258,12 +258,12 @@ class Scheduler:
     def request_ids(self) -> list[str]:
         """Returns the ids of the requests in the oldest step in flight, in the order of its chunks."""
         sequences = self._in_flight[0].sequences if self._in_flight else ()
-        live = [each for each in sequences if each is not None and each.status is not _FINISHED]
-        return list(dict.fromkeys([each.group.request.request_id for each in live]))
+        live = [s.group.request.request_id for s in sequences if s is not None and s.status is not _FINISHED]
+        return list(dict.fromkeys(live))
 
     def get_load(self, *, is_sleeping: bool = False) -> EngineLoad:
         """Returns the engine's load. O(running)."""
-        device, host = self.kv_cache_manager.device_pool, self.kv_cache_manager.host_pool
+        device, host = self.kv_cache_manager.device_pool, self.kv_cache_manager.host.pool
         tiers = self.kv_cache_manager.tiers.asynchronous
         running, preemptor = self._batch_scheduler.running, self._batch_scheduler.preemptor
         loras, waiting = self._batch_scheduler.admission.loras, self._batch_scheduler.admission.waiting

@@ -11,7 +11,7 @@ from quire_proto.errors import ErrorCode, QuireError
 from quire_proto.pooling import PoolingParams, Task
 from quire_proto.sampling import SamplingParams, TokenLogprobs
 
-from quire_engine.core.block_pool import BlockCopies, BlockCopy
+from quire_engine.core.block_pool import BlockCopies, BlockCopy, PoolCopies
 from quire_engine.core.lora import LoRARequest
 from quire_engine.core.step import (
     BeamCandidates,
@@ -28,7 +28,8 @@ T = TypeVar("T")
 _COLUMNS = {"sequence_ids": "q", "rows": "i", "starts": "i", "lengths": "i", "draws": "i"}
 _OTHER_ARRAYS = {"new_tokens": "i", "freed_rows": "i", "awaiting": "i"}
 _NUMBERS = ("num_preempted", "max_seconds", "has_fragments")
-_COPIES = ("blocks_to_swap_out", "blocks_to_copy", "blocks_to_swap_in", "blocks_to_swap_ahead")
+_STATE_COPIES = ("blocks_to_swap_out", "blocks_to_copy", "blocks_to_swap_in")
+_COPIES = (*_STATE_COPIES, "blocks_to_swap_ahead")
 
 
 def step_to_plain(output: SchedulerOutput) -> dict[str, Any]:
@@ -39,8 +40,9 @@ def step_to_plain(output: SchedulerOutput) -> dict[str, Any]:
     plain["new"] = [_new_to_plain(new) for new in output.new]
     plain["new_blocks"] = output.new_blocks if any(output.new_blocks) else ()
     plain["drafts"] = list(output.drafts.items())
-    copies = {name: getattr(output.copies, name) for name in _COPIES}
-    plain["copies"] = {name: [(each.source, each.target) for each in some] for name, some in copies.items() if some}
+    plain["copies"] = _copies_to_plain(output.copies, _COPIES)
+    if output.copies.states is not None:
+        plain["state_copies"] = _copies_to_plain(output.copies.states, _STATE_COPIES)
     kept = {name: value for name, value in plain.items() if value}
     return {"step": output.step, "groups": len(output.new_blocks), **kept}
 
@@ -56,8 +58,10 @@ def step_from_plain(plain: Mapping[str, Any], grammar: Grammar | None = None) ->
     if len({len(arrays[name]) for name in _COLUMNS}) > 1:
         raise ValueError("the columns of a step differ in length")
     copies = BlockCopies()
-    for name in _COPIES:
-        getattr(copies, name).extend(BlockCopy(*pair) for pair in plain.get("copies", {}).get(name, ()))
+    _copies_from_plain(plain.get("copies", {}), copies, _COPIES)
+    if "state_copies" in plain:
+        copies.states = PoolCopies()
+        _copies_from_plain(plain["state_copies"], copies.states, _STATE_COPIES)
     new_blocks = plain.get("new_blocks") or [() for _ in range(plain["groups"])]
     return SchedulerOutput(
         plain["step"],
@@ -115,6 +119,16 @@ def error_from_plain(fields: Sequence[Any]) -> QuireError:
     """The inverse of ``error_to_plain``. Raises like ``step_from_plain``."""
     code, message, param, retry_after, reason = fields
     return QuireError(ErrorCode(code), message, param=param, retry_after=retry_after, reason=reason)
+
+
+def _copies_to_plain(copies: PoolCopies, names: Sequence[str]) -> dict[str, Any]:
+    lists = {name: getattr(copies, name) for name in names}
+    return {name: [(each.source, each.target) for each in some] for name, some in lists.items() if some}
+
+
+def _copies_from_plain(plain: Mapping[str, Any], copies: PoolCopies, names: Sequence[str]) -> None:
+    for name in names:
+        getattr(copies, name).extend(BlockCopy(*pair) for pair in plain.get(name, ()))
 
 
 def _logprobs_to_plain(logprobs: TokenLogprobs) -> list[Any]:

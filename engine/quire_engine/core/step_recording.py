@@ -21,7 +21,7 @@ from typing import Any, BinaryIO
 from quire_proto import __version__
 from quire_proto.errors import QuireError
 
-from quire_engine.core.block_pool import KVCacheConfig, KVCacheGroup
+from quire_engine.core.block_pool import KVCacheConfig, KVCacheGroup, StateCacheConfig
 from quire_engine.core.step import ModelOutput, SchedulerOutput
 from quire_engine.core.step_plain import step_from_plain, step_to_plain
 
@@ -137,7 +137,10 @@ def read_steps(path: Path) -> tuple[RecordedEngine, Iterator[RecordedStep]]:
     try:
         plain = head["engine"]
         groups = tuple(KVCacheGroup(**group) for group in plain["capacity"].pop("groups"))
-        engine = RecordedEngine(plain["model"], plain["vocab_size"], KVCacheConfig(**plain["capacity"], groups=groups))
+        states = plain["capacity"].pop("states", None)
+        states = None if states is None else StateCacheConfig(**states)
+        capacity = KVCacheConfig(**plain["capacity"], groups=groups, states=states)
+        engine = RecordedEngine(plain["model"], plain["vocab_size"], capacity)
     except (KeyError, TypeError) as error:
         raise RecordingError(f"{path} does not say what engine it is of: {error}.") from error
     return engine, _read_steps(path, lines)

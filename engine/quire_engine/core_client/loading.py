@@ -86,7 +86,7 @@ def _describe(config: EngineConfig, executor: "TorchExecutor", scheduler: Schedu
         kv_cache_groups=len(executor.kv_cache_config.groups),
         blocks_total=executor.kv_cache_config.device_blocks - 1,
         host_blocks_total=executor.kv_cache_config.host_blocks,
-        max_num_seqs=config.max_num_seqs,
+        max_num_seqs=scheduler.config.max_num_seqs,
         max_num_batched_tokens=config.max_num_batched_tokens,
         dtype=executor.dtype_name,
         version=__version__,

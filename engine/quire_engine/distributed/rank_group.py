@@ -7,6 +7,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
+from threading import Condition
 
 import torch
 from torch import distributed
@@ -114,28 +115,46 @@ def file_store(folder: Path, size: int) -> distributed.Store:
     return distributed.FileStore(str(folder / "store"), size)
 
 
-class RankStore(distributed.Store):  # type: ignore[misc]  # the binding has no stubs
-    """The store of ranks on several machines. Each rank has all values. They arrive over the ranks' own links, which
-    are authenticated, unlike torch's ``TCPStore``.
+SendStored = Callable[[str, bytes], object]
 
-    ``publish`` sends a value to all other ranks. ``wait_for_more`` is called until the awaited values have arrived, or
-    raises. ``put`` and ``check`` are thread-safe.
+
+class RankStore(distributed.Store):  # type: ignore[misc]  # the binding has no stubs
+    """The store of ranks on several machines or in several engines. Each process has all values. They arrive over the
+    ranks' own links, which are authenticated, unlike torch's ``TCPStore``. Thread-safe.
     """
 
-    def __init__(self, publish: Callable[[str, bytes], None], wait_for_more: Callable[[], None]) -> None:
+    def __init__(self) -> None:
         super().__init__()
-        self._publish = publish
-        self._wait_for_more = wait_for_more
         self._values: dict[str, bytes] = {}
+        self._peers: dict[object, SendStored] = {}
+        self._changed = Condition()
+        self._failure: Exception | None = None
 
-    def put(self, key: str, value: bytes) -> None:
-        """Stores a value that another rank has set."""
-        self._values[key] = value
+    def attach(self, peer: object, send: SendStored) -> None:
+        """Calls ``send`` with each value that did not come from ``peer``, also with those that are here already."""
+        with self._changed:
+            self._peers[peer], values = send, dict(self._values)
+        for key, value in values.items():
+            send(key, value)
+
+    def put(self, key: str, value: bytes, peer: object = None) -> None:
+        """Stores a value that came from ``peer``, and sends it to all other peers."""
+        with self._changed:
+            self._values[key] = value
+            self._changed.notify_all()
+            others = [send for other, send in self._peers.items() if other is not peer]
+        for send in others:
+            send(key, value)
+
+    def fail(self, error: Exception) -> None:
+        """Makes all that wait for a value raise ``error``, because ranks are lost."""
+        with self._changed:
+            self._failure = error
+            self._changed.notify_all()
 
     def set(self, key: str, value: bytes) -> None:
         """See ``Store.set``."""
         self.put(key, value)
-        self._publish(key, value)
 
     def get(self, key: str) -> bytes:
         """See ``Store.get``."""
@@ -143,9 +162,11 @@ class RankStore(distributed.Store):  # type: ignore[misc]  # the binding has no 
         return self._values[key]
 
     def wait(self, keys: Sequence[str], _timeout: timedelta | None = None) -> None:
-        """See ``Store.wait``. Ignores the timeout: waits as long as the rank's link lives."""
-        while not self.check(keys):
-            self._wait_for_more()
+        """See ``Store.wait``. Ignores the timeout: waits until ``fail``."""
+        with self._changed:
+            self._changed.wait_for(lambda: self.check(keys) or self._failure is not None)
+            if self._failure is not None and not self.check(keys):
+                raise self._failure
 
     def check(self, keys: Sequence[str]) -> bool:
         """See ``Store.check``."""

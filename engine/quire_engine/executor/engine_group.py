@@ -8,8 +8,9 @@ timing of passes and the addresses of ranks. Tokens travel directly between the 
 import asyncio
 import logging
 from collections.abc import Callable, Mapping
+from concurrent.futures import Future
 from contextlib import suppress
-from threading import Condition, Event, Thread
+from functools import partial
 from typing import Any, TypeVar
 
 import torch
@@ -22,7 +23,7 @@ from quire_engine.core.data_parallel import SERVING, DPCoordinator, DPMessage, D
 from quire_engine.core.executor import ExecutorError
 from quire_engine.distributed.rank_group import EnginePlace, RankGroup, RankStore
 from quire_engine.errors import ModelError, first_line
-from quire_engine.executor.node_link import Frame, FrameKind, LinkEndedError, NodeLink
+from quire_engine.executor.node_link import NO_MESSAGE, Frame, FrameKind, LinkEndedError, LinkThread, NodeLink
 from quire_engine.executor.rendezvous import Rendezvous, RendezvousHub, facts_in_common, join
 
 log = logging.getLogger(__name__)
@@ -30,8 +31,6 @@ T = TypeVar("T")
 
 # After a failed exchange, the time to wait for the report of which engine is lost.
 LOSS_SECONDS = 3.0
-# A value may be stored between a lookup and the wait for it.
-STORED_POLL_SECONDS = 0.05
 
 
 def engine_rendezvous(config: EngineArgs, nodes: NodeArgs) -> Rendezvous:
@@ -72,16 +71,12 @@ class EngineGroup:
 
     def __init__(self, rendezvous: Rendezvous, facts: Mapping[str, Any], on_lost: Callable[[str], None] | None) -> None:
         self._on_lost = on_lost
-        self._changed = Condition()
-        self._loss: str | None = None
         self._is_over = False
         self._ranks: RankGroup | None = None
-        self._put_stored: Callable[[str, bytes], None] | None = None
-        self._values: dict[str, bytes] = {}
-        self.store = RankStore(self.publish, self._wait_for_stored)
+        self.store = RankStore()
         self.lockstep = Lockstep(self._send)
         kind = _Coordinating if rendezvous.rank == 0 else _Following
-        self._end: _Coordinating | _Following = kind(rendezvous, facts, self._receive, self._lose)
+        self._end: _Coordinating | _Following = kind(rendezvous, facts, self)
         self.place = EnginePlace(rendezvous.rank, rendezvous.count, self._end.own_address)
         log.info("engine %d of a group of %d", self.place.dp_rank, self.place.dp_size)
 
@@ -122,17 +117,6 @@ class EngineGroup:
         self.lockstep.begin()
         self._complete_pass(execute)
 
-    def publish(self, key: str, value: bytes) -> None:
-        """Stores a value for the ranks of all other engines. Thread-safe."""
-        self._end.post(FrameKind.STORED, [key, value.hex()])
-
-    def share_store(self, put_stored: Callable[[str, bytes], None]) -> None:
-        """Calls ``put_stored`` with each value that other engines have stored or will store."""
-        with self._changed:
-            self._put_stored, values = put_stored, dict(self._values)
-        for key, value in values.items():
-            put_stored(key, value)
-
     def close(self) -> None:
         """Ends the links. The other engines lose this one, unless all have finished."""
         self._is_over = True
@@ -154,41 +138,24 @@ class EngineGroup:
         return ExecutorError(reason or own)
 
     def _send(self, message: DPMessage) -> None:
-        self._end.post(FrameKind.DP_MESSAGE, [message.kind, message.number, message.reason])
-
-    def _wait_for_stored(self) -> None:
-        with self._changed:
-            if self._loss is not None:
-                raise ModelError(self._loss)
-            self._changed.wait(STORED_POLL_SECONDS)
+        self._end.send(message)
 
     # On the thread of the links
 
-    def _receive(self, kind: FrameKind, value: Any) -> None:
-        """Handles what another engine or the coordinator sent to this engine."""
-        if kind == FrameKind.STORED:
-            key, stored = _to_stored(value)
-            self.store.put(key, stored)
-            with self._changed:
-                self._values[key], put_stored = stored, self._put_stored
-                self._changed.notify_all()
-            if put_stored is not None:
-                put_stored(key, stored)
-            return
-        message = to_message(value)
+    def receive(self, message: DPMessage) -> None:
+        """Handles a message from the coordinator."""
         if message.kind == DPMessageKind.LOST:
-            self._lose(message.reason)
+            self.lose(message.reason)
         else:
             self._is_over |= message == DPMessage(DPMessageKind.FINISHED, SERVING)
             self.lockstep.receive(message)
 
-    def _lose(self, reason: str) -> None:
+    def lose(self, reason: str) -> None:
         """Ends the group, unless it has ended already."""
-        with self._changed:
-            if self._is_over or self._loss is not None:
-                return
-            self._loss = reason
-            self._changed.notify_all()
+        if self._is_over:
+            return
+        self._is_over = True
+        self.store.fail(ModelError(reason))
         self.lockstep.receive(DPMessage(DPMessageKind.LOST, reason=reason))
         if self._ranks is not None:
             self._ranks.abort()
@@ -198,177 +165,143 @@ class EngineGroup:
             self._on_lost(reason)
 
 
-def to_message(value: Any) -> DPMessage:
-    """Parses a DP_MESSAGE frame. Raises ``LinkEndedError``."""
-    try:
-        kind, number, reason = value
-        return DPMessage(DPMessageKind(kind), int(number), str(reason))
-    except (TypeError, ValueError):
-        raise LinkEndedError("has sent something that is not a message") from None
+class EngineLink:
+    """A link between engine 0 and another engine, from either side. Passes what arrives to ``receiver``. ``started`` is
+    set when engine 0 says that all engines have joined. Use it on the thread of the link.
+    """
+
+    def __init__(
+        self, link: NodeLink, receiver: "EngineGroup | _Coordinating", started: "Future[None] | None" = None
+    ) -> None:
+        self._link = link
+        self._receiver = receiver
+        self._started = started
+
+    async def run(self) -> str:
+        """See ``NodeLink.run``."""
+        return await self._link.run(self._on_frame)
+
+    def send(self, message: DPMessage) -> None:
+        """Sends a message. An end of the link is noticed by ``run``."""
+        self._send(FrameKind.DP_MESSAGE, [message.kind, message.number, message.reason])
+
+    def send_stored(self, key: str, value: bytes) -> None:
+        """Sends a value of the store."""
+        self._send(FrameKind.STORED, [key, value.hex()])
+
+    def send_ready(self) -> None:
+        """Tells the engine that all have joined."""
+        self._send(FrameKind.READY, None)
+
+    def _send(self, kind: FrameKind, value: object) -> None:
+        with suppress(OSError):
+            self._link.send(kind, value)
+
+    async def _on_frame(self, frame: Frame) -> None:
+        try:
+            match frame.kind, frame.value:
+                case FrameKind.DP_MESSAGE, [kind, number, reason]:
+                    message = DPMessage(DPMessageKind(kind), int(number), str(reason))
+                case FrameKind.STORED, [str(key), str(value)]:
+                    self._receiver.store.put(key, bytes.fromhex(value), self)
+                    return
+                case FrameKind.READY, None if self._started is not None and not self._started.done():
+                    self._started.set_result(None)
+                    return
+                case _:
+                    raise LinkEndedError(NO_MESSAGE)
+        except (TypeError, ValueError):
+            raise LinkEndedError(NO_MESSAGE) from None
+        self._receiver.receive(message)
 
 
-def _to_stored(value: Any) -> tuple[str, bytes]:
-    """Returns the key and value of a STORED frame. Raises ``LinkEndedError``."""
-    try:
-        key, stored = value
-        return str(key), bytes.fromhex(stored)
-    except (TypeError, ValueError):
-        raise LinkEndedError("has sent something that is not a message") from None
+class JoinedEngine(EngineLink):
+    """Another engine, from engine 0's side. Implements ``Member``."""
+
+    accepted = None
+
+    def __init__(self, rank: int, address: str, link: NodeLink, receiver: "_Coordinating") -> None:
+        super().__init__(link, receiver)
+        self.rank = rank
+        self.address = address
+
+    def end(self, reason: str) -> None:
+        """See ``Member.end``."""
+        self._receiver.lose(_lost(f"Engine {self.rank} ({self.address})", reason))
+
+
+class _Coordinating(RendezvousHub[JoinedEngine]):
+    """Engine 0's side of the links, for its ``group``."""
+
+    def __init__(self, rendezvous: Rendezvous, facts: Mapping[str, Any], group: EngineGroup) -> None:
+        self._group = group
+        self.store = group.store
+        self._coordinator = DPCoordinator(rendezvous.count)
+        super().__init__(rendezvous, facts)
+        try:
+            self.wait_joined()
+        except BaseException:
+            self.close()
+            raise
+        # If an engine restarts, it must find the next engine 0 and not this one, which is about to end.
+        self.stop_listening()
+        for engine in self.members:
+            self.store.attach(engine, partial(self.call, engine.send_stored))
+            self.call(engine.send_ready)
+
+    def send(self, message: DPMessage) -> None:
+        """Passes a message of engine 0 to the coordinator."""
+        self.call(self.receive, message)
+
+    def make_member(self, rank: int, address: str, link: NodeLink) -> JoinedEngine:
+        """See ``RendezvousHub.make_member``."""
+        return JoinedEngine(rank, address, link, self)
+
+    def receive(self, message: DPMessage) -> None:
+        """Passes a message of any engine to the coordinator, and its answer to all engines."""
+        if (answer := self._coordinator.receive(message)) is not None:
+            self._send_all(answer)
+            self._group.receive(answer)
+
+    def lose(self, reason: str) -> None:
+        """Ends the group because an engine is lost."""
+        self._send_all(DPMessage(DPMessageKind.LOST, reason=reason))
+        self._group.lose(reason)
+
+    def _send_all(self, message: DPMessage) -> None:
+        for engine in self.members:
+            engine.send(message)
+
+
+class _Following:
+    """Another engine's side of its link to engine 0, for its ``group``."""
+
+    def __init__(self, rendezvous: Rendezvous, facts: Mapping[str, Any], group: EngineGroup) -> None:
+        self._group = group
+        self._thread = LinkThread("engine-link", partial(self._serve, rendezvous, facts))
+        group.store.attach(self._link, partial(self._thread.call, self._link.send_stored))
+
+    def send(self, message: DPMessage) -> None:
+        """Sends a message of this engine to the coordinator."""
+        self._thread.call(self._link.send, message)
+
+    def close(self) -> None:
+        """Ends the link."""
+        self._thread.close()
+
+    async def _serve(self, rendezvous: Rendezvous, facts: Mapping[str, Any], started: "Future[None]") -> None:
+        master = rendezvous.sentence_start
+        try:
+            joined = await join(rendezvous, facts, asyncio.Event())
+        except LinkEndedError as error:
+            raise ModelError(f"{master} {error}, and this engine ends.") from None
+        self.own_address = joined.own_address
+        self._link = EngineLink(joined.link, self._group, started)
+        reason = await self._link.run()
+        if not started.done():
+            raise ModelError(f"{master} {reason}, and this engine ends.")
+        self._group.lose(_lost(master, reason))
 
 
 def _lost(name: str, reason: str) -> str:
     return f"{name} {reason}, and the engines of its group cannot go on without it."
-
-
-Receive = Callable[[FrameKind, Any], None]
-Lose = Callable[[str], None]
-Link = tuple[asyncio.StreamReader, asyncio.StreamWriter]
-
-
-class _Coordinating:
-    """Engine 0's side of the links. Calls ``receive`` and ``lose`` on the thread of the links."""
-
-    def __init__(self, rendezvous: Rendezvous, facts: Mapping[str, Any], receive: Receive, lose: Lose) -> None:
-        self._receive_own = receive
-        self._lose = lose
-        self._coordinator = DPCoordinator(rendezvous.count)
-        self._engines: dict[int, JoinedEngine] = {}  # by rank; exists before an engine can join and be lost
-        self._hub: RendezvousHub[JoinedEngine] = RendezvousHub(rendezvous, facts, self._make_engine)
-        try:
-            self._hub.wait_joined()
-        except BaseException:
-            self._hub.close()
-            raise
-        # If an engine restarts, it must find the next engine 0 and not this one, which is about to end.
-        self._hub.stop_listening()
-        self.own_address = self._hub.addresses[0]
-        self._hub.call(self._send_all, FrameKind.READY, None, 0)
-
-    def post(self, kind: FrameKind, value: Any) -> None:
-        """Passes a message of engine 0 to the coordinator."""
-        self._hub.call(self._receive, 0, kind, value)
-
-    def close(self) -> None:
-        """Ends all links."""
-        self._hub.close()
-
-    def _make_engine(
-        self, rank: int, address: str, reader: asyncio.StreamReader, writer: asyncio.StreamWriter
-    ) -> "JoinedEngine":
-        engine = JoinedEngine(rank, address, (reader, writer), self._receive, self._lose_engine)
-        self._engines[rank] = engine
-        return engine
-
-    def _receive(self, rank: int, kind: FrameKind, value: Any) -> None:
-        """Handles a message of engine ``rank``: relays stored values, and passes the rest to the coordinator."""
-        if kind == FrameKind.STORED:
-            self._send_all(kind, value, but=rank)
-        elif (answer := self._coordinator.receive(to_message(value))) is not None:
-            self._send_all(FrameKind.DP_MESSAGE, [answer.kind, answer.number, answer.reason])
-
-    def _lose_engine(self, reason: str) -> None:
-        self._send_all(FrameKind.DP_MESSAGE, [DPMessageKind.LOST, 0, reason], but=0)
-        self._lose(reason)
-
-    def _send_all(self, kind: FrameKind, value: Any, but: int | None = None) -> None:
-        for engine in self._engines.values():
-            if engine.rank != but:
-                with suppress(OSError):  # it is gone; its link notices that too
-                    engine.link.send(kind, value)
-        if but != 0:
-            self._receive_own(kind, value)
-
-
-class JoinedEngine:
-    """Another engine, from engine 0's side. Implements ``Member``. Calls ``receive`` with the engine's rank and each
-    message.
-    """
-
-    def __init__(
-        self, rank: int, address: str, link: Link, receive: Callable[[int, FrameKind, Any], None], lose: Lose
-    ) -> None:
-        self.rank = rank
-        self.address = address
-        self.accepted = None
-        self.link = NodeLink(*link, {}, self._on_frame, _no_sockets)
-        self._receive = receive
-        self._lose = lose
-
-    def end(self, reason: str) -> None:
-        """See ``Member.end``."""
-        self._lose(_lost(f"Engine {self.rank} ({self.address})", reason))
-
-    async def _on_frame(self, frame: Frame) -> None:
-        self._receive(self.rank, _checked(frame), frame.value)
-
-
-class _Following:
-    """The link of another engine to engine 0. Calls ``receive`` and ``lose`` on the thread of the link."""
-
-    def __init__(self, rendezvous: Rendezvous, facts: Mapping[str, Any], receive: Receive, lose: Lose) -> None:
-        self._rendezvous = rendezvous
-        self._receive = receive
-        self._lose = lose
-        self.own_address = ""
-        self._link: NodeLink | None = None
-        self._failures: list[BaseException] = []
-        self._started = Event()
-        self._loop = asyncio.new_event_loop()
-        self._thread = Thread(target=self._run_loop, args=(facts,), name="engine-link", daemon=True)
-        self._thread.start()
-        self._started.wait()
-        if self._failures:
-            self._thread.join()
-            raise self._failures[0]
-
-    def post(self, kind: FrameKind, value: Any) -> None:
-        """Sends a message of this engine to the coordinator."""
-        assert self._link is not None, "it has joined"
-        with suppress(RuntimeError):  # the link has ended
-            self._loop.call_soon_threadsafe(self._link.send, kind, value)
-
-    def close(self) -> None:
-        """Ends the link."""
-        assert self._link is not None, "it has joined"
-        with suppress(RuntimeError):
-            self._loop.call_soon_threadsafe(self._link.abort)
-        self._thread.join()
-
-    def _run_loop(self, facts: Mapping[str, Any]) -> None:
-        with asyncio.Runner(loop_factory=lambda: self._loop) as runner:
-            try:
-                runner.run(self._run(facts))
-            except BaseException as failure:  # noqa: BLE001 - the constructor raises it
-                self._failures.append(failure)
-            finally:
-                self._started.set()
-
-    async def _run(self, facts: Mapping[str, Any]) -> None:
-        master = self._rendezvous.sentence_start
-        try:
-            joined = await join(self._rendezvous, facts, asyncio.Event())
-        except LinkEndedError as error:
-            raise ModelError(f"{master} {error}, and this engine ends.") from None
-        self.own_address = joined.own_address
-        self._link = NodeLink(joined.reader, joined.writer, {}, self._on_frame, _no_sockets)
-        reason = await self._link.run()
-        if not self._started.is_set():
-            raise ModelError(f"{master} {reason}, and this engine ends.")
-        self._lose(_lost(master, reason))
-
-    async def _on_frame(self, frame: Frame) -> None:
-        if frame.kind == FrameKind.READY:
-            self._started.set()
-        else:
-            self._receive(_checked(frame), frame.value)
-
-
-def _checked(frame: Frame) -> FrameKind:
-    """Returns the kind of ``frame``. Raises ``LinkEndedError`` for kinds that engines do not send to each other."""
-    if frame.kind not in (FrameKind.DP_MESSAGE, FrameKind.STORED):
-        raise LinkEndedError("has sent something that is not a message")
-    return FrameKind(frame.kind)
-
-
-async def _no_sockets(_: int) -> None:
-    """Does nothing: links between engines carry no rank sockets."""

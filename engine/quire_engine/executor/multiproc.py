@@ -20,7 +20,7 @@ from quire_proto.tls import TlsError
 from quire_engine.config import NodeArgs
 from quire_engine.core.kv_transfer.transfer import TransferResult
 from quire_engine.core.step import ModelOutput, SchedulerOutput
-from quire_engine.distributed.rank_group import RankGroup
+from quire_engine.distributed.rank_group import RankGroup, RankStore
 from quire_engine.errors import ModelError
 from quire_engine.executor.engine_group import EngineGroup
 from quire_engine.executor.node_agent import node_facts
@@ -65,13 +65,12 @@ class MultiprocLeader:
         self._group = settings.make_group(0)
         self._rendezvous_folder = TemporaryDirectory(prefix="quire-ranks-", ignore_cleanup_errors=True)
         self._on_lost = on_lost
+        self._store = RankStore() if engines is None else engines.store
         self._hub = None if nodes is None or settings.nnodes == 1 else _make_hub(settings, nodes)
         try:
-            stored = {} if engines is None else {"on_stored": engines.publish}
             failures = RankFailureTracker(settings.size - 1, settings.last_stage)
-            self._workers = RankWorkers(
-                settings.ranks_per_node, self._on_rank_lost, self._hub, failures=failures, **stored
-            )
+            ranks, store = settings.ranks_per_node, self._store
+            self._workers = RankWorkers(ranks, failures, store, self._on_rank_lost, self._hub)
         except BaseException:
             self._close_hub()
             raise
@@ -86,8 +85,6 @@ class MultiprocLeader:
             self.close()
             raise
         self._settings = settings
-        if engines is not None:
-            engines.share_store(self._workers.put_stored)
         log.info("rank 0 has started the others: %s", ", ".join(self._workers.places))
 
     @property
@@ -104,7 +101,7 @@ class MultiprocLeader:
                 self._group,
                 RpcMethod.CONNECT,
                 [],
-                lambda: self._settings.connect(0, self._group, self._workers.store),
+                lambda: self._settings.connect(0, self._group, self._store),
             )
         self._workers.wait_for_replies(number)
         if self._settings.engine.enable_dbo and not self._group.communicator.overlaps_sums:

@@ -16,7 +16,7 @@ from quire_engine.device.accelerator import resolve_device
 from quire_engine.errors import ModelError
 from quire_engine.executor.child_process import EXIT_TIMEOUT_SECONDS
 from quire_engine.executor.node_hub import node_rendezvous
-from quire_engine.executor.node_link import Frame, FrameKind, LinkEndedError, NodeLink
+from quire_engine.executor.node_link import Frame, FrameKind, LinkEndedError
 from quire_engine.executor.rank_processes import RankProcess
 from quire_engine.executor.rendezvous import facts_in_common, join
 from quire_engine.executor.start_checks import check_start
@@ -63,8 +63,7 @@ class NodeAgent:
         ranks = [int(rank) for rank in joined.accepted]
         log.info("joined as node %d, with ranks %s", self._config.node_rank, ranks)
         self._processes = {rank: RankProcess(rank) for rank in ranks}
-        sockets = {rank: process.link for rank, process in self._processes.items()}
-        self._link = NodeLink(joined.reader, joined.writer, sockets, self._on_frame, self._on_rank_end)
+        self._link = joined.link
         try:
             await self._run_link()
         finally:
@@ -73,7 +72,8 @@ class NodeAgent:
     async def _run_link(self) -> None:
         async with asyncio.TaskGroup() as tasks:
             leaving = tasks.create_task(self._leave_when_told())
-            reason = await self._link.run()
+            sockets = {rank: process.link for rank, process in self._processes.items()}
+            reason = await self._link.run(self._on_frame, sockets, self._on_rank_end)
             leaving.cancel()
         if not self._is_over:
             raise LinkEndedError(reason)

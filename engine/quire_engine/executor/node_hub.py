@@ -30,50 +30,35 @@ def node_rendezvous(nodes: NodeArgs) -> Rendezvous:
     )
 
 
-class NodeHub:
-    """Waits for the other machines of ``nodes``, each of which runs ``ranks_per_node`` ranks. ``facts`` are what a node
-    must have in common with this one. Raises ``ModelError``, and ``TlsError`` if the TLS files cannot be used.
-    """
+class NodeHub(RendezvousHub["JoinedNode"]):
+    """Waits for the other machines of ``nodes``, each of which runs ``ranks_per_node`` ranks."""
 
     def __init__(self, nodes: NodeArgs, facts: Mapping[str, Any], ranks_per_node: int) -> None:
         self._ranks_per_node = ranks_per_node
-        self._nodes: list[JoinedNode] = []
-        self._hub: RendezvousHub[JoinedNode] = RendezvousHub(node_rendezvous(nodes), facts, self._make_node)
+        super().__init__(node_rendezvous(nodes), facts)
 
-    def wait_joined(self) -> "list[RemoteRank]":
+    def make_member(self, rank: int, address: str, link: NodeLink) -> "JoinedNode":
+        """See ``RendezvousHub.make_member``."""
+        first = rank * self._ranks_per_node
+        return JoinedNode(rank, address, link, range(first, first + self._ranks_per_node))
+
+    def wait_for_ranks(self) -> "list[RemoteRank]":
         """Waits for all other nodes. Returns their ranks. Raises ``ModelError`` if a node has not joined in time."""
-        self._nodes = self._hub.wait_joined()
-        return [rank for node in self._nodes for rank in node.ranks]
-
-    @property
-    def addresses(self) -> list[str]:
-        """The address of each node for the others, in node order. Requires that all have joined."""
-        return self._hub.addresses
+        return [rank for node in self.wait_joined() for rank in node.ranks]
 
     def announce_ready(self) -> None:
         """Tells all nodes that the engine serves."""
-        for node in self._nodes:
-            self._hub.call(node.link.send, FrameKind.READY)
-
-    def close(self) -> None:
-        """Ends all links. A node whose ranks were not closed before finds node 0 gone."""
-        self._hub.close()
-
-    def _make_node(
-        self, rank: int, address: str, reader: asyncio.StreamReader, writer: asyncio.StreamWriter
-    ) -> "JoinedNode":
-        first = rank * self._ranks_per_node
-        return JoinedNode(rank, address, range(first, first + self._ranks_per_node), reader, writer)
+        for node in self.members:
+            self.call(node.link.send, FrameKind.READY)
 
 
 class JoinedNode:
-    """Another node, at ``address``, and its ``ranks``. Create it on the thread of the links."""
+    """Another node, at ``address``, and its ``ranks``. Implements ``Member``. Create it on the thread of the links."""
 
-    def __init__(
-        self, rank: int, address: str, ranks: range, reader: asyncio.StreamReader, writer: asyncio.StreamWriter
-    ) -> None:
+    def __init__(self, rank: int, address: str, link: NodeLink, ranks: range) -> None:
         self.rank = rank
         self.address = address
+        self.link = link
         self.ranks: list[RemoteRank] = []
         self.ended = Event()
         self.exit_reason = ""
@@ -83,12 +68,15 @@ class JoinedNode:
         for each in ranks:
             ours, self._sockets[each] = socket.socketpair()
             self.ranks.append(RemoteRank(each, ours, self))
-        self.link = NodeLink(reader, writer, self._sockets, self._on_frame, self._on_end)
 
     @property
     def accepted(self) -> list[int]:
         """The ranks that the node must run."""
         return [each.rank for each in self.ranks]
+
+    async def run(self) -> str:
+        """See ``Member.run``. Carries what rank 0 and the node's ranks send to each other."""
+        return await self.link.run(self._on_frame, self._sockets, self._on_end)
 
     def end(self, reason: str) -> None:
         """Sets ``reason`` as the exit reason, unless a better one is known, and closes the sockets of its ranks. Rank 0

@@ -10,8 +10,10 @@ import socket
 import time
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import Future
 from contextlib import suppress
 from dataclasses import dataclass
+from functools import partial
 from threading import Condition, Lock, Thread
 from typing import TYPE_CHECKING, Any
 
@@ -44,8 +46,6 @@ DIVERGENCE_GRACE_SECONDS = 3.0
 # How much later the end of a rank may be noticed than the failures of the ranks that wait for it.
 END_GRACE_SECONDS = 0.3
 FAILURE_TIMEOUT_SECONDS = 10.0
-# A value may be stored between a lookup and the wait for it.
-STORED_POLL_SECONDS = 0.05
 RANKS_CLOSED = "The ranks of this model have ended."
 
 
@@ -55,44 +55,41 @@ class RankError(ExecutorError):
 
 class RankWorkers:
     """The processes of ranks 1 to ``size`` - 1 on this node, and all ranks of the other nodes of ``hub``. The
-    constructor waits for those nodes to join. Calls must come from one thread, one at a time.
+    constructor waits for those nodes to join. Calls must come from one thread, one at a time. ``store`` gets the values
+    that the ranks set, and sends them those of others.
 
     ``on_lost`` is called once, with the reason, when a rank is lost, but never after ``close``. ``on_transfer`` is
-    called with each rank's result of a disk transfer. Both run on the watcher thread. ``on_stored`` is called with each
-    value that a rank stores, for other engines. ``failures`` decides which failures end the engine. Raises
-    ``ModelError``.
+    called with each rank's result of a disk transfer. Both run on the watcher thread. ``failures`` decides which
+    failures end the engine. Raises ``ModelError``.
     """
 
     def __init__(
         self,
         size: int,
+        failures: "RankFailureTracker",
+        store: RankStore,
         on_lost: Callable[[str], None],
         hub: "NodeHub | None" = None,
-        on_stored: Callable[[str, bytes], None] = lambda _key, _value: None,
-        *,
-        failures: "RankFailureTracker",
     ) -> None:
+        self._store = store
         self._on_lost = on_lost
-        self._on_own_stored = on_stored
         self.on_transfer: Callable[[TransferResult], object] | None = None
-        self.store = RankStore(self._publish, self._wait_for_stored)
         self._failures = failures
         self._changed = Condition()
-        self._requested: set[int] = set()
         self._replies: dict[tuple[int, int], Any] = {}
         self._outputs: deque[RpcMessage] = deque()
-        self._lost_reason: str | None = None
-        self._closing = False
-        self._started = False
-        self._start_error: str | None = None
+        self._ended: str | None = None  # why no call can be made any more
         self._sending = Lock()
-        self._wake_writer, self._wake_reader = socket.socketpair()
+        self._wake = socket.socketpair()
         self._processes: list[RankProcess | RemoteRank] = []
-        self._thread = Thread(target=self._run_watcher, args=(size, hub), name="rank-watch", daemon=True)
+        started = Future[None]()
+        self._thread = Thread(target=self._run_watcher, args=(size, hub, started), name="rank-watch", daemon=True)
         self._thread.start()
-        with self._changed:
-            self._changed.wait_for(lambda: self._started)
-        self._check_started()
+        try:
+            started.result()
+        except Exception:
+            self._thread.join()
+            raise
 
     @property
     def places(self) -> list[str]:
@@ -102,7 +99,7 @@ class RankWorkers:
     @property
     def is_usable(self) -> bool:
         """Whether calls can be made."""
-        return not self._is_over
+        return self._ended is None
 
     def begin_call(self, method: RpcMethod, arrays: Sequence[RpcArray] = ()) -> int:
         """Sends a call that rank 0 makes too. Returns its number. Rank 0 then reports its own outcome with
@@ -120,9 +117,7 @@ class RankWorkers:
         """
         with self._changed:
             self._check_usable()
-            number = self._failures.begin_call()
-            self._failures.record_success()
-            self._requested.add(number)
+            number = self._failures.begin_request()
         self._send(RpcMessage(method, number, arrays))
         return number
 
@@ -137,44 +132,14 @@ class RankWorkers:
         While it is open whether the ranks of the last stage are in step, an output may be of what two steps have mixed.
         """
         with self._changed:
-            self._changed.wait_for(lambda: self._is_over or (self._outputs and not self._failures.logits_failures))
+            self._changed.wait_for(
+                lambda: self._ended is not None or (self._outputs and not self._failures.logits_failures)
+            )
             self._check_usable()
             message = self._outputs.popleft()
         if message.code == RpcReply.OUTPUT:
             return output_from_arrays(message.arrays)
         raise RuntimeError(json_from_array(message.arrays[0])["reason"])
-
-    def _send(self, message: RpcMessage) -> None:
-        try:
-            self._send_to_all(message)
-        except OSError:
-            self._wait_for_loss()
-
-    def _send_to_all(self, message: RpcMessage, but: int = 0) -> None:
-        with self._sending:
-            for process in self._processes:
-                if process.rank != but:
-                    send(process.link, message)
-
-    def put_stored(self, key: str, value: bytes) -> None:
-        """Stores a value of another engine for all ranks. Thread-safe."""
-        self._put(key, value)
-        with suppress(OSError):  # a rank is lost, which the watcher reports
-            self._send_to_all(RpcMessage(RpcMethod.STORE, 0, stored_to_arrays(key, value)))
-
-    def _put(self, key: str, value: bytes) -> None:
-        self.store.put(key, value)
-        with self._changed:
-            self._changed.notify_all()
-
-    def _publish(self, key: str, value: bytes) -> None:
-        self._send(RpcMessage(RpcMethod.STORE, 0, stored_to_arrays(key, value)))
-        self._on_own_stored(key, value)
-
-    def _wait_for_stored(self) -> None:
-        with self._changed:
-            self._check_usable()
-            self._changed.wait(STORED_POLL_SECONDS)
 
     def call_succeeded(self) -> None:
         """Records that the current call succeeded on rank 0."""
@@ -189,7 +154,7 @@ class RankWorkers:
             self._failures.record_failure(collectives, describe_error(error))
             self._wake_up()
             settled = self._changed.wait_for(
-                lambda: self._is_over or self._failures.all_failed_alike, FAILURE_TIMEOUT_SECONDS
+                lambda: self._ended is not None or self._failures.all_failed_alike, FAILURE_TIMEOUT_SECONDS
             )
             self._check_usable()
         if not settled:
@@ -201,9 +166,9 @@ class RankWorkers:
         """
         wanted = [(number, process.rank) for process in self._processes]
         with self._changed:
-            self._changed.wait_for(lambda: self._is_over or all(key in self._replies for key in wanted))
-            if self._is_over:
-                raise ModelError(self._lost_reason or RANKS_CLOSED)
+            self._changed.wait_for(lambda: self._ended is not None or all(key in self._replies for key in wanted))
+            if self._ended is not None:
+                raise ModelError(self._ended)
             answers = [self._replies.pop(key) for key in wanted]
         for process, answer in zip(self._processes, answers, strict=True):
             if isinstance(answer, RankFailure):
@@ -213,47 +178,66 @@ class RankWorkers:
     def close(self) -> None:
         """Ends all processes. No call can be made afterwards."""
         with self._changed:
-            if self._closing:
-                return
-            self._closing = True
+            self._ended = self._ended or RANKS_CLOSED
             self._changed.notify_all()
-        self._wake_up()
+            self._wake_up()
         self._thread.join()
 
-    def _check_started(self) -> None:
-        if self._start_error is not None:
-            self.close()
-            raise ModelError(self._start_error)
+    def _send(self, message: RpcMessage) -> None:
+        try:
+            for process in self._processes:
+                self._send_to(process, message)
+        except OSError:
+            self._wait_for_loss()
 
-    @property
-    def _is_over(self) -> bool:
-        return self._lost_reason is not None or self._closing
+    def _send_to(self, process: "RankProcess | RemoteRank", message: RpcMessage) -> None:
+        with self._sending:
+            send(process.link, message)
+
+    def _send_stored(self, process: "RankProcess | RemoteRank", key: str, value: bytes) -> None:
+        with suppress(OSError):  # the rank is lost, which the watcher reports
+            self._send_to(process, RpcMessage(RpcMethod.STORE, 0, stored_to_arrays(key, value)))
 
     def _check_usable(self) -> None:
-        if self._is_over:
-            raise RankError(self._lost_reason or RANKS_CLOSED)
+        if self._ended is not None:
+            raise RankError(self._ended)
 
     def _wait_for_loss(self) -> None:
         """Handles a broken link: waits until the watcher thread knows the reason, and raises ``RankError`` with it."""
         with self._changed:
-            self._changed.wait_for(lambda: self._is_over, FAILURE_TIMEOUT_SECONDS)
+            self._changed.wait_for(lambda: self._ended is not None, FAILURE_TIMEOUT_SECONDS)
             self._check_usable()
         raise RankError("A rank does not listen any more.")
 
     def _wake_up(self) -> None:
         with suppress(OSError):  # it is closed already
-            self._wake_writer.send(b"\0")
+            self._wake[1].send(b"\0")
 
     # On the watcher thread
 
-    def _run_watcher(self, size: int, hub: "NodeHub | None") -> None:
+    def _run_watcher(self, size: int, hub: "NodeHub | None", started: "Future[None]") -> None:
         try:
             self._start_processes(size, hub)
+            started.set_result(None)
             self._watch()
         except Exception as error:  # noqa: BLE001 - without the watcher a loss goes unnoticed
-            self._mark_lost(f"Rank 0 cannot listen to the others any more: {describe_error(error)}.")
+            if started.done():
+                self._mark_lost(f"Rank 0 cannot listen to the others any more: {describe_error(error)}.")
+            else:
+                started.set_exception(error)
         finally:
             self._end_processes()
+
+    def _start_processes(self, size: int, hub: "NodeHub | None") -> None:
+        """Starts the processes and waits for the other nodes. Raises ``ModelError``."""
+        try:
+            self._processes.extend(RankProcess(rank) for rank in range(1, size))
+        except OSError as error:
+            raise ModelError(f"The processes of the other ranks cannot be started: {error.strerror}.") from error
+        if hub is not None:
+            self._processes.extend(hub.wait_for_ranks())
+        for process in self._processes:
+            self._store.attach(process, partial(self._send_stored, process))
 
     def _end_processes(self) -> None:
         for process in self._processes:
@@ -261,38 +245,23 @@ class RankWorkers:
         deadline = time.monotonic() + EXIT_TIMEOUT_SECONDS
         for process in self._processes:
             process.wait_or_kill(deadline)
-        self._wake_writer.close()
-        self._wake_reader.close()
-
-    def _start_processes(self, size: int, hub: "NodeHub | None") -> None:
-        try:
-            self._processes.extend(RankProcess(rank) for rank in range(1, size))
-            if hub is not None:
-                self._processes.extend(hub.wait_joined())
-        except OSError as error:
-            self._start_error = f"The processes of the other ranks cannot be started: {error.strerror}."
-        except ModelError as error:
-            self._start_error = str(error)
-        with self._changed:
-            self._started = True
-            self._changed.notify_all()
+        for end in self._wake:
+            end.close()
 
     def _watch(self) -> None:
+        """Handles what the ranks send until one is lost or ``close`` is called."""
         by_descriptor = {process.link.fileno(): process for process in self._processes}
         poll = select.poll()
-        wake = self._wake_reader.fileno()
-        for descriptor in (*by_descriptor, wake):
+        wake, _ = self._wake
+        for descriptor in (*by_descriptor, wake.fileno()):
             poll.register(descriptor, select.POLLIN)
         suspected_since: float | None = None
-        while not self._closing:
+        while self._ended is None:
             for descriptor, _ in poll.poll(None if suspected_since is None else 100):
-                if descriptor == wake:
-                    self._wake_reader.recv(4096)
+                if descriptor == wake.fileno():
+                    wake.recv(4096)
                 else:
                     self._on_readable(by_descriptor[descriptor])
-            if self._lost_reason is not None:  # the killed ranks' links stay readable
-                poll = select.poll()
-                poll.register(wake, select.POLLIN)
             suspected_since = self._check_divergence(suspected_since)
 
     def _on_readable(self, process: "RankProcess | RemoteRank") -> None:
@@ -301,43 +270,40 @@ class RankWorkers:
             if message is None:
                 self._mark_lost(process.exit_reason())
             else:
-                self._on_message(process.rank, message)
+                self._on_message(process, message)
         except (OSError, MessageError):
             self._mark_lost(process.exit_reason())
 
-    def _on_message(self, rank: int, message: RpcMessage) -> None:
+    def _on_message(self, process: "RankProcess | RemoteRank", message: RpcMessage) -> None:
         if message.code == RpcReply.STORED:
-            self._on_stored(rank, message)
+            self._store.put(*stored_from_arrays(message.arrays), process)
             return
         if message.code == RpcReply.TRANSFERRED:
             if self.on_transfer is not None:
                 self.on_transfer(result_from_array(message.arrays[0]))
             return
-        if message.code in (RpcReply.OUTPUT, RpcReply.NO_OUTPUT, RpcReply.NO_LOGITS):
-            with self._changed:
-                if message.code == RpcReply.NO_LOGITS:
-                    failure = RankFailure(message.call_number, **json_from_array(message.arrays[0]))
-                    self._failures.record_logits_failure(rank, failure)
-                if rank == self._failures.last_stage.start:
-                    self._outputs.append(message)
-                self._changed.notify_all()
-            return
-        value = json_from_array(message.arrays[0])
         with self._changed:
-            if message.code == RpcReply.FAILED:
-                value = RankFailure(message.call_number, **value)
-            if message.code == RpcReply.DONE or message.call_number in self._requested:
-                self._replies[message.call_number, rank] = value
+            if message.code in (RpcReply.OUTPUT, RpcReply.NO_OUTPUT, RpcReply.NO_LOGITS):
+                self._on_output(process.rank, message)
             else:
-                self._failures.record_remote_failure(rank, value)
+                self._on_reply(process.rank, message)
             self._changed.notify_all()
 
-    def _on_stored(self, rank: int, message: RpcMessage) -> None:
-        """Passes a value that one rank stored on to all other ranks."""
-        key, value = stored_from_arrays(message.arrays)
-        self._put(key, value)
-        self._send_to_all(RpcMessage(RpcMethod.STORE, 0, message.arrays), but=rank)
-        self._on_own_stored(key, value)
+    def _on_output(self, rank: int, message: RpcMessage) -> None:
+        if message.code == RpcReply.NO_LOGITS:
+            failure = RankFailure(message.call_number, **json_from_array(message.arrays[0]))
+            self._failures.record_logits_failure(rank, failure)
+        if rank == self._failures.last_stage.start:
+            self._outputs.append(message)
+
+    def _on_reply(self, rank: int, message: RpcMessage) -> None:
+        value, number = json_from_array(message.arrays[0]), message.call_number
+        if message.code == RpcReply.FAILED:
+            value = RankFailure(number, **value)
+        if message.code == RpcReply.DONE or self._failures.is_request(number):
+            self._replies[number, rank] = value
+        else:
+            self._failures.record_remote_failure(rank, value)
 
     def _check_divergence(self, suspected_since: float | None) -> float | None:
         """Marks the ranks lost if their outcomes differ. Returns the time since which that has been suspected, or None.
@@ -347,7 +313,7 @@ class RankWorkers:
         """
         with self._changed:
             certain, suspected = self._failures.divergence, self._failures.suspected_failure
-        if self._is_over or not (certain or suspected):
+        if not (certain or suspected):
             return None
         suspected_since = suspected_since or time.monotonic()
         if time.monotonic() - suspected_since > (END_GRACE_SECONDS if certain else DIVERGENCE_GRACE_SECONDS):
@@ -356,11 +322,12 @@ class RankWorkers:
 
     def _mark_lost(self, sentence: str) -> None:
         with self._changed:
-            if self._lost_reason is not None or self._closing:
+            if self._ended is not None:
                 return
-            self._lost_reason = sentence
+            self._ended = sentence
         for process in self._processes:
             process.kill()
+        self._store.fail(RankError(sentence))
         with self._changed:
             self._changed.notify_all()
         self._on_lost(sentence)
@@ -395,6 +362,7 @@ class RankFailureTracker:
         self.logits_failures: dict[int, dict[int, RankFailure]] = {}  # of calls in which some ranks have failed so far
         self._num_other_ranks = num_other_ranks
         self._call_number = 0
+        self._requests: set[int] = set()
         self._own_failure: RankFailure | None = None
         self._succeeded = True
         self._reported_failures: dict[int, RankFailure] = {}
@@ -406,6 +374,17 @@ class RankFailureTracker:
         self._call_number += 1
         self._own_failure, self._succeeded = None, False
         return self._call_number
+
+    def begin_request(self) -> int:
+        """Begins a call that only the other ranks make: a failure is its reply. Returns its number."""
+        number = self.begin_call()
+        self.record_success()
+        self._requests.add(number)
+        return number
+
+    def is_request(self, call_number: int) -> bool:
+        """Whether only the other ranks made this call."""
+        return call_number in self._requests
 
     def record_success(self) -> None:
         """Records that the current call succeeded on rank 0."""

@@ -5,6 +5,7 @@ import socket
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass, replace
+from datetime import timedelta
 from pathlib import Path
 from threading import Lock
 from typing import Any
@@ -187,7 +188,8 @@ class RankWorker:
         self._rank = rank
         self._loaded_rank: _LoadedRank | None = None
         self._worker: Worker | None = None
-        self._store = RankStore(self._publish, self._receive_stored)
+        self._store = _LinkStore(self._receive_stored)
+        self._store.attach(link, self._send_stored)
         self._handlers: dict[int, Callable[[Sequence[RpcArray]], object]] = {
             RpcMethod.LOAD: self._load,
             RpcMethod.CONNECT: self._connect,
@@ -260,7 +262,7 @@ class RankWorker:
         with on_device(loaded.model.device):
             loaded.settings.connect(self._rank, loaded.group, self._store)
 
-    def _publish(self, key: str, value: bytes) -> None:
+    def _send_stored(self, key: str, value: bytes) -> None:
         self._send(RpcMessage(RpcReply.STORED, 0, stored_to_arrays(key, value)))
 
     def _receive_stored(self) -> None:
@@ -271,7 +273,7 @@ class RankWorker:
         self._put_stored(message.arrays)
 
     def _put_stored(self, arrays: Sequence[RpcArray]) -> None:
-        self._store.put(*stored_from_arrays(arrays))
+        self._store.put(*stored_from_arrays(arrays), self._link)
 
     def _profile_memory(self, arrays: Sequence[RpcArray]) -> dict[str, Any]:
         """Profiles this rank. If there is a largest step, it consists of the calls up to END_PROFILE."""
@@ -341,6 +343,21 @@ class RankWorker:
     def _worker_or_fail(self) -> Worker:
         assert self._worker is not None, "MAKE_RUNNER comes first"
         return self._worker
+
+
+class _LinkStore(RankStore):
+    """The store of a rank that waits for values by calling ``receive_stored``, because no other thread reads its
+    link.
+    """
+
+    def __init__(self, receive_stored: Callable[[], None]) -> None:
+        super().__init__()
+        self._receive_stored = receive_stored
+
+    def wait(self, keys: Sequence[str], _timeout: timedelta | None = None) -> None:
+        """See ``Store.wait``. Waits as long as the link lives."""
+        while not self.check(keys):
+            self._receive_stored()
 
 
 class _ReceivedBitmasks:

@@ -7,11 +7,13 @@ import asyncio
 import logging
 import ssl
 import time
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
+from concurrent.futures import Future
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
-from threading import Condition, Event, Thread
+from threading import Condition
 from typing import Any, Generic, Protocol, TypeVar
 
 import torch
@@ -24,20 +26,19 @@ from quire_engine.checkpoint.config import ModelConfig
 from quire_engine.config import EngineArgs
 from quire_engine.errors import ModelError
 from quire_engine.executor.node_link import (
-    HANDSHAKE_SECONDS,
+    NO_MESSAGE,
     FrameKind,
     LinkEndedError,
+    LinkThread,
     NodeLink,
-    check_peer,
+    describe_failure,
     own_names,
-    read_frame,
     tls_context,
-    tls_reason,
-    write_frame,
 )
 
 log = logging.getLogger(__name__)
 
+HANDSHAKE_SECONDS = 10.0
 RETRY_SECONDS = 0.5
 # How often the log repeats which members are missing.
 WAITING_SECONDS = 15.0
@@ -106,169 +107,154 @@ def facts_in_common(
 
 
 class Member(Protocol):
-    """A member that has joined: its ``rank``, its ``address`` and its ``link``."""
+    """A member that has joined, with its ``rank`` and its ``address`` for the others."""
 
     rank: int
     address: str
-    link: NodeLink
 
     @property
     def accepted(self) -> object:
         """What member 0 sends to it with ACCEPTED."""
         ...
 
+    async def run(self) -> str:
+        """Runs its link. Returns why it ended, as the end of a sentence about the member."""
+        ...
+
     def end(self, reason: str) -> None:
-        """Handles the end of its link after all members had joined. ``reason`` is the end of a sentence about the
-        member.
-        """
+        """Handles the end of its link after all members had joined. ``reason`` is as in ``run``."""
         ...
 
 
 M = TypeVar("M", bound=Member)
-MakeMember = Callable[[int, str, asyncio.StreamReader, asyncio.StreamWriter], M]
 
 
-class RendezvousHub(Generic[M]):
-    """Waits for the other members at ``place``. ``make_member`` turns the rank, address and connection of each into an
-    object. ``facts`` are what a member must have in common with this one.
+class RendezvousHub(ABC, Generic[M]):
+    """Waits for the other members at ``place``. ``facts`` are what a member must have in common with this one.
 
     The links run in an event loop on their own thread, which also makes and ends members. Raises ``ModelError``, and
     ``TlsError`` if the TLS files cannot be used.
     """
 
-    def __init__(self, place: Rendezvous, facts: Mapping[str, Any], make_member: MakeMember[M]) -> None:
+    def __init__(self, place: Rendezvous, facts: Mapping[str, Any]) -> None:
         self._place = place
         self._facts = facts
-        self._make_member = make_member
-        self._own_address = place.own_address or place.address
         self._names = None if place.tls is None else own_names(place.tls)
         self._tokens = place.tokens()
         self._joined: dict[int, M] = {}
         self._changed = Condition()
-        self._connections: dict[asyncio.Task[Any], asyncio.StreamWriter] = {}
         self._strangers = 0
-        self._start_error: OSError | None = None
-        self._started = Event()
-        self._loop = asyncio.new_event_loop()
-        self._stop = asyncio.Event()
-        self._server: asyncio.Server | None = None
-        self._thread = Thread(target=self._run_loop, name=f"{place.noun}-links", daemon=True)
-        self._thread.start()
-        self._started.wait()
-        if self._start_error is not None:
-            raise ModelError(
-                f"Other {place.noun}s cannot join here: {self._start_error.strerror or self._start_error}."
-            )
+        self._thread = LinkThread(f"{place.noun}-links", self._serve)
+
+    @abstractmethod
+    def make_member(self, rank: int, address: str, link: NodeLink) -> M:
+        """Returns member ``rank``, which joins through ``link``. Runs on the thread of the links."""
 
     def wait_joined(self) -> list[M]:
         """Waits for all other members. Returns them in order. Raises ``ModelError`` if one has not joined in time."""
-        missing: list[int] = []
-
-        def all_joined() -> bool:
-            missing[:] = [rank for rank in range(1, self._place.count) if rank not in self._joined]
-            return not missing
-
-        address, noun = join_host_port(self._own_address, self._place.port), self._place.noun
-        deadline = time.monotonic() + self._place.timeout
+        noun, deadline = self._place.noun, time.monotonic() + self._place.timeout
+        address = join_host_port(self.own_address, self._place.port)
         with self._changed:
-            while not all_joined():
-                names, left = ", ".join(map(str, missing)), deadline - time.monotonic()
-                if left <= 0:
-                    late = (
-                        f"{noun.capitalize()} {names} has"
-                        if len(missing) == 1
-                        else f"{noun.capitalize()}s {names} have"
-                    )
-                    raise ModelError(f"{late} not joined within {self._place.timeout:g} seconds.")
+            while missing := [rank for rank in range(1, self._place.count) if rank not in self._joined]:
+                names = f"{noun}{'s' * (len(missing) > 1)} {', '.join(map(str, missing))}"
+                if (left := deadline - time.monotonic()) <= 0:
+                    have = "has" if len(missing) == 1 else "have"
+                    raise ModelError(f"{names.capitalize()} {have} not joined within {self._place.timeout:g} seconds.")
                 # A warning, because a program that is started by hand shows nothing less severe, and nothing else is
                 # visible meanwhile.
-                who = noun if len(missing) == 1 else f"{noun}s"
-                log.warning("waiting for %s %s to join at %s, for up to %.0f seconds", who, names, address, left)
-                self._changed.wait_for(all_joined, min(left, WAITING_SECONDS))
-            return [member for _, member in sorted(self._joined.items())]
+                log.warning("waiting for %s to join at %s, for up to %.0f seconds", names, address, left)
+                self._changed.wait_for(self._has_all, min(left, WAITING_SECONDS))
+            return self.members
+
+    @property
+    def members(self) -> list[M]:
+        """The other members, in order. Requires that all have joined."""
+        return [member for _, member in sorted(self._joined.items())]
+
+    @property
+    def own_address(self) -> str:
+        """The address of member 0 for the others."""
+        return self._place.own_address or self._place.address
 
     @property
     def addresses(self) -> list[str]:
         """The address of each member for the others, in order. Requires that all have joined."""
-        return [self._own_address, *(member.address for _, member in sorted(self._joined.items()))]
+        return [self.own_address, *(member.address for member in self.members)]
 
     def call(self, work: Callable[..., object], *arguments: object) -> None:
         """Runs ``work`` on the thread of the links, unless that has ended."""
-        with suppress(RuntimeError):
-            self._loop.call_soon_threadsafe(work, *arguments)
+        self._thread.call(work, *arguments)
 
     def stop_listening(self) -> None:
         """Accepts no more members. A late member then gets no connection here and may find the next hub."""
-        assert self._server is not None, "it has started"
         self.call(self._server.close)
 
     def close(self) -> None:
         """Ends all links. The other members notice that this one is gone."""
-        if self._thread.is_alive():
-            self._loop.call_soon_threadsafe(self._stop.set)
-        self._thread.join()
+        self._thread.close()
 
-    # On the loop's thread
+    def _has_all(self) -> bool:
+        return len(self._joined) == self._place.count - 1
 
-    def _run_loop(self) -> None:
-        with asyncio.Runner(loop_factory=lambda: self._loop) as runner:
-            runner.run(self._serve())
+    # On the thread of the links
 
-    async def _serve(self) -> None:
+    async def _serve(self, started: "Future[None]") -> None:
+        tasks = asyncio.TaskGroup()
+
+        def accept(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+            tasks.create_task(self._on_connection(NodeLink(reader, writer)))
+
         try:
-            self._server = await asyncio.start_server(self._on_connection, self._own_address, self._place.port)
+            address, port = self.own_address, self._place.port
+            self._server = await asyncio.start_server(accept, address, port, start_serving=False)
         except OSError as error:
-            self._start_error = error
-            return
+            raise ModelError(f"Other {self._place.noun}s cannot join here: {error.strerror or error}.") from error
+        try:
+            async with tasks:
+                await self._server.start_serving()
+                started.set_result(None)
+                await asyncio.Event().wait()  # until it is cancelled
         finally:
-            self._started.set()
-        async with self._server:
-            await self._stop.wait()
-            for writer in self._connections.values():
-                writer.transport.abort()
-            if self._connections:
-                await asyncio.wait(list(self._connections))
+            self._server.close()
 
-    async def _on_connection(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+    async def _on_connection(self, link: NodeLink) -> None:
         """Serves one connection until it ends."""
-        task = asyncio.current_task()
-        assert task is not None, "a connection has a task of its own"
-        self._connections[task] = writer
-        task.add_done_callback(self._connections.pop)
-        name = writer.get_extra_info("peername")  # None if the peer has closed the connection again
-        peer = name[0] if name else "somebody"
-        if self._strangers >= MAX_STRANGERS:
-            writer.transport.abort()
-            return
+        member, peer = None, link.peer_address
         self._strangers += 1
         try:
-            async with asyncio.timeout(HANDSHAKE_SECONDS):
-                member = await self._admit(reader, writer, peer)
-        except (LinkEndedError, OSError, TimeoutError) as error:
-            log.warning("a connection of %s is refused: it %s", peer, _describe_refused(error))
-            writer.transport.abort()
-            return
+            if self._strangers <= MAX_STRANGERS:
+                async with asyncio.timeout(HANDSHAKE_SECONDS):
+                    member = await self._admit(link, peer)
+        except TimeoutError:
+            log.warning("a connection of %s is refused: it has not joined within %g seconds", peer, HANDSHAKE_SECONDS)
+        except (LinkEndedError, OSError) as error:
+            log.warning("a connection of %s is refused: it %s", peer, describe_failure(error))
+        except Exception:  # one connection ends no other
+            log.exception("a connection of %s failed", peer)
         finally:
             self._strangers -= 1
-        await self._run_member(member)
+            if member is None:
+                link.abort()
+        if member is not None:
+            await self._run_member(member)
 
-    async def _admit(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter, peer: str) -> M:
+    async def _admit(self, link: NodeLink, peer: str) -> M:
+        """Returns the member that ``link`` leads to. Raises ``LinkEndedError`` and ``OSError``."""
         if self._place.tls is not None and self._names is not None:
-            await writer.start_tls(tls_context(self._place.tls, server=True))
-            check_peer(writer, self._names)
-        hello = await read_frame(reader)
-        if hello.kind != FrameKind.HELLO or not isinstance(hello.value, dict):
-            raise LinkEndedError("has sent something that is not a message")
-        rank = hello.value.get("rank")
-        if not isinstance(rank, int):
-            raise LinkEndedError("has sent something that is not a message")
-        if (refusal := self._refusal(rank, hello.value)) is not None:
-            write_frame(writer, FrameKind.REFUSED, refusal)
-            await writer.drain()
+            await link.start_tls(self._place.tls)
+            link.check_peer(self._names)
+        frame = await link.receive()
+        hello = frame.value
+        if frame.kind != FrameKind.HELLO or not isinstance(hello, dict) or not isinstance(hello.get("rank"), int):
+            raise LinkEndedError(NO_MESSAGE)
+        rank: int = hello["rank"]
+        if (refusal := self._refusal(rank, hello)) is not None:
+            link.send(FrameKind.REFUSED, refusal)
+            await link.drain()
             raise LinkEndedError(f"is refused: {refusal}")
-        member = self._make_member(rank, str(hello.value.get("address", peer)), reader, writer)
+        member = self.make_member(rank, str(hello.get("address", peer)), link)
         with self._changed:  # once the member reads the answer, all must see it as joined
-            write_frame(writer, FrameKind.ACCEPTED, member.accepted)
+            link.send(FrameKind.ACCEPTED, member.accepted)
             self._joined[rank] = member
             self._changed.notify_all()
         log.info("%s %d (%s) has joined", self._place.noun, rank, member.address)
@@ -287,17 +273,19 @@ class RendezvousHub(Generic[M]):
         return None
 
     async def _run_member(self, member: M) -> None:
-        reason = "cannot be spoken to"
+        name = f"{self._place.noun} {member.rank} ({member.address})"
         try:
-            reason = await member.link.run()
-        finally:
-            with self._changed:
-                is_complete = len(self._joined) == self._place.count - 1
-                if not is_complete:  # it can join again
-                    log.warning("%s %d (%s) %s", self._place.noun, member.rank, member.address, reason)
-                    del self._joined[member.rank]
-            if is_complete:
-                member.end(reason)
+            reason = await member.run()
+        except Exception:
+            log.exception("the link to %s failed", name)
+            reason = "cannot be spoken to"
+        with self._changed:
+            is_complete = self._has_all()
+            if not is_complete:  # it can join again
+                log.warning("%s %s", name, reason)
+                del self._joined[member.rank]
+        if is_complete:
+            member.end(reason)
 
 
 def describe_difference(noun: str, rank: int, mine: Mapping[str, Any], theirs: object) -> str | None:
@@ -312,27 +300,14 @@ def describe_difference(noun: str, rank: int, mine: Mapping[str, Any], theirs: o
     return None
 
 
-def _describe_refused(error: BaseException) -> str:
-    if isinstance(error, TimeoutError):
-        return f"has not joined within {HANDSHAKE_SECONDS:g} seconds"
-    if isinstance(error, ssl.SSLCertVerificationError):
-        return f"has a certificate that does not pass --tls-client-ca ({error.verify_message})"
-    if isinstance(error, ssl.SSLError):
-        return f"shows no certificate that passes --tls-client-ca ({tls_reason(error)})"
-    return str(error) if isinstance(error, LinkEndedError) else "has closed the connection"
-
-
 # The other members
 
 
 @dataclass(frozen=True, slots=True)
 class Joined:
-    """An accepted connection to member 0, and its answer ``accepted``. ``own_address`` is this member's address for the
-    others.
-    """
+    """A link to member 0, and its answer ``accepted``. ``own_address`` is this member's address for the others."""
 
-    reader: asyncio.StreamReader
-    writer: asyncio.StreamWriter
+    link: NodeLink
     own_address: str
     accepted: Any
 
@@ -341,26 +316,23 @@ async def join(place: Rendezvous, facts: Mapping[str, Any], stop_requested: asyn
     """Joins member 0 as soon as it accepts connections. Raises ``ModelError`` if member 0 refuses this member or cannot
     be reached in time, and ``LinkEndedError`` if the connection fails.
     """
-    reader, writer = await _connect(place, stop_requested)
-    address = place.own_address or writer.get_extra_info("sockname")[0]
-    tokens = place.tokens()
+    link = await _connect(place, stop_requested)
+    address, tokens = place.own_address or link.own_address, place.tokens()
     token = {} if tokens is None else {"token": dict(tokens.metadata)[HEADER]}
-    write_frame(writer, FrameKind.HELLO, {"rank": place.rank, "address": address, "facts": facts, **token})
+    link.send(FrameKind.HELLO, {"rank": place.rank, "address": address, "facts": facts, **token})
     try:
         async with asyncio.timeout(HANDSHAKE_SECONDS):
-            answer = await read_frame(reader)
+            answer = await link.receive()
     except TimeoutError:
         raise LinkEndedError("does not answer") from None
     if answer.kind == FrameKind.REFUSED:
         raise ModelError(str(answer.value))
     if answer.kind != FrameKind.ACCEPTED:
-        raise LinkEndedError("has sent something that is not a message")
-    return Joined(reader, writer, address, answer.value)
+        raise LinkEndedError(NO_MESSAGE)
+    return Joined(link, address, answer.value)
 
 
-async def _connect(
-    place: Rendezvous, stop_requested: asyncio.Event
-) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
+async def _connect(place: Rendezvous, stop_requested: asyncio.Event) -> NodeLink:
     names = None if place.tls is None else own_names(place.tls)
     deadline = time.monotonic() + place.timeout
     local = None if place.own_address is None else (place.own_address, 0)
@@ -369,12 +341,13 @@ async def _connect(
         try:
             async with asyncio.timeout(HANDSHAKE_SECONDS):
                 tls = None if place.tls is None else tls_context(place.tls, server=False)
-                reader, writer = await asyncio.open_connection(place.address, place.port, ssl=tls, local_addr=local)
+                ends = await asyncio.open_connection(place.address, place.port, ssl=tls, local_addr=local)
+            link = NodeLink(*ends)
             if names is not None:
-                check_peer(writer, names)
-            return reader, writer
+                link.check_peer(names)
+            return link
         except ssl.SSLError as error:
-            raise LinkEndedError(_describe_tls(error)) from error
+            raise LinkEndedError(describe_failure(error)) from error
         except (OSError, TimeoutError) as error:
             if time.monotonic() > deadline:
                 why = getattr(error, "strerror", None) or "it does not answer"
@@ -387,9 +360,3 @@ async def _connect(
         with suppress(TimeoutError):
             await asyncio.wait_for(stop_requested.wait(), RETRY_SECONDS)
             raise ModelError(f"This {place.noun} was asked to stop before it joined {place.noun} 0.")
-
-
-def _describe_tls(error: ssl.SSLError) -> str:
-    if isinstance(error, ssl.SSLCertVerificationError):
-        return f"has a certificate that does not pass --tls-client-ca ({error.verify_message})"
-    return f"cannot be spoken to with TLS ({tls_reason(error)})"

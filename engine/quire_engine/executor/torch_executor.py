@@ -186,8 +186,7 @@ class TorchExecutor:
             )
             run_largest = partial(cls._run_largest_step, make_smallest, config, profiled)
             work = run_largest if budget.kv_cache_bytes is None else None
-            kept = model.kept_bytes(config.max_num_seqs)
-            profiles = [profiler.profile(work, kept)] if leader is None else leader.profile_memory(profiler, work)
+            profiles = [profiler.profile(work)] if leader is None else leader.profile_memory(profiler, work)
         num_layers = settings.num_layers()
         decided = compute_rank_cache_sizes(budget, profiles, model.min_cache_sizes, num_layers, settings.nnodes)
         depth, held = _depth(config, model), config.num_loras_held
@@ -225,7 +224,7 @@ class TorchExecutor:
             *(num_tokens, num_seqs, length, block_size, vocab_size),
             lora=lora,
             pooling=pooling,
-            num_groups=len(executor.kv_cache_config.groups),
+            num_tables=executor.kv_cache_config.num_tables,
         )
         executor.execute_model(step)
         if lora is not None:
@@ -352,6 +351,6 @@ def _depth(config: EngineArgs, model: LoadedModel) -> int:
         # Not with speculation: a draft is looked up after a token that must be known. Not where launching a step takes
         # as long as the step, because its output would be published that much later. Not with recurrent state, which
         # cannot be rolled back if it was computed ahead.
-        waits = model.model.waits_for_device or model.model.state_bytes > 0
+        waits = model.model.waits_for_device or model.model.recurrent_layers is not None
         overlaps = model.device.type == "cuda" and config.speculative_method == "none" and not waits
     return 2 if overlaps else 1

@@ -5,8 +5,8 @@
 // nothing is written but histograms and the few scores of the bucket that the border is in.
 //
 // With a top-p alone the border is mostly not needed: the token that would be drawn without it is drawn with it too, if
-// the nucleus has that token, and what weighs more than the token says whether it has. Two passes of vectors find that
-// out, where a histogram takes its numbers one by one.
+// the nucleus has that token, and what weighs more than the token says whether it has. Passes of vectors find that out,
+// where a histogram takes its numbers one by one; the exact weights matter only where rough ones are too close to call.
 //
 // Why the bits are the same on every processor, by however many threads and in slices of any length: scores, weights
 // and noise are single IEEE operations in the order of sampling/exact_math.py, and nothing here is contracted to a fused
@@ -60,6 +60,7 @@ constexpr int kBuckets = 1024;
 constexpr float kBucketsPerUnit = 64;    // at least: 16 units of score hold all but e^-16 of what a token weighs
 constexpr int64_t kWorthSharing = 32768;  // numbers; below, waking the other threads costs more
 constexpr int64_t kSlice = 4096;          // numbers at least in a slice of a row
+constexpr double kRoughness = 0.005;      // of which the polynomial takes 0.0018 and the sums of 2^18 numbers 0.001
 constexpr double kWorthGuessing = 0.5;    // a lower top-p mostly excludes the token that is guessed
 
 inline bool any(Ints mask) {
@@ -251,6 +252,7 @@ struct Part {
   std::vector<float> border;
   Best best;
   uint64_t total, above;  // what all tokens weigh, and what those above the guessed one do
+  double rough_total, rough_above;
 };
 
 template <typename T>
@@ -269,6 +271,25 @@ void tally(const Draw& draw, const T* row, int64_t begin, int64_t end, Histogram
       for (int i = 0; i < count; ++i) histogram.weights[buckets[i]] += uint64_t(int64_t(weights[i]));
     }
   }
+}
+
+// In units of the heaviest, to within a part of kRoughness of the exact weights' sums.
+template <typename T>
+void weigh_roughly(const Draw& draw, const T* row, int64_t begin, int64_t end, Part& part) {
+  Floats total{}, above{};
+  for (int64_t d = begin; d < end; d += kLanes) {
+    const Floats scores = draw.scores(row + d, end - d);
+    Floats t = scores * 0x1.715476p0f;
+    t = t > -120.f ? t : Floats{} - 120.f;
+    const Floats shifted = t + 12582912.f, f = t - (shifted - 12582912.f);  // 1.5 * 2^23: the low bits hold an integer
+    const Floats p = (f * 0.23841252f + 0.70341639f) * f + 1.00044185f;
+    Floats weights = (Floats)((Words)p + ((Words)shifted << 23));
+    if (end - d < kLanes) weights = (Ints)count_up(0) < int32_t(end - d) ? weights : Floats{};
+    total = total + weights;
+    above = above + (scores > draw.guessed ? weights : Floats{});
+  }
+  part.rough_total = part.rough_above = 0;
+  for (int i = 0; i < kLanes; ++i) part.rough_total += total[i], part.rough_above += above[i];
 }
 
 // As integers, as the histogram's are.
@@ -318,11 +339,11 @@ Best choose(const Draw& draw, const T* row, int64_t begin, int64_t end) {
   return best;
 }
 
-enum Stage { kGuess, kWeigh, kTally, kCollectKth, kCollectLast, kChoose, kStages };
+enum Stage { kGuess, kWeighRoughly, kWeigh, kTally, kCollectKth, kCollectLast, kChoose, kStages };
 
 bool has_stage(const Draw& draw, int stage) {
   if (!draw.random || draw.settled) return false;
-  return stage == kChoose || ((stage == kGuess || stage == kWeigh) && draw.guesses) ||
+  return stage == kChoose || (stage <= kWeigh && draw.guesses) ||
          (stage == kTally && (draw.has_top_k || draw.has_top_p)) || (stage == kCollectKth && draw.has_top_k) ||
          (stage == kCollectLast && draw.has_top_p);
 }
@@ -330,6 +351,7 @@ bool has_stage(const Draw& draw, int stage) {
 template <typename T>
 void run_stage(int stage, const Draw& draw, int64_t begin, int64_t end, Part& part) {
   const T* row = (const T*)draw.row;
+  if (stage == kWeighRoughly) weigh_roughly(draw, row, begin, end, part);
   if (stage == kWeigh) weigh(draw, row, begin, end, part);
   if (stage == kTally) tally(draw, row, begin, end, part.histogram);
   if (stage == kCollectKth || stage == kCollectLast) collect(draw, row, begin, end, part.border);
@@ -384,7 +406,13 @@ void find_last_bucket(Draw& draw, Part* parts, const std::vector<float>& border)
 // What only all slices together tell.
 template <typename T>
 void conclude(int stage, Draw& draw, Part* parts, int64_t slices) {
-  if (stage == kWeigh) {
+  if (stage == kWeighRoughly) {
+    for (int64_t s = 1; s < slices; ++s)
+      parts->rough_total += parts[s].rough_total, parts->rough_above += parts[s].rough_above;
+    const double nucleus = draw.top_p * parts->rough_total, above = parts->rough_above;
+    draw.settled = above * (1 + kRoughness) < nucleus * (1 - kRoughness);
+    draw.guesses = above * (1 - kRoughness) <= nucleus * (1 + kRoughness);  // else the nucleus lacks the token
+  } else if (stage == kWeigh) {
     for (int64_t s = 1; s < slices; ++s) parts->total += parts[s].total, parts->above += parts[s].above;
     draw.settled = parts->above < weight_of_nucleus(draw, parts->total);
   } else if (stage == kTally) {

@@ -32,7 +32,8 @@ class Attention:
         inputs = [f"{name}.{part}_proj" for part in "qkv"]
         heads, kv_heads = (count // weights.communicator.size for count in (config.num_heads, config.num_kv_heads))
         self._heads = heads, kv_heads, kv_heads
-        self._rotation = _rotation(config, index)
+        self._rotation, self._rotates = _rotation(config, index), index not in config.nope_layers
+        assert self._rotates or qk_norm != "head", "norms of heads come with a rotation"
         self.attn = LayerAttention(
             heads, kv_heads, config.head_dim, config.attention_scale, config.sliding_windows[index]
         )
@@ -60,10 +61,10 @@ class Attention:
             self._token_norms(projected)
         heads = projected.view(tokens, -1, self.attn.head_dim)
         queries, keys, _ = self._heads
-        if self._head_norms is None:
-            rotate(heads[:, : queries + keys], *angles)
-        else:
+        if self._head_norms is not None:
             norm_rotate(heads[:, : queries + keys], self._head_norms, *angles)
+        elif self._rotates:
+            rotate(heads[:, : queries + keys], *angles)
         query, key, value = heads.split_with_sizes(self._heads, dim=1)
         return self.attn(query, key, value, kv, attention, sinks=self._sinks).reshape(tokens, -1)
 

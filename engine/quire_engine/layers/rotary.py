@@ -31,7 +31,7 @@ class RotaryEmbedding:
         first the other layers, then the layers with a window.
         """
         cos, sin = cos_sin(positions, self._frequencies, self._scales)
-        cos, sin = (each.view(-1, self._num_sets, self._width).transpose(0, 1) for each in (cos, sin))
+        cos, sin = (each.view(len(positions), self._num_sets, self._width).transpose(0, 1) for each in (cos, sin))
         if cos.is_cuda:
             cos, sin = torch.cat((cos, sin), dim=-1).chunk(2, dim=-1)
         return (cos, sin) if self._num_sets > 1 else (cos[0], sin[0])

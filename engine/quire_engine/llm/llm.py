@@ -392,7 +392,8 @@ class OfflineRun(Generic[PreparedT, ResultT]):
         num_finished, num_tokens = len(self._results), len(tokens.token_ids)
         prompt_tokens = self._finished_prompt_tokens
         for request_id, index, token_id in zip(tokens.request_ids, tokens.indexes, tokens.token_ids, strict=True):
-            if request_id in live and live[request_id][1].add_token(index, token_id):
+            running = live.get(request_id)
+            if running is not None and running[1].add_token(index, token_id):
                 self._stop(request_id, index)
         for output in step.outputs:
             if output.request_id not in live:

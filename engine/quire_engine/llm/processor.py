@@ -330,7 +330,7 @@ class OutputProcessor:
 
 
 class CompletionBuilder:
-    """Builds one output from its tokens as they arrive. Without a text stream it has no text. ``finish_reason`` is set
+    """Builds one output from its tokens as they arrive. Without a text stream it gets no text. ``finish_reason`` is set
     when the engine or a stop string has ended it. Without stop strings, tokens are detokenised only when the text is
     read.
     """
@@ -341,7 +341,6 @@ class CompletionBuilder:
         self._stop_token_id: int | None = None
         self._pieces: list[str] = []
         self._num_decoded = 0
-        self._is_whole = False  # the stream holds back no text
         self._num_told = 0  # tokens in earlier deltas
         self._end_told = False
         self.token_ids: list[int] = []
@@ -388,9 +387,9 @@ class CompletionBuilder:
         """Detokenises the tokens that have no text yet."""
         self._pieces.append(text.push(self.token_ids[self._num_decoded :]))
         self._num_decoded = len(self.token_ids)
-        if self.finish_reason is not None and not self._is_whole:
+        if self.finish_reason is not None:
             self._pieces.append(text.finish())
-            self._is_whole = True
+            self._text = None
 
     @property
     def _stop_reason(self) -> str | int | None:

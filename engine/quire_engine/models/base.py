@@ -9,6 +9,7 @@ from typing import Any
 import torch
 
 from quire_engine.attention.base import AttentionBackend, LayerAttention, LayerKV
+from quire_engine.attention.state_cache import RecurrentLayers
 from quire_engine.checkpoint.weights import Checkpoint
 from quire_engine.config.capabilities import CapabilityRow
 from quire_engine.core.executor import WeightStats
@@ -47,18 +48,18 @@ class Model(ABC):
 
     ``attention_layers`` has the attention of each layer with KV memory. If ``capturable``, the host never branches on
     results of the device. Then ``forward`` can be captured in a CUDA graph, and on the CPU in a CPU graph if the ranks
-    of ``communicator`` allow it. If it ``waits_for_device``, the host reads what a layer computes, so launching a pass
-    takes as long as computing it. ``loras`` are the layers that adapters may change; None without adapter slots.
+    of ``communicator`` allow it. ``loras`` are the layers that adapters may change; None without adapter slots.
     ``weight_stats`` count reads of layers on disk or in host memory; None if no layer is offloaded.
+    ``recurrent_layers`` keep a state instead of keys and values; None without such layers.
     """
 
     attention_layers: Sequence[LayerAttention]
     dtype: torch.dtype
     capturable: bool = False
-    waits_for_device: bool = False
     communicator: Communicator = SINGLE_RANK
     loras: LoRALayers | None = None
     weight_stats: WeightStats | None = None
+    recurrent_layers: RecurrentLayers | None = None
 
     @classmethod
     @abstractmethod
@@ -93,11 +94,9 @@ class Model(ABC):
         return {}
 
     @property
-    def state_bytes(self) -> int:
-        """Bytes in each KV block for the states of layers without keys and values, after the block's last token; 0
-        without such layers.
-        """
-        return 0
+    def waits_for_device(self) -> bool:
+        """Whether the host reads what a layer computes, so that launching a pass takes as long as computing it."""
+        return False
 
     @abstractmethod
     def forward(

@@ -1,6 +1,5 @@
 """``DecoderModel``: the common part of all decoders with own code, from token ids to logits."""
 
-import sys
 from abc import abstractmethod
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
@@ -19,13 +18,9 @@ from quire_engine.checkpoint.pooler_config import read_sentence_modules
 from quire_engine.checkpoint.weights import Checkpoint
 from quire_engine.config.capabilities import NO_EXPERTS, OWN_CODE, CapabilityRow
 from quire_engine.core.executor import WeightStats
-from quire_engine.distributed.communicator import PendingSum, shard
-from quire_engine.distributed.pipeline import is_last
 from quire_engine.errors import ModelError, first_line
-from quire_engine.layers.decoder_layer import updated
-from quire_engine.layers.norm import Norm, RMSNorm, no_norm
+from quire_engine.layers.decoder_stack import DecoderStack
 from quire_engine.layers.offloaded import load_offloaded_layers
-from quire_engine.layers.rotary import CosSin, RotaryEmbedding
 from quire_engine.layers.streamed import Layer, load_layers
 from quire_engine.layers.weight_loader import WeightLoader
 from quire_engine.lora.layers import LoRALayers
@@ -146,10 +141,6 @@ class DecoderModel(LayeredModel):
         self.loras = weights.loras
         self._stage = stage = weights.stage
         self.communicator = weights.communicator
-        self._token_communicator = weights.token_communicator
-        indices = range(config.num_layers)
-        if stage is not None:
-            indices = self.shard_table(config).stages(stage.count)[stage.index]
         self.hidden_size = config.hidden_size
         # Load these first: a table that is packed for both uses is then freed before the layers are read.
         head, tied = "lm_head" if config.makes_logits else None, config.tie_word_embeddings
@@ -157,16 +148,21 @@ class DecoderModel(LayeredModel):
             "model.embed_tokens", head, config.vocab_size, config.hidden_size, tied=tied
         )
         self.receives_states = self._embedding is None
-        self._rope = RotaryEmbedding(config, weights.device)
-        self._layers, self.weight_stats = self._load_layers(config, weights, indices)
-        self.attention_layers = tuple(layer.attn for layer in self._layers)
-        self.waits_for_device = any(layer.waits_for_device for layer in self._layers)
+        indices = range(config.num_layers)
+        if stage is not None:
+            indices = self.shard_table(config).stages(stage.count)[stage.index]
+        self._stack = DecoderStack(config, weights, *self._load_layers(config, weights, indices))
+        self.weight_stats = self._stack.weight_stats
+        self.attention_layers = tuple(layer.attn for layer in self._stack.layers)
         # On CUDA the whole forward pass is captured, so it must not receive from another stage. Only the host knows
         # which tokens go to which rank.
         receives = stage is not None and weights.device.type == "cuda"
-        self.capturable = not (receives or weights.sends_tokens) and all(layer.is_capturable for layer in self._layers)
-        self._norm: Norm = RMSNorm(config, weights, "model.norm") if is_last(stage) else no_norm
-        self._split_above = _split_above(weights)
+        self.capturable = not (receives or weights.sends_tokens) and self._stack.is_capturable
+
+    @property
+    def waits_for_device(self) -> bool:
+        """See ``Model``."""
+        return self._stack.waits_for_device
 
     @classmethod
     def _load_layers(
@@ -191,50 +187,18 @@ class DecoderModel(LayeredModel):
     def layers(
         self, states: torch.Tensor, positions: torch.Tensor, kv: Sequence[LayerKV], attention: AttentionBackend
     ) -> torch.Tensor:
-        """See ``LayeredModel.layers``. A stage other than the last returns the residual stream for the next stage."""
-        ranks, tokens, angles = self._token_communicator, len(states), self._rope.cos_sin(positions)
-        if tokens > self._split_above and self._can_overlap():
-            return self._overlapped_layers(states, angles, kv, attention)
-        residual, update = states[shard(tokens, ranks)], None
-        for layer, layer_kv in zip(self._layers, kv, strict=True):
-            update = layer(residual, update, angles, layer_kv, attention)
-        return ranks.all_gather(self._norm(residual, update), tokens)
-
-    def _can_overlap(self) -> bool:
-        """Whether sums over the ranks may run while the step computes. A step with adapters is not split, because its
-        rows are assigned to adapters for the whole step.
+        """See ``LayeredModel.layers``. A step with adapters is not split, because its rows are assigned to adapters for
+        the whole step.
         """
         has_loras = self.loras is not None and self.loras.is_active
-        return self.communicator.overlaps_sums and not has_loras
-
-    def _overlapped_layers(
-        self, states: torch.Tensor, angles: CosSin, kv: Sequence[LayerKV], attention: AttentionBackend
-    ) -> torch.Tensor:
-        """Runs ``layers`` for a step whose rows are computed in two halves (dual batch overlap)."""
-        residuals = states.chunk(2)
-        updates: Sequence[PendingSum | None] = (None, None)
-        for layer, layer_kv in zip(self._layers, kv, strict=True):
-            updates = layer.overlapped(residuals, updates, angles, layer_kv, attention)
-        normed = [self._norm(*half) for half in updated(residuals, updates)]
-        return torch.cat(normed) if is_last(self._stage) else states
+        may_split = self.communicator.overlaps_sums and not has_loras
+        return self._stack(states, positions, kv, attention, may_split=may_split)
 
     def execute_dummy_batch(self, device: torch.device) -> None:
         """See ``Model.execute_dummy_batch``: its experts compute the tokens of other engines."""
-        no_tokens = torch.empty(0, self.hidden_size, dtype=self.dtype, device=device)
-        for layer in self._layers:
-            layer.experts_only(no_tokens)
+        self._stack.experts_only(torch.empty(0, self.hidden_size, dtype=self.dtype, device=device))
 
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
         """See ``Model.logits``. In a pipeline, only the last stage has it."""
         assert self._lm_head is not None, "another stage than the last"
         return self._lm_head(hidden)
-
-
-def _split_above(weights: WeightLoader) -> int:
-    """Returns the most tokens of a step that is not computed in two halves. On a GPU, steps that may be captured as
-    CUDA graphs are not split.
-    """
-    config = weights.options.config
-    if not config.enable_dbo or weights.communicator.size == 1:
-        return sys.maxsize
-    return config.dbo_prefill_token_threshold

@@ -5,7 +5,7 @@ from typing import Any
 
 import torch
 
-from quire_engine.checkpoint.config import DecoderConfig, is_positive_int, windows_by_layer_type
+from quire_engine.checkpoint.config import DecoderConfig, attention_biases, is_positive_int, windows_by_layer_type
 from quire_engine.errors import ModelError
 from quire_engine.kernels.ops import gelu_mul, scale
 from quire_engine.layers.attention import Attention
@@ -35,10 +35,8 @@ class Gemma3ForCausalLM(DecoderModel):
             raise ModelError(
                 f"{path} has a query_pre_attn_scalar of {scalar!r}, and it must be a whole number above 0."
             )
-        bias = bool(hf.attention_bias)
         return {
-            "qkv_bias": bias,
-            "attention_output_bias": bias,
+            **attention_biases(hf),
             "attention_scale": scalar**-0.5,
             "sliding_windows": windows_by_layer_type(path, hf),
             "norm_offset": 1.0,

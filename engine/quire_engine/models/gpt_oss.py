@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 
-from quire_engine.checkpoint.config import DecoderConfig, MoEConfig, windows_by_layer_type
+from quire_engine.checkpoint.config import DecoderConfig, MoEConfig, attention_biases, windows_by_layer_type
 from quire_engine.distributed.communicator import shard
 from quire_engine.errors import ModelError
 from quire_engine.layers.attention import Attention
@@ -38,8 +38,7 @@ class GptOssForCausalLM(DecoderModel):
             swiglu_alpha=alpha,
             swiglu_limit=limit,
         )
-        bias, windows = bool(hf.attention_bias), windows_by_layer_type(path, hf)
-        return {"qkv_bias": bias, "attention_output_bias": bias, "sliding_windows": windows, "moe": moe}
+        return {**attention_biases(hf), "sliding_windows": windows_by_layer_type(path, hf), "moe": moe}
 
     @classmethod
     def load_layer(cls, config: DecoderConfig, weights: WeightLoader, index: int) -> DecoderLayer:

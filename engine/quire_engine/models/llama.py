@@ -3,7 +3,7 @@
 from pathlib import Path
 from typing import Any, ClassVar, Literal
 
-from quire_engine.checkpoint.config import DecoderConfig
+from quire_engine.checkpoint.config import DecoderConfig, attention_biases
 from quire_engine.checkpoint.gguf_checkpoint import GgufTensors
 from quire_engine.layers.attention import Attention
 from quire_engine.layers.decoder_layer import PRE_NORMS, DecoderLayer, LayerNorms
@@ -42,8 +42,7 @@ class LlamaForCausalLM(DecoderModel):
     def config_fields(cls, path: Path, hf: Any) -> dict[str, Any]:
         """See ``DecoderModel``."""
         del path
-        bias = bool(hf.attention_bias)
-        return {"qkv_bias": bias, "attention_output_bias": bias, "mlp_bias": bool(hf.mlp_bias)}
+        return {**attention_biases(hf), "mlp_bias": bool(hf.mlp_bias)}
 
     @classmethod
     def load_layer(cls, config: DecoderConfig, weights: WeightLoader, index: int) -> DecoderLayer:

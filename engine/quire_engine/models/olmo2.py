@@ -3,6 +3,7 @@
 from pathlib import Path
 from typing import Any
 
+from quire_engine.checkpoint.config import attention_biases
 from quire_engine.layers.decoder_layer import LayerNorms
 from quire_engine.models.llama import LlamaForCausalLM
 
@@ -22,5 +23,4 @@ class Olmo2ForCausalLM(LlamaForCausalLM):
     def config_fields(cls, path: Path, hf: Any) -> dict[str, Any]:
         """See ``DecoderModel``."""
         del path
-        bias = bool(hf.attention_bias)
-        return {"qkv_bias": bias, "attention_output_bias": bias}
+        return attention_biases(hf)

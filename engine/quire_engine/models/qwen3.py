@@ -3,7 +3,7 @@
 from pathlib import Path
 from typing import Any
 
-from quire_engine.checkpoint.config import windows_by_layer_type
+from quire_engine.checkpoint.config import attention_biases, windows_by_layer_type
 from quire_engine.checkpoint.gguf_checkpoint import GgufTensors
 from quire_engine.models.llama import LlamaForCausalLM
 
@@ -19,5 +19,4 @@ class Qwen3ForCausalLM(LlamaForCausalLM):
     @classmethod
     def config_fields(cls, path: Path, hf: Any) -> dict[str, Any]:
         """See ``DecoderModel``."""
-        bias, windows = bool(hf.attention_bias), windows_by_layer_type(path, hf)
-        return {"qkv_bias": bias, "attention_output_bias": bias, "sliding_windows": windows}
+        return {**attention_biases(hf), "sliding_windows": windows_by_layer_type(path, hf)}

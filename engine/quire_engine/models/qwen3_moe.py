@@ -3,7 +3,7 @@
 from pathlib import Path
 from typing import Any
 
-from quire_engine.checkpoint.config import DecoderConfig, MoEConfig, is_positive_int, same_window
+from quire_engine.checkpoint.config import DecoderConfig, MoEConfig, attention_biases, is_positive_int, same_window
 from quire_engine.errors import ModelError
 from quire_engine.layers.mlp import ExpertNames, GatedMLP, MoE
 from quire_engine.layers.weight_loader import WeightLoader
@@ -16,7 +16,6 @@ class Qwen3MoeForCausalLM(Qwen3ForCausalLM):
     @classmethod
     def config_fields(cls, path: Path, hf: Any) -> dict[str, Any]:
         """See ``DecoderModel``."""
-        bias = bool(hf.attention_bias)
         moe = MoEConfig(
             num_experts=hf.num_experts,
             num_experts_per_tok=hf.num_experts_per_tok,
@@ -25,12 +24,7 @@ class Qwen3MoeForCausalLM(Qwen3ForCausalLM):
             round_weights=True,
             is_moe_layer=_moe_layers(path, hf),
         )
-        return {
-            "qkv_bias": bias,
-            "attention_output_bias": bias,
-            "sliding_windows": same_window(path, hf),
-            "moe": moe,
-        }
+        return {**attention_biases(hf), "sliding_windows": same_window(path, hf), "moe": moe}
 
     @classmethod
     def load_mlp(cls, config: DecoderConfig, weights: WeightLoader, index: int) -> GatedMLP | MoE:

@@ -42,6 +42,7 @@ ARCHITECTURES: Mapping[str, Architecture] = {
     "Qwen2ForCausalLM": Architecture("qwen2", "qwen2", gguf="qwen2"),
     "Qwen3ForCausalLM": Architecture("qwen3", "qwen3", gguf="qwen3"),
     "Qwen3MoeForCausalLM": Architecture("qwen3_moe", "qwen3_moe"),
+    "SmolLM3ForCausalLM": Architecture("smollm3", "smollm3"),
 }
 
 

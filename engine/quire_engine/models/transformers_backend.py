@@ -242,9 +242,11 @@ class TransformersModel(Model):
             self._decoder = getattr(causal, "model", causal)
         if self._decoder is causal:
             raise ModelError("It is not divided into a body and a head.")
-        self._states = StateLayers(state_modules(self._decoder))
+        states = StateLayers(state_modules(self._decoder))
         probe = self._probe()
-        self.attention_layers = _checked_layers(probe, self._states.indices)
+        self.attention_layers = _checked_layers(probe, states.indices)
+        if states.indices:
+            self.recurrent_layers = states
         self._indices = probe.indices
         self.dtype = probe.keys[0].dtype
         self._output_class: Any = None
@@ -261,22 +263,12 @@ class TransformersModel(Model):
         _token_types: torch.Tensor | None = None,
     ) -> torch.Tensor:
         """See ``Model.forward``."""
-        layers = zip(self.attention_layers, kv, strict=False)  # the KV memory of states comes last
+        layers = zip(self.attention_layers, kv, strict=True)
         context = PagedAttentionContext(attention, dict(zip(self._indices, layers, strict=True)))
-        if not self.state_bytes:
-            output = self._run_decoder(token_ids, positions, quire_step=context)
-        else:
-            (batch,) = attention.batches  # all layers that keep a state are in one group
-            with self._states.step(batch, kv[0].pages.shape[3], kv[-1].pages):
-                output = self._run_decoder(token_ids, positions, quire_step=context)
+        output = self._run_decoder(token_ids, positions, quire_step=context)
         self._output_class = type(output)
         hidden: torch.Tensor = output.last_hidden_state[0]
         return hidden
-
-    @property
-    def state_bytes(self) -> int:
-        """See ``Model.state_bytes``."""
-        return self._states.num_bytes
 
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
         """See ``Model.logits``."""

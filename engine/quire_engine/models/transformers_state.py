@@ -1,35 +1,26 @@
-"""Layers that keep a state instead of keys and values, on the blocks of the KV cache: gated delta nets (Qwen3-Next,
-Qwen3.5) and short convolutions (LFM2), as in transformers.
+"""Layers that keep a state instead of keys and values: gated delta nets (Qwen3-Next, Qwen3.5, OLMo Hybrid) and short
+convolutions (LFM2), as in transformers.
 
-A block stores, after the keys and values of its tokens, the state of every such layer after the block's last token. So
-a state is found, copied, swapped, stored and shared with the block of the same tokens, and no other code has to know of
-it. A sequence can continue from the blocks of a prefix. (vLLM also keeps Mamba states at the ends of blocks.)
-
-A step reads the state before each of its chunks from the previous block, or from the chunk's own block if the chunk
-begins in the middle of it. It writes a state at every end of a block and at the end of the chunk. Unlike keys, a state
-is overwritten, and a failed step that runs again must not start from the state that it left behind. Each block
-therefore also has the number of tokens in its state, and the state before a step is kept until its sequence continues.
+The states are rows of memory. A step says which row each of its chunks begins with, and where the state goes that comes
+after (see ``attention.state_cache``).
 """
 
-from collections import OrderedDict
 from collections.abc import Callable, Iterator, Sequence, Set
 from contextlib import contextmanager
 from dataclasses import dataclass
 from inspect import signature
-from itertools import pairwise
 from typing import Any, NamedTuple
 
 import torch
 
-from quire_engine.attention.base import AttentionBatch
+from quire_engine.attention.state_cache import StateRun, StateViews
 from quire_engine.checkpoint.support import STATE_LAYER_TYPES
 from quire_engine.errors import ModelError
 
 STATE_MODEL_TYPES = ("lfm2", "lfm2_moe", "olmo_hybrid", "qwen3_5_moe_text", "qwen3_5_text", "qwen3_next")
 """Models whose layers of these types are known to take their state from a cache like ``LayerState``."""
 
-_COUNT = torch.int64
-_LOST = -1  # the count of a state that is being written
+_ALIGNMENT = 16
 
 
 class LayerState:
@@ -71,55 +62,35 @@ class LayerState:
 
 
 class StatePart(NamedTuple):
-    """A tensor of a layer's state for one sequence, and its byte offset in a block's state."""
+    """A tensor of a layer's state for one sequence, and its byte offset in a row."""
 
     shape: tuple[int, ...]
     dtype: torch.dtype
     offset: int
 
-    def view(self, states: torch.Tensor) -> torch.Tensor:
-        """Returns this part of ``states`` [N, bytes], as [N, *shape]."""
+    def view(self, rows: torch.Tensor) -> torch.Tensor:
+        """Returns this part of ``rows`` [N, bytes] uint8, as [N, *shape]."""
         size = self.dtype.itemsize * torch.Size(self.shape).numel()
-        return states[:, self.offset : self.offset + size].view(self.dtype).unflatten(1, self.shape)
+        return rows[:, self.offset : self.offset + size].view(self.dtype).unflatten(1, self.shape)
 
 
-class Piece(NamedTuple):
-    """Tokens ``[start, end)`` of the batch that belong to one chunk and one block. ``chunk`` is the chunk's number, and
-    ``seen`` the number of tokens of its sequence up to ``end``.
-    """
-
-    chunk: int
-    start: int
-    end: int
-    block: int
-    seen: int
-
-
-@dataclass(slots=True)
+@dataclass(frozen=True, slots=True)
 class _Step:
-    """The pieces of a step by round: a chunk's second piece follows its first. ``begin`` [chunks, bytes] are the states
-    before the chunks, and ``has_past`` says which chunks have one.
-    """
-
-    rounds: list[list[Piece]]
-    has_past: list[bool]
-    begin: torch.Tensor
-    states: torch.Tensor
+    runs: Sequence[StateRun]
+    views: StateViews
 
 
 class StateLayers:
-    """The layers of one decoder that keep a state. ``modules`` are their modules, by the index of the layer; their
-    ``forward`` is replaced. Use it from one thread.
+    """The ``RecurrentLayers`` of one decoder. ``modules`` are their modules, by the index of the layer; it replaces
+    their ``forward``. Use it from one thread.
     """
 
     def __init__(self, modules: dict[int, Any]) -> None:
         self._forwards = {index: module.forward for index, module in modules.items()}
         self._cache_names = {index: _cache_name(module) for index, module in modules.items()}
         self._parts: dict[int, list[StatePart]] = {}
-        self.num_bytes = _COUNT.itemsize if modules else 0
+        self.num_bytes = 0
         self._step: _Step | None = None
-        self._begun: OrderedDict[int, tuple[int, torch.Tensor]] = OrderedDict()
-        self._most_chunks = 1
         for index, module in modules.items():
             module.forward = self._forward_of(index)
 
@@ -128,59 +99,18 @@ class StateLayers:
         """The indexes of the layers that keep a state."""
         return self._forwards.keys()
 
+    def views(self, rows: torch.Tensor) -> StateViews:
+        """See ``RecurrentLayers.views``."""
+        return {index: [part.view(rows) for part in parts] for index, parts in self._parts.items()}
+
     @contextmanager
-    def step(self, batch: AttentionBatch, block_size: int, states: torch.Tensor) -> Iterator[None]:
-        """Within this context the layers compute the step of ``batch``, on the ``states`` [blocks, bytes] of all
-        blocks. Raises ``RuntimeError`` if the state before a chunk is lost.
-        """
-        self._begin(batch, block_size, states)
+    def step(self, runs: Sequence[StateRun], views: StateViews) -> Iterator[None]:
+        """See ``RecurrentLayers.step``."""
+        self._step = _Step(runs, views)
         try:
             yield
-            self._end()
         finally:
             self._step = None
-
-    def _begin(self, batch: AttentionBatch, block_size: int, states: torch.Tensor) -> None:
-        pieces = pieces_of(batch, block_size)
-        counts = states[:, : _COUNT.itemsize].view(_COUNT)[:, 0]
-        begin, has_past = self._load(batch, block_size, states, counts)
-        written = torch.tensor([piece.block for piece in pieces], device=states.device)
-        counts[written] = _LOST
-        self._step = _Step(list(_rounds(pieces)), has_past, begin, states)
-
-    def _end(self) -> None:
-        """Marks the states of the step as complete, after all layers have computed."""
-        step = self._step
-        assert step is not None
-        counts = step.states[:, : _COUNT.itemsize].view(_COUNT)[:, 0]
-        pieces = [piece for each in step.rounds for piece in each]
-        blocks, ends = ([piece.block for piece in pieces], [piece.seen for piece in pieces])
-        counts[torch.tensor(blocks, device=counts.device)] = torch.tensor(ends, device=counts.device)
-
-    def _load(
-        self, batch: AttentionBatch, block_size: int, states: torch.Tensor, counts: torch.Tensor
-    ) -> tuple[torch.Tensor, list[bool]]:
-        """Returns the state before each chunk, and which chunks have one. Raises ``RuntimeError`` if one is lost."""
-        starts = (batch.context_lens - batch.query_indptr.diff()).tolist()
-        firsts = batch.page_indptr[:-1].tolist()
-        last = [first + max(0, start - 1) // block_size for first, start in zip(firsts, starts, strict=True)]
-        blocks = batch.page_ids[torch.tensor(last, dtype=torch.long)].long().to(states.device)
-        begin = states[blocks]  # a copy
-        for row, (block, start, count) in enumerate(zip(blocks.tolist(), starts, counts[blocks].tolist(), strict=True)):
-            if start == 0:
-                continue
-            if count != start:
-                known, kept = self._begun.get(block, (_LOST, begin[row]))
-                if known != start:
-                    raise RuntimeError(f"block {block} has the state behind {count} tokens, and not behind {start}")
-                begin[row] = kept
-            if start % block_size:  # the state is about to be overwritten
-                self._begun[block] = (start, begin[row].clone())
-                self._begun.move_to_end(block)
-        self._most_chunks = max(self._most_chunks, len(starts))
-        while len(self._begun) > self._most_chunks:
-            self._begun.popitem(last=False)
-        return begin, [start > 0 for start in starts]
 
     def _forward_of(self, index: int) -> Callable[..., torch.Tensor]:
         def forward(hidden_states: torch.Tensor, *_: object, **__: object) -> torch.Tensor:
@@ -200,32 +130,20 @@ class StateLayers:
             self._parts[index] = []
             for tensor in state.tensors:
                 self._parts[index].append(StatePart(tuple(tensor.shape[1:]), tensor.dtype, self.num_bytes))
-                self.num_bytes += -(-tensor[0].nbytes // _COUNT.itemsize) * _COUNT.itemsize
+                self.num_bytes += -(-tensor[0].nbytes // _ALIGNMENT) * _ALIGNMENT
         return out
 
     def _run(self, index: int, hidden: torch.Tensor, step: _Step) -> torch.Tensor:
-        """Returns the layer's output [T, hidden] for the tokens of a step. Computes pieces of equal length together."""
+        """Returns the layer's output [T, hidden] for the tokens of a step."""
         out = torch.empty_like(hidden)
-        current = [part.view(step.begin) for part in self._parts[index]]
-        stored = [part.view(step.states) for part in self._parts[index]]
-        has_past = list(step.has_past)
-        for each in step.rounds:
-            kinds: dict[tuple[int, bool], list[Piece]] = {}
-            for piece in each:
-                kinds.setdefault((piece.end - piece.start, has_past[piece.chunk]), []).append(piece)
-            for (length, past), pieces in kinds.items():
-                chunks = torch.tensor([piece.chunk for piece in pieces], device=hidden.device)
-                blocks = torch.tensor([piece.block for piece in pieces], device=hidden.device)
-                tokens = torch.cat([torch.arange(piece.start, piece.end) for piece in pieces]).to(hidden.device)
-                # The state of a convolution comes first.
-                state = LayerState(*(tensor[chunks] for tensor in current)) if past else LayerState()
-                made = self._call(index, hidden[tokens].view(len(pieces), length, -1), state)
-                out[tokens] = made.flatten(0, 1)
-                for tensor, all_blocks, new in zip(current, stored, state.tensors, strict=True):
-                    tensor[chunks] = new
-                    all_blocks[blocks] = new
-                for piece in pieces:
-                    has_past[piece.chunk] = True
+        stored = step.views[index]
+        for run in step.runs:
+            # Copies, because layers may change a state in place. That of a convolution comes first.
+            state = LayerState(*([] if run.read is None else [part.index_select(0, run.read) for part in stored]))
+            made = self._call(index, hidden[run.tokens].view(len(run.write), run.length, -1), state)
+            out[run.tokens] = made.flatten(0, 1)
+            for part, new in zip(stored, state.tensors, strict=True):
+                part.index_copy_(0, run.write, new)
         return out
 
     def _call(self, index: int, hidden_states: torch.Tensor, state: LayerState) -> torch.Tensor:
@@ -255,27 +173,3 @@ def _cache_name(module: Any) -> str:
     """Returns the name of the module's cache argument."""
     names = signature(module.forward).parameters
     return next(name for name in ("cache_params", "past_key_values") if name in names)
-
-
-def pieces_of(batch: AttentionBatch, block_size: int) -> list[Piece]:
-    """Returns the tokens of a step, cut at the ends of blocks."""
-    pieces: list[Piece] = []
-    bounds, pages = batch.query_indptr.tolist(), batch.page_indptr.tolist()
-    for chunk, ((first, end), context) in enumerate(zip(pairwise(bounds), batch.context_lens.tolist(), strict=True)):
-        start = first
-        while start < end:
-            position = context - (end - start)
-            size = min(end - start, block_size - position % block_size)
-            block = int(batch.page_ids[pages[chunk] + position // block_size])
-            pieces.append(Piece(chunk, start, start + size, block, position + size))
-            start += size
-    return pieces
-
-
-def _rounds(pieces: Sequence[Piece]) -> Iterator[list[Piece]]:
-    """Yields the first pieces of all chunks, then the second ones, and so on."""
-    left: dict[int, list[Piece]] = {}
-    for piece in pieces:
-        left.setdefault(piece.chunk, []).append(piece)
-    for number in range(max(map(len, left.values()), default=0)):
-        yield [each[number] for each in left.values() if number < len(each)]

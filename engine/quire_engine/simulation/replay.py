@@ -69,8 +69,8 @@ def _load(engine: RecordedEngine, flags: Sequence[str]) -> Executor:
     """Loads the model, with at least as much KV memory as the recorded engine. Raises ``ModelError``."""
     capacity, config = engine.capacity, read_settings(EngineConfig, flags)
     given = {
-        "kv_cache_memory": capacity.device_blocks * capacity.block_bytes,
-        "swap_space": capacity.host_blocks * capacity.block_bytes / (1 << 30),
+        "kv_cache_memory": capacity.device_bytes,
+        "swap_space": capacity.host_bytes / (1 << 30),
         "block_size": capacity.block_size,
         "kv_disk_path": None,
     }
@@ -88,6 +88,9 @@ def _load(engine: RecordedEngine, flags: Sequence[str]) -> Executor:
             f"The steps use {capacity.device_blocks} blocks on the device and {capacity.host_blocks} on the host, and "
             f"this engine has {made.device_blocks} and {made.host_blocks}: its dtype may be another one."
         )
+    if made.states != capacity.states:
+        executor.close()
+        raise ModelError(f"The steps use {capacity.states}, and this engine has {made.states}: pass the same limits.")
     return executor
 
 

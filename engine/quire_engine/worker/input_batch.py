@@ -9,6 +9,7 @@ import torch
 from quire_proto.pooling import PoolingParams
 
 from quire_engine.attention.base import AttentionBatch
+from quire_engine.attention.state_cache import StateChunks
 from quire_engine.core.block_pool import KVCacheGroup
 from quire_engine.core.step import SchedulerOutput
 from quire_engine.device.accelerator import upload
@@ -37,6 +38,7 @@ class ModelInput:
     * ``prompt_logprob_rows`` [N] int64: the indices of the tokens before each prompt log-probability target.
     * ``pending_rows`` [P] int64: the indices of tokens that the previous step has yet to sample.
     * ``lora_ids`` [T] int64: the adapter ids of the tokens, 0 for none; [0] if no token has an adapter.
+    * ``states``: the chunks' blocks of states, if the model has recurrent layers.
     * ``token_types`` [T] int64: 1 for the tokens of the second text of a pair, else 0; [0] if no prompt is a pair.
     """
 
@@ -47,6 +49,7 @@ class ModelInput:
     prompt_logprob_rows: torch.Tensor
     pending_rows: torch.Tensor
     lora_ids: torch.Tensor = _NO_ROWS
+    states: StateChunks | None = None
     token_types: torch.Tensor = _NO_ROWS
 
     @property
@@ -191,6 +194,7 @@ def prepare_inputs(
         prompt_logprob_rows=_prompt_logprob_rows(targets, query_indptr) if targets else _NO_ROWS,
         pending_rows=torch.from_numpy(pending_rows) if len(awaiting) else _NO_ROWS,
         lora_ids=torch.from_numpy(np.repeat(lora_ids, lengths)) if lora_ids.any() else _NO_ROWS,
+        states=_state_chunks(states, rows, query_indptr, starts) if states.state_block_size else None,
         token_types=_token_types(pooled, positions) if pooled else _NO_ROWS,
     )
     return InputBatch(
@@ -289,6 +293,16 @@ def _attention_batch(
     page_ids = blocks.gather(rows, firsts, page_counts, page_indptr)
     arrays = query_indptr, page_indptr, page_ids, last_page_len, context_lens, positions
     return AttentionBatch(*[torch.from_numpy(array.astype(np.int32, copy=False)) for array in arrays])
+
+
+def _state_chunks(states: RequestStates, rows: Indices, query_indptr: Indices, starts: Indices) -> StateChunks:
+    """Returns the blocks of states that the chunks read and write."""
+    size = states.state_block_size
+    firsts = np.maximum(starts - 1, 0) // size
+    counts = (starts + np.diff(query_indptr) - 1) // size + 1 - firsts
+    indptr = _indptr(counts)
+    blocks = states.state_blocks.gather(rows, firsts, counts, indptr).astype(np.int64)
+    return StateChunks(starts, query_indptr, blocks, indptr)
 
 
 def _indptr(sizes: Indices) -> Indices:

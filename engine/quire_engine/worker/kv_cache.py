@@ -1,7 +1,8 @@
 """The KV memory itself: the device's blocks, the host's blocks, and copies between them.
 
 Both pools are ``[blocks, elements]``. A block has the contents of its ``BlockLayout``, one layer after another. So a
-block of all layers is one contiguous copy, and so are adjacent blocks that move to adjacent places.
+block of all layers is one contiguous copy, and so are adjacent blocks that move to adjacent places. States of recurrent
+layers have two more pools (``attention.state_cache``).
 """
 
 import math
@@ -13,14 +14,23 @@ from pathlib import Path
 import torch
 
 from quire_engine.attention.kv_cache_spec import BlockLayout
-from quire_engine.core.block_pool import BlockCopies, BlockCopy, KVCacheConfig, KVCacheGroup
-from quire_engine.core.executor import CopyError
+from quire_engine.attention.state_cache import StateCache
+from quire_engine.core.block_pool import (
+    BlockCopies,
+    BlockCopy,
+    KVCacheConfig,
+    KVCacheGroup,
+    PoolCopies,
+    StateCacheConfig,
+)
+from quire_engine.core.executor import CopyError, SleepError
 from quire_engine.core.kv_transfer.transfer import DiskContents, TransferResult
 from quire_engine.device.accelerator import pin_pages
 from quire_engine.errors import ModelError
 from quire_engine.worker.block_file import BlockFile, DiskTransfers, disk_contents, measure_block_seconds
 from quire_engine.worker.memory import CacheSizes
 from quire_engine.worker.sleep import give_back, take_again
+from quire_engine.worker.state_memory import StateLayout
 
 
 class CudaSwapStream:
@@ -97,7 +107,8 @@ def _nothing() -> None:
 
 class KVCache:
     """Device and host pool of one model, with sizes given in bytes. ``layers`` are the views of its layers on the
-    device's pool, ``blocks``.
+    device's pool, ``blocks``. ``states`` are the states of its recurrent layers, which share the memory; None without
+    a ``state_layout``.
 
     ``swap_stream`` orders block copies relative to the work of a GPU; None on the CPU. On CUDA the host pool is pinned.
     ``transfers`` are the transfers to and from the disk, if there is one.
@@ -109,8 +120,12 @@ class KVCache:
         sizes: CacheSizes,
         device: torch.device,
         *,
+        state_layout: StateLayout | None = None,
         swap_stream: CudaSwapStream | None = None,
     ) -> None:
+        states: StateCacheConfig | None = None
+        if state_layout is not None:
+            states, sizes = state_layout.divide(sizes, _min_blocks(layout) * layout.block_bytes)
         block_size, block_bytes, dtype = layout.block_size, layout.block_bytes, layout.dtype
         blocks, host_blocks = sizes.kv_cache_bytes // block_bytes, max(0, sizes.swap_bytes) // block_bytes
         if blocks < _min_blocks(layout):
@@ -119,18 +134,20 @@ class KVCache:
                 f"of {block_size} tokens, which take {block_bytes} bytes each for this model."
             )
         groups = tuple(KVCacheGroup(window) for window in layout.windows)
-        self.capacity = KVCacheConfig(block_size, blocks, host_blocks, block_bytes, groups)
+        self.capacity = KVCacheConfig(block_size, blocks, host_blocks, block_bytes, groups, states=states)
         self.blocks = _lazy_zeros((blocks, layout.elements), dtype, device)
         self.layers = layout.views(self.blocks)
         self._host_blocks = _lazy_zeros((host_blocks, layout.elements), dtype, torch.device("cpu"))
-        self._unpin_host: Callable[[], object] | None = None
-        if device.type == "cuda" and host_blocks:
-            self._unpin_host = pin_pages(self._host_blocks, device, "--swap-space")
+        self.states = None if states is None else _allocate_states(states, device)
+        self._unpin_host: list[Callable[[], object]] = []
+        if device.type == "cuda":
+            host_pools = [self._host_blocks, *([] if self.states is None else [self.states.host_rows])]
+            self._unpin_host = [pin_pages(each, device, "--swap-space") for each in host_pools if len(each)]
         self.swap_stream = CudaSwapStream(device) if swap_stream is None and device.type != "cpu" else swap_stream
         if self.swap_stream is not None:
             self.swap_stream.record_compute()
         self.transfers: DiskTransfers | None = None
-        self._sleeping_bytes = 0
+        self._sleeping: list[tuple[torch.UntypedStorage, int]] = []
 
     def copy(self, copies: BlockCopies) -> None:
         """Copies blocks in the order of ``BlockCopies``. On the CPU everything is copied when this returns. Raises
@@ -144,6 +161,9 @@ class KVCache:
         with nullcontext() if self.swap_stream is None else self.swap_stream.swap_region():
             for sources, targets, each in moves:
                 _copy_blocks(sources, targets, each)
+            if copies.states is not None:
+                assert self.states is not None, "there are no states"
+                _copy_states(self.states, copies.states)
         if copies.blocks_to_swap_ahead:
             with nullcontext() if self.swap_stream is None else self.swap_stream.ahead_region():
                 _copy_blocks(self.blocks, self._host_blocks, copies.blocks_to_swap_ahead)
@@ -168,34 +188,72 @@ class KVCache:
         self.transfers = DiskTransfers(file, lambda block_id: memoryview(pool[block_id]).cast("B"), report)
         return contents
 
+    @property
+    def device_storages(self) -> list[torch.UntypedStorage]:
+        """The memory of the device's blocks and states."""
+        pools = [self.blocks, *([] if self.states is None else [self.states.rows])]
+        return [pool.untyped_storage() for pool in pools]
+
     def sleep(self) -> None:
         """Frees the memory of the device's blocks, whose contents are lost. The host's blocks stay."""
-        self._sleeping_bytes = self.blocks.untyped_storage().nbytes()
-        give_back(self.blocks.untyped_storage())
+        self._sleeping = [(storage, storage.nbytes()) for storage in self.device_storages]
+        for storage, _ in self._sleeping:
+            give_back(storage)
+        if self.states is not None:
+            self.states.forget()
 
     def wake_up(self) -> None:
-        """Allocates the memory again, as zeros. Raises ``SleepError`` if there is not enough."""
-        take_again(self.blocks.untyped_storage(), self._sleeping_bytes)
+        """Allocates the memory again, as zeros. Raises ``SleepError`` if there is not enough; then it is all free."""
+        try:
+            for storage, nbytes in self._sleeping:
+                take_again(storage, nbytes)
+        except SleepError:
+            for storage in self.device_storages:
+                give_back(storage)
+            raise
 
     def close(self) -> None:
         """Frees the memory. Nothing can be computed afterwards."""
         if self.transfers is not None:
             self.transfers.close()
-        if self._unpin_host is not None:
-            self._unpin_host()
-        self.layers = []
+        for unpin in self._unpin_host:
+            unpin()
+        self.layers, self.states = [], None
         self.blocks = self.blocks.new_empty(0)
         self._host_blocks = self._host_blocks.new_empty(0)
 
 
-def min_cache_sizes(layout: BlockLayout) -> CacheSizes:
+def min_cache_sizes(layout: BlockLayout, state_layout: StateLayout | None = None) -> CacheSizes:
     """Returns the minimum sizes that an executor can be created with."""
-    return CacheSizes(_min_blocks(layout) * layout.block_bytes, 0)
+    state_bytes = 0 if state_layout is None else state_layout.min_bytes
+    return CacheSizes(_min_blocks(layout) * layout.block_bytes + state_bytes, 0)
 
 
 def _min_blocks(layout: BlockLayout) -> int:
     """Returns the minimum number of blocks: the null block, and one per group of layers."""
     return 1 + len(layout.windows)
+
+
+def _allocate_states(config: StateCacheConfig, device: torch.device) -> StateCache:
+    """Allocates both pools of states, and a spare row for each sequence that may run."""
+    rows = _lazy_zeros((config.device_blocks + config.max_num_seqs, config.block_bytes), torch.uint8, device)
+    host_rows = _lazy_zeros((config.host_blocks, config.block_bytes), torch.uint8, torch.device("cpu"))
+    return StateCache(rows, host_rows, config.device_blocks, config.block_size)
+
+
+def _copy_states(states: StateCache, copies: PoolCopies) -> None:
+    """Launches copies of states, as ``_copy_blocks`` does."""
+    moves = (
+        (states.rows, states.host_rows, states.copy_to_host, copies.blocks_to_swap_out),
+        (states.rows, states.rows, states.copy_within, copies.blocks_to_copy),
+        (states.host_rows, states.rows, states.copy_from_host, copies.blocks_to_swap_in),
+    )
+    for sources, targets, rows_of, each in moves:
+        try:
+            rows = [BlockCopy(*rows_of(copy.source, copy.target)) for copy in each]
+        except IndexError as error:
+            raise CopyError(f"No such state: {error}.") from error
+        _copy_blocks(sources, targets, rows)
 
 
 def _copy_blocks(sources: torch.Tensor, targets: torch.Tensor, copies: Sequence[BlockCopy]) -> None:

@@ -19,7 +19,7 @@ import torch
 from quire_proto.pooling import PoolingParams
 from quire_proto.sampling import MAX_LOGPROBS, SamplingParams
 
-from quire_engine.core.block_pool import BlockCopies, BlockCopy, KVCacheConfig
+from quire_engine.core.block_pool import BlockCopies, BlockCopy, KVCacheConfig, StateCacheConfig
 from quire_engine.core.executor import Executor, Rates
 from quire_engine.core.lora import LoRARequest
 from quire_engine.core.step import NewRequest, SampleRequest, ScheduledChunk, SchedulerOutput
@@ -95,10 +95,8 @@ class MemoryProfiler:
         self._host = None if device.type == "cpu" else CpuMemory()
         self._used_before = self._memory.used()
 
-    def profile(self, largest_step: Callable[[], object] | None, kept_bytes: int = 0) -> MemoryProfile:
-        """Measures the loaded model, and runs ``largest_step`` unless it is None. ``kept_bytes`` are bytes that later
-        steps keep on the device but this one does not. Raises ``ModelError`` if the step fails.
-        """
+    def profile(self, largest_step: Callable[[], object] | None) -> MemoryProfile:
+        """Measures the loaded model, and runs ``largest_step`` unless it is None. Raises ``ModelError`` if it fails."""
         loaded, available = self._memory.used(), self._memory.available()
         reserve, host = GROWTH_RESERVE + self._lora_bytes, self._host
         return MemoryProfile(
@@ -109,7 +107,7 @@ class MemoryProfiler:
             used_loaded=loaded,
             available=available,
             peak=None if largest_step is None else self._peak(largest_step),
-            growth_reserve=kept_bytes + (reserve if host is None else 0),
+            growth_reserve=reserve if host is None else 0,
             host_available=None if host is None else host.available() - reserve,
             host_used=0 if host is None else host.used(),
             host_limit=0 if host is None else host.limit - reserve,
@@ -199,6 +197,11 @@ def _no_memory_message(measured: MemoryProfile, usable: int) -> str:
 def memory_table(budget: CacheBudget, measured: MemoryProfile, config: KVCacheConfig, max_length: int) -> list[str]:
     """Returns the decision as rows for the log. ``max_length`` is the model's longest sequence in tokens."""
     device, host = (count * config.block_bytes for count in (config.device_blocks, config.host_blocks))
+    states = (
+        []
+        if config.states is None
+        else _state_rows(config.states, config.device_bytes - device, config.host_bytes - host)
+    )
     more = "" if all(group.window is None for group in config.groups) else ", and more in long sequences"
     host_tokens = config.host_blocks // len(config.groups) * config.block_size
     step = "not measured: the KV pool's size was given" if measured.peak is None else "of the largest step"
@@ -210,9 +213,17 @@ def memory_table(budget: CacheBudget, measured: MemoryProfile, config: KVCacheCo
         ("kept free", _mib(measured.growth_reserve), "for what grows while it runs"),
         ("KV pool", _mib(device), f"{config.device_blocks} blocks, {config.num_tokens} tokens{more}"),
         ("host pool", _mib(host), f"{config.host_blocks} blocks, {host_tokens} tokens"),
+        *states,
         ("longest request", f"{min(max_length, config.usable_tokens)} tokens", f"the model's limit is {max_length}"),
     ]
     return [f"{name:<16}{size:>16}  {remark}" for name, size, remark in rows]
+
+
+def _state_rows(states: StateCacheConfig, device: int, host: int) -> list[tuple[str, str, str]]:
+    """Returns the rows of recurrent states, which take ``device`` and ``host`` bytes."""
+    running = f"of {states.max_num_seqs} running sequences, and checkpoints after each {states.block_size} tokens"
+    swapped = f"{states.host_blocks} states of swapped sequences, and checkpoints"
+    return [("states", _mib(device), running), ("host states", _mib(host), swapped)]
 
 
 def _describe_limit(budget: CacheBudget, measured: MemoryProfile) -> str:
@@ -367,16 +378,16 @@ def largest_step(
     *,
     lora: LoRARequest | None = None,
     pooling: PoolingParams | None = None,
-    num_groups: int = 1,
+    num_tables: int = 1,
 ) -> SchedulerOutput:
     """Returns the largest step: as many tokens and sequences as allowed. Each sequence samples a token and returns
     prompt log-probabilities, or is pooled if ``pooling`` is given. ``length`` is the longest sequence in tokens. All
-    sequences use the adapter ``lora``. All tokens, in each of ``num_groups`` KV cache groups, are in block 1, so the
-    smallest pool is enough.
+    sequences use the adapter ``lora``. All blocks of each of ``num_tables`` block tables are block 1, so the smallest
+    pools are enough.
     """
     step = SchedulerOutput(0)
     for row, size in enumerate(_chunk_lengths(max_num_batched_tokens, max_num_seqs, length)):
-        new = _new_request(row, size, vocab, [1] * -(-size // block_size), num_groups)
+        new = _new_request(row, size, vocab, [1] * -(-size // block_size), num_tables)
         if pooling is not None:
             step.new.append(replace(new, pooling=pooling))
         else:
@@ -394,7 +405,7 @@ def measure_rates(executor: Executor, longest: int, vocab: int) -> Rates:
     size = capacity.block_size
     tokens = min(TIMED_TOKENS, longest, (capacity.device_blocks - 1) * size)
     blocks = list(range(1, -(-tokens // size) + 1))
-    step = SchedulerOutput(0, new=[_new_request(0, tokens, vocab, blocks, len(capacity.groups))])
+    step = SchedulerOutput(0, new=[_new_request(0, tokens, vocab, blocks, capacity.num_tables)])
     step.add_chunk(ScheduledChunk(0, 0, 0, tokens))
     seconds = _min_seconds(lambda: executor.execute_model(step))
     return Rates(tokens / seconds, _bytes_per_second(executor))
@@ -437,9 +448,9 @@ def _chunk_lengths(max_num_batched_tokens: int, max_num_seqs: int, length: int) 
         left -= size
 
 
-def _new_request(row: int, length: int, vocab: int, blocks: list[int], num_groups: int) -> NewRequest:
-    """Returns a sequence with the same blocks in each KV cache group. Its tokens are spread over the vocabulary, so
-    that all experts of a model get some.
+def _new_request(row: int, length: int, vocab: int, blocks: list[int], num_tables: int) -> NewRequest:
+    """Returns a sequence with the same blocks in each table. Its tokens are spread over the vocabulary, so that all
+    experts of a model get some.
     """
     tokens = array("i", [index * 7919 % vocab for index in range(length)])
-    return NewRequest(row, tokens, (array("i", blocks),) * num_groups)
+    return NewRequest(row, tokens, (array("i", blocks),) * num_tables)

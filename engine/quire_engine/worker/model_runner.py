@@ -6,7 +6,7 @@ On CUDA nothing here waits for the device.
 import gc
 import logging
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 
@@ -15,6 +15,7 @@ import torch
 from quire_engine.attention.base import AttentionBackend, AttentionShape
 from quire_engine.attention.kv_cache_spec import BlockLayout
 from quire_engine.attention.mixed import attention_of
+from quire_engine.attention.state_cache import RecurrentRunner
 from quire_engine.checkpoint.config import ModelConfig
 from quire_engine.checkpoint.weights import LoadOptions
 from quire_engine.config import EngineArgs
@@ -44,11 +45,12 @@ from quire_engine.worker.input_batch import ModelInput, scatter_pending
 from quire_engine.worker.kv_cache import KVCache, min_cache_sizes
 from quire_engine.worker.memory import CacheBudget, CacheSizes
 from quire_engine.worker.sleep import PutAway, device_storages, put_away
+from quire_engine.worker.state_memory import StateLayout
 
 log = logging.getLogger(__name__)
 KEEPS_WINDOWS = "layers with a window keep the keys and values of all tokens, %s"
 FREES_WINDOWS = "a token has a KV block in each of these groups of layers, until their window has left it: %s"
-STATE_IN_BLOCKS = "each block has the state behind its last token, %.1f MiB: a --block-size above %d has fewer of them"
+STATES = "layers keep states of %.1f MiB a sequence in a pool of their own, with a checkpoint after each %d tokens"
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,6 +62,7 @@ class LoadedModel:
     * ``max_model_len`` is the longest sequence in tokens, and ``max_num_batched_tokens`` the most tokens of a step.
     * ``graph_sizes`` are the batch sizes of decode steps to capture as CUDA graphs, if model and attention allow it. If
       there are any, the CPU captures a CPU graph for each size that occurs.
+    * ``state_layout`` says how the states of recurrent layers are kept; None without such layers.
     * ``stage`` is the pipeline stage that ``model`` is.
     * ``loras`` holds the adapters; None if the model has no slots for them.
     * ``classifier`` scores pooled prompts; None if the model does not classify.
@@ -75,6 +78,7 @@ class LoadedModel:
     device: torch.device
     frees_windows: bool = False
     graph_sizes: Sequence[int] = ()
+    state_layout: StateLayout | None = None
     stage: PipelineStage | None = None
     loras: LoRAManager | None = None
     classifier: Classifier | None = None
@@ -83,12 +87,6 @@ class LoadedModel:
     def block_bytes(self) -> int:
         """Bytes of one KV block."""
         return self.block_layout.block_bytes
-
-    def kept_bytes(self, max_num_seqs: int) -> int:
-        """Returns the bytes, apart from KV memory, that steps of ``max_num_seqs`` sequences keep on the device: the
-        recurrent states that they start with, during the step and until the next.
-        """
-        return 2 * max_num_seqs * self.model.state_bytes
 
     def cache_budget(self, settings: EngineArgs) -> CacheBudget:
         """Returns the KV memory that ``settings`` ask for. An encoder has none: it gets as many empty blocks as the
@@ -106,20 +104,19 @@ class LoadedModel:
     @property
     def min_cache_sizes(self) -> CacheSizes:
         """The least KV memory that any step can run with. Raises ``ModelError`` for an impossible block size."""
-        return min_cache_sizes(self.block_layout)
+        return min_cache_sizes(self.block_layout, self.state_layout)
 
     @property
     def block_layout(self) -> BlockLayout:
         """What one KV block holds. Raises ``ModelError`` for an impossible block size."""
         if self.block_size < 1:
             raise ModelError(f"The block size is {self.block_size} tokens, and it must be at least 1.")
-        model, longest = self.model, self.max_model_len if self.frees_windows else None
-        layers, states = model.attention_layers, model.state_bytes
-        return BlockLayout.of(layers, self.block_size, self.kv_cache_dtype, states, max_model_len=longest)
+        layers, longest = self.model.attention_layers, self.max_model_len if self.frees_windows else None
+        return BlockLayout.of(layers, self.block_size, self.kv_cache_dtype, max_model_len=longest)
 
     def make_kv_cache(self, pools: CacheSizes) -> KVCache:
         """Allocates KV memory for this model. Raises ``ModelError`` if there is not enough memory."""
-        return KVCache(self.block_layout, pools, self.device)
+        return KVCache(self.block_layout, pools, self.device, state_layout=self.state_layout)
 
 
 def load_model_and_attention(
@@ -143,8 +140,6 @@ def load_model_and_attention(
     num_lora_slots = config.max_loras if config.enable_lora else 0
     options = LoadOptions(config, device, ranks, stage, num_lora_slots, expert_ranks)
     model = load_model(model_config, config.model, options, check if model_config.is_causal else None)
-    if model.state_bytes:
-        log.info(STATE_IN_BLOCKS, model.state_bytes / 2**20, config.block_size)
     kv_dtype = resolve_kv_cache_dtype(config.kv_cache_dtype, model.dtype)
 
     def make(shape: AttentionShape) -> AttentionBackend:
@@ -174,7 +169,21 @@ def load_model_and_attention(
     )
     if loaded.frees_windows:
         _log_groups(loaded.block_layout)
+    if model.recurrent_layers is not None:
+        loaded = replace(loaded, state_layout=_choose_state_layout(config, loaded, model.recurrent_layers.num_bytes))
     return loaded
+
+
+def _choose_state_layout(config: EngineArgs, model: LoadedModel, state_bytes: int) -> StateLayout:
+    layout = StateLayout.choose(
+        state_bytes,
+        (model.block_size, model.block_bytes),
+        model.max_model_len,
+        max_num_seqs=config.max_num_seqs,
+        max_num_batched_tokens=config.max_num_batched_tokens,
+    )
+    log.info(STATES, state_bytes / 2**20, layout.block_size)
+    return layout
 
 
 def _frees_windows(config: EngineArgs, model: Model, max_model_len: int) -> bool:
@@ -182,7 +191,6 @@ def _frees_windows(config: EngineArgs, model: Model, max_model_len: int) -> bool
     if not any(layer.window is not None and layer.window < max_model_len for layer in model.attention_layers):
         return False
     reasons = {
-        "as others keep a state": model.state_bytes > 0,
         "with --pipeline-parallel-size": config.pipeline_parallel_size > 1,
         "with --kv-disk-path": config.kv_disk_path is not None,
     }
@@ -215,6 +223,9 @@ class ModelRunner:
         self._loaded = model
         self._model, self._attention, self._loras = model.model, model.attention, model.loras
         self._kv_cache = model.make_kv_cache(sizes)
+        self._recurrent: RecurrentRunner | None = None
+        if model.model.recurrent_layers is not None and self._kv_cache.states is not None:
+            self._recurrent = RecurrentRunner(model.model.recurrent_layers, self._kv_cache.states)
         self._put_away: PutAway | None = None
         self._make_capturer: Callable[[], GraphCapturer] | None = None
         if capture is not None:
@@ -274,7 +285,12 @@ class ModelRunner:
         if pending is not None:
             scatter_pending(token_ids, batch.pending_rows, pending)
         token_types = upload(batch.token_types, device) if len(batch.token_types) else None
-        return self._model.forward(token_ids, positions, self._kv_cache.layers, self._attention, token_types)
+        kv, attention = self._kv_cache.layers, self._attention
+        if batch.states is None:
+            return self._model.forward(token_ids, positions, kv, attention, token_types)
+        assert self._recurrent is not None, "the model keeps no states"
+        with self._recurrent.step(batch.states):
+            return self._model.forward(token_ids, positions, kv, attention, token_types)
 
     def logits(self, hidden: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:
         """Returns the logits [R, vocabulary] of the hidden states at ``rows`` [R], which must be ascending. They are
@@ -326,8 +342,8 @@ class ModelRunner:
         if device.type == "cuda":
             torch.cuda.synchronize(device)
         held = device_storages((model.model, model.attention, model.classifier), device)
-        blocks = self._kv_cache.blocks.untyped_storage().data_ptr()
-        self._put_away = put_away([each for each in held if each.data_ptr() != blocks], device)
+        pools = {each.data_ptr() for each in self._kv_cache.device_storages}
+        self._put_away = put_away([each for each in held if each.data_ptr() not in pools], device)
         self._cuda_graphs = None
         self._kv_cache.sleep()
         if device.type == "cuda":
@@ -350,6 +366,6 @@ class ModelRunner:
 
     def close(self) -> None:
         """See ``Ranks.close``."""
-        self._cuda_graphs = self._cpu_graphs = self._loras = None
+        self._cuda_graphs = self._cpu_graphs = self._loras = self._recurrent = None
         self._kv_cache.close()
         del self._model, self._attention, self._loaded

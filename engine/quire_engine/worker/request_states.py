@@ -132,16 +132,19 @@ class SamplingColumns:
 
 class RequestStates:
     """What the worker knows of each row: tokens, a block table per KV cache group, the adapter, and how to sample or
-    pool.
+    pool. If blocks of states have ``state_block_size`` tokens, not 0, also a table of states.
 
     ``lora_ids`` int64 are the adapter ids of the rows, 0 for none, and ``loras`` the adapters of the rows that have
     one. ``prompt_logprobs`` maps rows that want prompt log-probabilities to the number of top tokens to return.
     ``pooling`` holds the rows whose prompt is pooled.
     """
 
-    def __init__(self, num_groups: int, vocab_size: int) -> None:
+    def __init__(self, num_groups: int, vocab_size: int, state_block_size: int = 0) -> None:
         self.tokens = RaggedRows()
         self.blocks = tuple(RaggedRows() for _ in range(num_groups))
+        self.state_block_size = state_block_size
+        self.state_blocks = RaggedRows()
+        self._tables = (*self.blocks, self.state_blocks) if state_block_size else self.blocks
         self.sampling = SamplingColumns()
         self.lora_ids: Indices = np.zeros(_FIRST_ROWS, np.int64)
         self.loras: dict[int, LoRARequest] = {}
@@ -159,7 +162,7 @@ class RequestStates:
             self._add(new)
         if scheduler_output.new_tokens:
             self.write_tokens(scheduler_output.new_tokens)
-        for blocks, changes in zip(self.blocks, scheduler_output.new_blocks, strict=False):
+        for blocks, changes in zip(self._tables, scheduler_output.new_blocks, strict=False):
             if changes:
                 _write(blocks, changes)
 
@@ -184,7 +187,7 @@ class RequestStates:
         row, requests = new.row, new.sample_requests
         self._remove(row)
         self.tokens.put(row, np.frombuffer(new.token_ids, np.int32))
-        for blocks, block_ids in zip(self.blocks, new.block_ids, strict=True):
+        for blocks, block_ids in zip(self._tables, new.block_ids, strict=True):
             blocks.put(row, np.frombuffer(block_ids, np.int32))
         self.sampling.put(row, requests[0] if requests else None, is_plain=bool(requests) and is_plain(requests[0]))
         self._sample_requests[row] = requests

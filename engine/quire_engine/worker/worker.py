@@ -204,8 +204,9 @@ class Worker:
         self.runner = ranks.runner
         self._run_pass = run_pass
         self.device = model.device
-        self._kv_cache_config = self.runner.kv_cache_config
-        self.states = RequestStates(len(self._kv_cache_config.groups), model.config.vocab_size)
+        self._kv_cache_config = capacity = self.runner.kv_cache_config
+        state_block_size = 0 if capacity.states is None else capacity.states.block_size
+        self.states = RequestStates(len(capacity.groups), model.config.vocab_size, state_block_size)
         self.sampler = Sampler(model.config.vocab_size, filler)
         pooler = model.config.pooler_config
         self.pooler = Pooler(pooler, model.classifier) if ranks.draws and pooler is not None else None

@@ -4,7 +4,7 @@ from collections import OrderedDict
 from collections.abc import Callable, Iterable
 from itertools import count
 
-from quire_engine.core.block_pool import BlockCopies, BlockCopy, BlockPool, KVCacheConfig, KVCacheEvent, Tier
+from quire_engine.core.block_pool import BlockCopies, BlockCopy, BlockPool, KVCacheEvent, PoolCopies, Tier
 from quire_engine.core.block_table import BlockTable
 
 
@@ -26,15 +26,15 @@ class HostTier:
 
     is_async = False
 
-    def __init__(self, capacity: KVCacheConfig, emit: Callable[[KVCacheEvent], None] | None) -> None:
-        self.pool = BlockPool(capacity.host_blocks, Tier.HOST, emit=emit, on_evict=self._on_own_eviction)
+    def __init__(self, num_blocks: int, num_device_blocks: int, emit: Callable[[KVCacheEvent], None] | None) -> None:
+        self.pool = BlockPool(num_blocks, Tier.HOST, emit=emit, on_evict=self._on_own_eviction)
         self.held: list[int] = []
         self.num_used_ahead = 0
         self.transfer_ids = count(1)
         # Device blocks with a second use, and names that were given up after one, the longest ago first.
         self._reused_blocks: set[int] = set()
         self._evicted_after_one_use: OrderedDict[bytes, None] = OrderedDict()
-        self._max_evicted_names = capacity.device_blocks + capacity.host_blocks
+        self._max_evicted_names = num_device_blocks + num_blocks
         # Blocks that were copied ahead, and names that were loaded, until they are used.
         self._unused_ahead: set[int] = set()
         self._unused_loaded: set[bytes] = set()
@@ -48,9 +48,13 @@ class HostTier:
     def on_reuse(self, table: BlockTable) -> None:
         """See ``KVConnector.on_reuse``."""
         for group in table.groups:
-            self._reused_blocks.update(group.block_ids[group.num_skipped :])
+            self.note_reuse(group.block_ids[group.num_skipped :])
 
-    def on_evict(self, copies: BlockCopies, block_id: int, name: bytes) -> bool:
+    def note_reuse(self, block_ids: Iterable[int]) -> None:
+        """Notes the second use of device blocks."""
+        self._reused_blocks.update(block_ids)
+
+    def on_evict(self, copies: PoolCopies, block_id: int, name: bytes) -> bool:
         """Takes a block that was used twice, if there is room. See ``KVConnector.on_evict``."""
         is_reused = block_id in self._reused_blocks or name in self._evicted_after_one_use
         self._reused_blocks.discard(block_id)

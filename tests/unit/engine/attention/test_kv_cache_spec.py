@@ -127,17 +127,6 @@ def test_a_layer_that_reads_the_keys_of_another_has_no_room_of_its_own() -> None
     assert layout.elements == layout.specs[1].end
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.int8])
-def test_states_lie_where_numbers_of_any_size_can_be_read_and_in_no_layer(dtype: torch.dtype) -> None:
-    layout = BlockLayout.of([LOCAL, GLOBAL], 1, dtype, state_bytes=40)
-    blocks = torch.zeros(3, layout.elements, dtype=dtype)
-    *layers, states = [each.pages for each in layout.views(blocks)]
-    assert states.shape == (3, 40)
-    states.view(torch.int64).fill_(-1)
-    assert all((layer == 0).all() for layer in layers)
-    assert layout.block_bytes % 16 == 0
-
-
 @pytest.mark.parametrize("make", [ReferenceAttention, CpuAttention])
 def test_layers_of_two_shapes_share_a_plan(make: type) -> None:
     attention = attention_of([LOCAL, GLOBAL], BLOCK_SIZE, make)

@@ -47,6 +47,8 @@ def blocks_of(table: BlockTable) -> list[int]:
 class OverlapStateMachine(EngineStateMachine):
     """The same engine, on an executor that overlaps steps and sometimes fails one."""
 
+    may_keep_states = False
+
     def make_executor(self, capacity: KVCacheConfig) -> OverlappingPagedExecutor:
         self.executor = OverlappingPagedExecutor(capacity, self.num_stages)
         self.executor.fails = self.fails

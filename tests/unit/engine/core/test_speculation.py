@@ -29,6 +29,8 @@ from tests.support.scenario import Run, Scenario
 class SpeculatingStateMachine(EngineStateMachine):
     """The same engine, with drafts that are right more often than not."""
 
+    may_keep_states = False
+
     def make_executor(self, capacity: KVCacheConfig) -> CheckedExecutor:
         guess(self.scheduler, seed=capacity.device_blocks)
         return super().make_executor(capacity)

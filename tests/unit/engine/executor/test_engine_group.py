@@ -18,7 +18,7 @@ from quire_engine.config import EngineArgs, NodeArgs
 from quire_engine.core.executor import ExecutorError
 from quire_engine.errors import ModelError
 from quire_engine.executor.engine_group import EngineGroup, JoinedEngine, engine_rendezvous
-from quire_engine.executor.node_link import Frame, FrameKind, LinkEndedError, read_frame, tls_context, write_frame
+from quire_engine.executor.node_link import Frame, FrameKind, LinkEndedError, NodeLink, tls_context
 from quire_engine.executor.rendezvous import Rendezvous, RendezvousHub
 from quire_proto.tls import CertKeyFiles
 
@@ -83,7 +83,8 @@ def stranger(place: Rendezvous, talk: Callable[..., Any], tls: bool = True) -> A
         assert place.tls is not None
         context = tls_context(place.tls, server=False) if tls else None
         async with asyncio.timeout(10):
-            return await talk(*await asyncio.open_connection(MASTER, place.port, ssl=context))
+            reader, writer = await asyncio.open_connection(MASTER, place.port, ssl=context)
+            return await talk(NodeLink(reader, writer), writer)
 
     return asyncio.run(run())
 
@@ -97,10 +98,10 @@ def test_engines_have_places_and_share_what_ranks_store(members: list[Member]) -
     members[1].group.store.set("before", b"\0\xff")
     assert members[0].group.store.get("before") == members[2].group.store.get("before") == b"\0\xff"
     for member in members:  # and ranks that ask later get what came earlier
-        member.group.share_store(lambda key, value, member=member: member.values.update({key: value}))  # type: ignore[misc]
-    members[0].group.publish("behind", b"1")
-    eventually(lambda: members[1].values == {"behind": b"1"})
-    eventually(lambda: members[2].values == {"before": b"\0\xff", "behind": b"1"})
+        member.group.store.attach(member.group, lambda key, value, member=member: member.values.update({key: value}))  # type: ignore[misc]
+    members[0].group.store.put("behind", b"1", members[0].group)
+    for member in members[1:]:
+        eventually(lambda member=member: member.values == {"before": b"\0\xff", "behind": b"1"})
     assert members[0].values == {"before": b"\0\xff"}, "what a rank stores it has already"
 
 
@@ -142,15 +143,27 @@ def test_engines_that_have_finished_end_in_any_order(members: list[Member]) -> N
     assert [member.told for member in members] == [[], [], []]
 
 
-def test_an_engine_that_sends_what_is_no_message_is_lost(place: Rendezvous) -> None:
-    async def join_and_babble(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        write_frame(writer, FrameKind.HELLO, {"rank": 1, "address": "127.0.0.3", "facts": FACTS})
-        while (await read_frame(reader)).kind != FrameKind.READY:
+@pytest.mark.parametrize(
+    ("kind", "babble"),
+    [
+        (FrameKind.DP_MESSAGE, [99, 1, ""]),
+        (FrameKind.DP_MESSAGE, [1, [], ""]),
+        (FrameKind.DP_MESSAGE, [1, 1]),
+        (FrameKind.STORED, ["key", "no hex"]),
+        (FrameKind.STORED, [1, "00"]),
+        (FrameKind.READY, None),
+        (FrameKind.CLOSE, None),
+    ],
+)
+def test_an_engine_that_sends_what_is_no_message_is_lost(place: Rendezvous, kind: FrameKind, babble: object) -> None:
+    async def join_and_babble(link: NodeLink, _: Any) -> None:
+        link.send(FrameKind.HELLO, {"rank": 1, "address": "127.0.0.3", "facts": FACTS})
+        while (await link.receive()).kind != FrameKind.READY:
             pass
-        write_frame(writer, FrameKind.DP_MESSAGE, [99, "x"])
+        link.send(kind, babble)
         with suppress(LinkEndedError):
             while True:
-                await read_frame(reader)
+                await link.receive()
 
     with ThreadPoolExecutor(1) as pool:
         first = pool.submit(join, replace(place, count=2), 0)
@@ -182,9 +195,9 @@ def test_an_engine_that_is_lost_as_soon_as_all_have_joined_is_a_loss(
         finally:
             has_ended.set()
 
-    async def join_and_leave(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        write_frame(writer, FrameKind.HELLO, {"rank": 1, "address": "127.0.0.3", "facts": FACTS})
-        assert (await read_frame(reader)).kind == FrameKind.ACCEPTED
+    async def join_and_leave(link: NodeLink, _: Any) -> None:
+        link.send(FrameKind.HELLO, {"rank": 1, "address": "127.0.0.3", "facts": FACTS})
+        assert (await link.receive()).kind == FrameKind.ACCEPTED
 
     monkeypatch.setattr(RendezvousHub, "wait_joined", wait_longer)
     monkeypatch.setattr(JoinedEngine, "end", end_early)
@@ -224,9 +237,9 @@ def test_strangers_are_refused_and_hold_nobody_up(place: Rendezvous, authority: 
         writer.write(struct.pack("<BHI", FrameKind.HELLO, 0, 1 << 30))
         await writer.drain()
 
-    async def hello(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> Frame:
-        write_frame(writer, FrameKind.HELLO, {"rank": 1, "address": "x", "facts": {**FACTS, "--max-num-seqs": 7}})
-        return await read_frame(reader)
+    async def hello(link: NodeLink, _: Any) -> Frame:
+        link.send(FrameKind.HELLO, {"rank": 1, "address": "x", "facts": {**FACTS, "--max-num-seqs": 7}})
+        return await link.receive()
 
     two = replace(place, count=2)
     with ThreadPoolExecutor(2) as pool:

@@ -5,6 +5,7 @@ import socket
 import ssl
 import struct
 import threading
+import time
 from collections.abc import Callable, Iterator
 from contextlib import suppress
 from pathlib import Path
@@ -18,7 +19,7 @@ from quire_engine.distributed.communicator import make_process_group
 from quire_engine.errors import ModelError
 from quire_engine.executor import node_link, rendezvous
 from quire_engine.executor.node_hub import NodeHub, node_rendezvous
-from quire_engine.executor.node_link import Frame, FrameKind, LinkEndedError, read_frame, tls_context, write_frame
+from quire_engine.executor.node_link import Frame, FrameKind, LinkEndedError, NodeLink, tls_context
 from quire_engine.executor.rendezvous import join
 from quire_proto.tls import CertKeyFiles, ServerTls, TlsError
 from torch import distributed
@@ -63,12 +64,13 @@ class Hub:
             context = None if tls is None else tls_context(tls, server=False)
             async with asyncio.timeout(10):
                 reader, writer = await asyncio.open_connection(MASTER, self.args.master_port, ssl=context)
+                link = NodeLink(reader, writer)
                 if isinstance(hello, bytes):
                     writer.write(hello)
                 else:
-                    write_frame(writer, FrameKind.HELLO, hello)
-                answer = await read_frame(reader)
-                return answer if then is None else await then(answer, reader, writer)
+                    link.send(FrameKind.HELLO, hello)
+                answer = await link.receive()
+                return answer if then is None else await then(answer, link, writer)
 
         return asyncio.run(talk())
 
@@ -85,12 +87,12 @@ def hello(rank: int = 1, **facts: object) -> dict[str, Any]:
 
 
 def test_a_node_of_the_same_engine_is_given_its_ranks(hub: Hub) -> None:
-    async def rank_3_speaks(answer: Frame, reader: Any, writer: Any) -> Any:
-        ranks = await asyncio.to_thread(hub.hub.wait_joined)
+    async def rank_3_speaks(answer: Frame, link: NodeLink, writer: Any) -> Any:
+        ranks = await asyncio.to_thread(hub.hub.wait_for_ranks)
         writer.write(struct.pack("<BHI", FrameKind.DATA, 3, 5) + b"hello")
         ranks[0].link.sendall(b"rank 2")
         heard = await asyncio.to_thread(ranks[1].link.recv, 100)
-        while (frame := await read_frame(reader)).kind != FrameKind.DATA:
+        while (frame := await link.receive()).kind != FrameKind.DATA:
             pass
         return answer.value, [rank.rank for rank in ranks], heard, (frame.rank, frame.data)
 
@@ -145,7 +147,15 @@ def test_without_a_nodes_certificate_nothing_is_answered(
     assert hub.connect(hub.args.tls, hello()).kind == FrameKind.ACCEPTED, "the control"
 
 
-@pytest.mark.parametrize("data", [b"\0" * 20, struct.pack("<BHI", 1, 0, 1 << 30), struct.pack("<BHI", 1, 0, 1) + b"{"])
+@pytest.mark.parametrize(
+    "data",
+    [
+        b"\0" * 20,
+        struct.pack("<BHI", 1, 0, 1 << 30),
+        struct.pack("<BHI", 1, 0, 1) + b"{",
+        struct.pack("<BHI", 1, 0, 100_000) + b"[" * 100_000,
+    ],
+)
 def test_what_is_no_message_ends_the_connection_alone(hub: Hub, data: bytes) -> None:
     with pytest.raises(LinkEndedError):
         hub.connect(hub.args.tls, data)
@@ -175,7 +185,7 @@ def test_nodes_that_come_late_are_waited_for_no_longer_and_named_meanwhile(
 
         async def others(*_: Any) -> None:
             with pytest.raises(ModelError, match=r"^Nodes 1, 3 have not joined within 0.5 seconds.$"):
-                await asyncio.to_thread(hub.hub.wait_joined)
+                await asyncio.to_thread(hub.hub.wait_for_ranks)
 
         hub.connect(hub.args.tls, hello(2), others)
     finally:
@@ -253,7 +263,7 @@ def test_a_node_that_falls_silent_is_lost_and_one_that_is_busy_is_not(
     monkeypatch.setattr(node_link, "SILENCE_SECONDS", 0.6)
 
     async def stay(_: Frame, __: Any, writer: Any) -> tuple[bool, str]:
-        (first, _other) = await asyncio.to_thread(hub.hub.wait_joined)
+        (first, _other) = await asyncio.to_thread(hub.hub.wait_for_ranks)
         first.link.settimeout(10)
         for _ in range(12):
             writer.write(struct.pack("<BHI", FrameKind.HEARTBEAT, 0, 4) + b"null")
@@ -273,6 +283,29 @@ def test_a_node_that_falls_silent_is_lost_and_one_that_is_busy_is_not(
     assert reason.startswith("Node 1 (127.0.0.3) has sent nothing for 0.6 seconds, and the engine cannot")
 
 
+def test_time_in_which_node_0_itself_stood_still_is_no_silence_of_others(
+    hub: Hub, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As when a machine with all of its nodes is paused: each has missed all heartbeats of the others."""
+    monkeypatch.setattr(node_link, "HEARTBEAT_SECONDS", 0.1)
+    monkeypatch.setattr(node_link, "SILENCE_SECONDS", 0.6)
+
+    async def pause_all(_: Frame, link: NodeLink, __: Any) -> bytes:
+        (first, _other) = await asyncio.to_thread(hub.hub.wait_for_ranks)
+        hub.hub.call(time.sleep, 2.0)
+        await asyncio.sleep(2.0)
+        running = asyncio.create_task(link.run(lambda _: asyncio.sleep(0)))
+        await asyncio.sleep(1.0)
+        first.link.setblocking(False)
+        with pytest.raises(BlockingIOError):
+            first.link.recv(1)
+        assert not running.done()
+        running.cancel()
+        return b"joined"
+
+    assert hub.connect(hub.args.tls, hello(), pause_all) == b"joined"
+
+
 def test_a_rank_that_reads_nothing_for_long_does_not_make_its_node_silent(
     hub: Hub, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -282,7 +315,7 @@ def test_a_rank_that_reads_nothing_for_long_does_not_make_its_node_silent(
     size, count = 1 << 16, 64
 
     async def send_all(_: Frame, __: Any, writer: Any) -> int:
-        (first, _other) = await asyncio.to_thread(hub.hub.wait_joined)
+        (first, _other) = await asyncio.to_thread(hub.hub.wait_for_ranks)
         first.link.settimeout(10)
         for _ in range(count):
             writer.write(struct.pack("<BHI", FrameKind.DATA, first.rank, size) + bytes(size))
@@ -298,9 +331,9 @@ def test_a_rank_that_reads_nothing_for_long_does_not_make_its_node_silent(
 
 
 def test_how_a_rank_of_a_node_ended_is_what_rank_0_hears(hub: Hub) -> None:
-    async def lose(_: Frame, __: Any, writer: Any) -> str:
-        (first, _other) = await asyncio.to_thread(hub.hub.wait_joined)
-        write_frame(writer, FrameKind.RANK_ENDED, "Rank 2 (process 7) was killed.")
+    async def lose(_: Frame, link: NodeLink, __: Any) -> str:
+        (first, _other) = await asyncio.to_thread(hub.hub.wait_for_ranks)
+        link.send(FrameKind.RANK_ENDED, "Rank 2 (process 7) was killed.")
         assert await asyncio.to_thread(first.link.recv, 1) == b""
         return first.exit_reason()
 
@@ -308,13 +341,13 @@ def test_how_a_rank_of_a_node_ended_is_what_rank_0_hears(hub: Hub) -> None:
 
 
 def test_a_node_is_told_when_the_engine_serves_and_when_it_ends(hub: Hub) -> None:
-    async def hear(_: Frame, reader: Any, __: Any) -> list[int]:
-        ranks = await asyncio.to_thread(hub.hub.wait_joined)
+    async def hear(_: Frame, link: NodeLink, __: Any) -> list[int]:
+        ranks = await asyncio.to_thread(hub.hub.wait_for_ranks)
         hub.hub.announce_ready()
         threading.Timer(0.3, lambda: [rank.close_link() for rank in ranks]).start()
         kinds: list[int] = []
         while FrameKind.CLOSE not in kinds:
-            kinds.append((await read_frame(reader)).kind)
+            kinds.append((await link.receive()).kind)
         return [kind for kind in kinds if kind != FrameKind.HEARTBEAT]
 
     assert hub.connect(hub.args.tls, hello(), hear) == [FrameKind.READY, FrameKind.CLOSE]
