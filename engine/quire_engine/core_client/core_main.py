@@ -168,8 +168,8 @@ class EngineCoreProc:
 
 
 class _Sender:
-    """Sends what the core publishes. Implements ``CoreListener``. Without ``is_traced``, nobody reads the names of a
-    step's requests. ``is_running`` is set while the core runs.
+    """Sends what the core publishes. Implements ``CoreListener``. Without ``is_traced`` it leaves out the names of a
+    step's requests, which only spans need. ``is_running`` is set while the core runs.
     """
 
     def __init__(self, send: Callable[[FromCore], None], stats: CoreStats, *, is_traced: bool) -> None:

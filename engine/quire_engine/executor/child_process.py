@@ -1,5 +1,5 @@
-"""A process that this one starts to run a part of the engine, with a socket between both: the parent's handle of it
-(``ChildProcess``), and what the child does to end with its parent.
+"""A child process that runs a part of the engine, with a socket to its parent. ``ChildProcess`` is the parent's handle.
+The functions make the child end with its parent.
 """
 
 import ctypes
