@@ -49,7 +49,7 @@ class PagedDisks:
     def submit(self, copies: BlockCopies) -> None:
         stores, loads = copies.blocks_to_store, copies.blocks_to_load
         for tier, disk, loaded in zip(self.tiers, self.disks, self.loaded, strict=True):
-            own = tier._in_flight
+            own = tier._in_flight._transfers
             mine = BlockCopies(
                 blocks_to_store=[each for each in stores if each.transfer_id in own],
                 blocks_to_load=[each for each in loads if each.transfer_id in own],
@@ -71,7 +71,7 @@ class CheckedExecutor(PagedExecutor):
         on_device = [each.target for each in (*copies.blocks_to_copy, *copies.blocks_to_swap_in)]
         on_host = [each.target for each in (*copies.blocks_to_swap_out, *copies.blocks_to_swap_ahead)]
         for tier in self.disks.tiers:
-            in_flight = tier._in_flight.values()
+            in_flight = tier._in_flight._transfers.values()
             on_host += [each.transfer.host_block for each in in_flight if each.is_load]
             on_disk = [each.transfer.disk_block for each in in_flight]
             assert len(set(on_disk)) == len(on_disk), "two transfers use a block of one disk"
