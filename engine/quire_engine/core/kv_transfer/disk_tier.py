@@ -15,11 +15,11 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from time import time_ns
 
-from quire_engine.core.block_pool import BlockCopies, BlockCopy, BlockPool, DiskTransfer, Tier
+from quire_engine.core.block_pool import BlockCopies, BlockCopy, BlockPool, Tier, Transfer
 from quire_engine.core.block_table import BlockTable
 from quire_engine.core.kv_transfer.connector import TransferFailure, TransferStats
 from quire_engine.core.kv_transfer.host_tier import HostTier
-from quire_engine.core.kv_transfer.transfer import DiskContents, TransferOutcome, TransferResult
+from quire_engine.core.kv_transfer.transfer import DISK, DiskContents, TransferOutcome, TransferResult
 
 log = logging.getLogger(__name__)
 
@@ -48,8 +48,7 @@ class _LoadTime:
 
 @dataclass(slots=True)
 class _InFlight:
-    transfer: DiskTransfer
-    is_load: bool
+    transfer: Transfer
     started: int
 
 
@@ -74,18 +73,19 @@ class _TransfersInFlight:
         """The host block of each transfer."""
         return [each.transfer.host_block for each in self._transfers.values()]
 
-    def begin(self, transfer: DiskTransfer, *, is_load: bool) -> None:
+    def begin(self, transfer: Transfer) -> None:
         """Adds a transfer."""
-        self._transfers[transfer.transfer_id] = _InFlight(transfer, is_load, self._clock())
-        (self.loading if is_load else self.storing).add(transfer.block_hash)
+        self._transfers[transfer.transfer_id] = _InFlight(transfer, self._clock())
+        (self.loading if transfer.is_load else self.storing).add(transfer.block_hash)
 
-    def end(self, transfer_id: int) -> _InFlight | None:
+    def end(self, transfer_id: int) -> Transfer | None:
         """Removes the transfer whose result has come. Returns None if it is none of these."""
         ended = self._transfers.pop(transfer_id, None)
-        if ended is not None:
-            self._last_result = self._clock()
-            (self.loading if ended.is_load else self.storing).discard(ended.transfer.block_hash)
-        return ended
+        if ended is None:
+            return None
+        self._last_result = self._clock()
+        (self.loading if ended.transfer.is_load else self.storing).discard(ended.transfer.block_hash)
+        return ended.transfer
 
     def begin_stall(self) -> bool:
         """Returns True once if the transfers are stalled."""
@@ -102,6 +102,7 @@ class DiskTier:
     """An ``AsyncKVConnector`` of the disk that an executor has opened. ``clock`` is in nanoseconds."""
 
     is_async = True
+    name = DISK
 
     def __init__(
         self,
@@ -193,7 +194,7 @@ class DiskTier:
                 host_block = self._host.pool.allocate()
                 self._host.pool.cache_block(host_block, block_hash)
                 copies.blocks_to_swap_ahead.append(BlockCopy(source, host_block))
-            copies.blocks_to_store.append(self._begin(host_block, self.pool.allocate(), block_hash, is_load=False))
+            copies.transfers.append(self._begin(host_block, self.pool.allocate(), block_hash, is_load=False))
         if not self.pool.num_free:
             self._to_store.clear()
         return num_copies
@@ -227,7 +228,7 @@ class DiskTier:
             disk_block = self.pool.get_cached_block(name)
             assert disk_block is not None, "a block is to be loaded that is not on disk"
             self.pool.incref(disk_block)
-            copies.blocks_to_load.append(self._begin(self._host.pool.allocate(), disk_block, name, is_load=True))
+            copies.transfers.append(self._begin(self._host.pool.allocate(), disk_block, name, is_load=True))
         late = set(new[max(0, room) :])
         return [name for name in names if name not in late], 0
 
@@ -266,17 +267,16 @@ class DiskTier:
         host.
         """
         for result in results:
-            ended = self._in_flight.end(result.transfer_id)
-            if ended is None:
+            transfer = self._in_flight.end(result.transfer_id)
+            if transfer is None:
                 continue
-            transfer = ended.transfer
-            if ended.is_load:
+            if transfer.is_load:
                 self._finish_load(transfer, result)
             elif result.outcome is TransferOutcome.DONE and self.is_on:
-                self.pool.cache_block(transfer.disk_block, transfer.block_hash)
+                self.pool.cache_block(transfer.tier_block, transfer.block_hash)
                 self.stats.num_stored += 1
             self._host.pool.decref(transfer.host_block)
-            self.pool.decref(transfer.disk_block)
+            self.pool.decref(transfer.tier_block)
             if result.outcome is TransferOutcome.FAILED:
                 self.fail(TransferFailure.FAILED, result.reason)
         if self._in_flight.begin_stall():
@@ -298,7 +298,7 @@ class DiskTier:
         """See ``AsyncKVConnector.check_integrity``."""
         self.pool.check_integrity()
 
-    def _finish_load(self, transfer: DiskTransfer, result: TransferResult) -> None:
+    def _finish_load(self, transfer: Transfer, result: TransferResult) -> None:
         self._ended_loads.append(transfer.block_hash)
         if result.outcome is TransferOutcome.DONE:
             self._load_time.observe(result.seconds)
@@ -306,10 +306,10 @@ class DiskTier:
             self.stats.num_loaded += 1
         elif result.outcome is TransferOutcome.DAMAGED:
             self.stats.failures[TransferFailure.DAMAGED] += 1
-            self.pool.forget(transfer.disk_block)
+            self.pool.forget(transfer.tier_block)
 
-    def _begin(self, host_block: int, disk_block: int, block_hash: bytes, *, is_load: bool) -> DiskTransfer:
+    def _begin(self, host_block: int, disk_block: int, block_hash: bytes, *, is_load: bool) -> Transfer:
         """Returns a transfer, which holds its blocks until its result."""
-        transfer = DiskTransfer(next(self._host.transfer_ids), host_block, disk_block, block_hash)
-        self._in_flight.begin(transfer, is_load=is_load)
+        transfer = Transfer(next(self._host.transfer_ids), self.name, is_load, host_block, disk_block, block_hash)
+        self._in_flight.begin(transfer)
         return transfer

@@ -270,7 +270,7 @@ MAX_OVERTAKES = 4
 
 def oldest_ends(disk: PagedDisk, count: int = 1) -> list[TransferResult]:
     ending, disk.under_way = disk.under_way[:count], disk.under_way[count:]
-    return [TransferResult(transfer.transfer_id, disk._end(transfer, is_load)) for transfer, is_load in ending]
+    return [TransferResult(transfer.transfer_id, disk._end(transfer)) for transfer in ending]
 
 
 def with_small_ones(policy: str) -> tuple[Engine, str, list[list[int]]]:
@@ -358,7 +358,7 @@ def test_host_blocks_are_held_until_they_are_written(holds: bool) -> None:
     engine.run()
     engine.add(PROMPT)
     engine.core.step()
-    stores = [transfer for transfer, _ in engine.executor.disk.under_way]
+    stores = [*engine.executor.disk.under_way]
     assert stores
     pool = engine.memory.host_pool
     if not holds:
