@@ -274,8 +274,8 @@ def _transfer_to_plain(transfer: Transfer) -> list[Any]:
 
 
 def _transfer_from_plain(fields: Sequence[Any]) -> Transfer:
-    *others, block_hash = fields
-    return Transfer(*others, bytes.fromhex(block_hash))
+    transfer_id, tier, is_load, host_block, tier_block, block_hash = fields
+    return Transfer(transfer_id, tier, is_load, host_block, tier_block, bytes.fromhex(block_hash))
 
 
 def result_to_array(result: TransferResult) -> RpcArray:
