@@ -124,13 +124,13 @@ def test_prompts_are_split_together_with_the_tokens_of_those_that_decode(
     threads: None, split: list[int], small_models: SmallModels, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     chunks: list[list[int]] = []
-    forward = ModelRunner._forward
+    forward = ModelRunner.forward
 
-    def record(runner: ModelRunner, batch: ModelInput, pending: torch.Tensor | None) -> torch.Tensor:
+    def record(runner: ModelRunner, batch: ModelInput, pending: torch.Tensor | None = None) -> torch.Tensor:
         chunks.append(batch.attention[0].query_indptr.diff().tolist())
         return forward(runner, batch, pending)
 
-    monkeypatch.setattr(ModelRunner, "_forward", record)
+    monkeypatch.setattr(ModelRunner, "forward", record)
     with closing(load(small_models.folder("llama3"))) as halves:
         assert generate(halves, small_models, chunk=16).outputs == expected(small_models, "llama3")
     assert any(sum(lengths) in split and lengths.count(1) > 1 and max(lengths) > 1 for lengths in chunks)

@@ -148,6 +148,8 @@ def _of_tuple(codecs: Sequence[Codec]) -> Codec:
 
 
 def _of_sequence(kind: type, codec: Codec) -> Codec:
+    if kind is list and codec is SAME:
+        return SAME
     encode, decode = codec.encode, codec.decode
     return Codec(
         list if encode is _same else lambda value: [encode(each) for each in value],

@@ -3,8 +3,7 @@
 import json
 import socket
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, fields
-from operator import attrgetter
+from dataclasses import dataclass
 from pathlib import Path
 from struct import Struct
 from typing import Any
@@ -15,7 +14,7 @@ from quire_engine.core.data_parallel import DPStats
 from quire_engine.core.engine_core import Command, EngineCoreOutputs
 from quire_engine.core.executor import WeightStats
 from quire_engine.core.lora import LoRARequest
-from quire_engine.core.outputs import EngineCoreOutput, SchedulerStats
+from quire_engine.core.outputs import SchedulerStats
 from quire_engine.core.startup import PhaseTime
 from quire_engine.core.step import Grammar
 from quire_engine.core.step_plain import error_from_plain, error_to_plain
@@ -181,40 +180,7 @@ def make_codecs(grammar: Codec, callback: Callable[[Sequence[Codec]], Codec]) ->
         str | Path: Codec(str, Path),
         Any: Codec(lambda value: value, lambda plain: plain),
     }
-    outputs = _outputs_codec(Codecs(special, callback).of(EngineCoreOutput))
-    return Codecs({**special, list[EngineCoreOutput]: outputs}, callback)
-
-
-def _outputs_codec(codec: Codec) -> Codec:
-    """Returns the codec of a step's outputs: columns for the outputs that have only tokens, as most have, and the
-    others with their places in the list. Timings are read only at the end of an output, so the columns leave them out.
-    """
-
-    def encode(outputs: list[EngineCoreOutput]) -> list[Any]:
-        are_tokens = [rest == _NO_REST for rest in map(_read_rest, outputs)]
-        if all(are_tokens):
-            return [list(zip(*map(_read_row, outputs), strict=True)), []]
-        rows = [_read_row(output) for output, is_tokens in zip(outputs, are_tokens, strict=True) if is_tokens]
-        others = [(place, codec.encode(outputs[place])) for place, is_tokens in enumerate(are_tokens) if not is_tokens]
-        return [list(zip(*rows, strict=True)), others]
-
-    def decode(plain: list[Any]) -> list[EngineCoreOutput]:
-        columns, others = plain
-        outputs = [
-            EngineCoreOutput(request_id, token_ids, position, cached_tokens=cached_tokens, index=index)
-            for request_id, token_ids, position, cached_tokens, index in zip(*columns, strict=True)
-        ]
-        for place, output in others:
-            outputs.insert(place, codec.decode(output))
-        return outputs
-
-    return Codec(encode, decode)
-
-
-_ROW = ("request_id", "token_ids", "position", "cached_tokens", "index")
-_REST = [each.name for each in fields(EngineCoreOutput) if each.name not in (*_ROW, "timings")]
-_read_row, _read_rest = attrgetter(*_ROW), attrgetter(*_REST)
-_NO_REST = _read_rest(EngineCoreOutput(""))
+    return Codecs(special, callback)
 
 
 class Link:

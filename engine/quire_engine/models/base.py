@@ -134,11 +134,7 @@ class LayeredModel(Model):
     """
 
     hidden_size: int
-
-    @property
-    def receives_states(self) -> bool:
-        """Whether ``embed`` receives states."""
-        return False
+    receives_states: bool = False
 
     @property
     def layered(self) -> "LayeredModel":

@@ -147,6 +147,7 @@ class DecoderModel(LayeredModel):
         self._embedding, self._lm_head = weights.embedding_and_head(
             "model.embed_tokens", head, config.vocab_size, config.hidden_size, tied=tied
         )
+        self.receives_states = self._embedding is None
         indices = range(config.num_layers)
         if stage is not None:
             indices = self.shard_table(config).stages(stage.count)[stage.index]
@@ -157,11 +158,6 @@ class DecoderModel(LayeredModel):
         # which tokens go to which rank.
         receives = stage is not None and weights.device.type == "cuda"
         self.capturable = not (receives or weights.sends_tokens) and self._stack.is_capturable
-
-    @property
-    def receives_states(self) -> bool:
-        """See ``LayeredModel``."""
-        return self._embedding is None
 
     @property
     def waits_for_device(self) -> bool:
