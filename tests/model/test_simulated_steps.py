@@ -240,7 +240,7 @@ class Noting:
     def _note(self, scheduler_output: SchedulerOutput) -> None:
         self.scheduler_outputs.append(normal(scheduler_output))
         copies = scheduler_output.copies
-        for transfer in (*copies.blocks_to_store, *copies.blocks_to_load):
+        for transfer in copies.transfers:
             assert self._disk is not None
             self._under_way.append((self._round + self._disk.rounds, transfer.transfer_id))
 
@@ -275,16 +275,13 @@ def normal(scheduler_output: SchedulerOutput) -> Any:
         for chunk in scheduler_output.chunks
     ]
     copies = scheduler_output.copies
-    stores, loads = (
-        [replace(transfer, block_hash=b"") for transfer in transfers]
-        for transfers in (copies.blocks_to_store, copies.blocks_to_load)
-    )
+    transfers = [replace(transfer, block_hash=b"") for transfer in copies.transfers]
     return (
         chunks,
         [replace(new, token_ids=len(new.token_ids)) for new in scheduler_output.new],
         len(scheduler_output.new_tokens),
         scheduler_output.new_blocks,
-        replace(copies, blocks_to_store=stores, blocks_to_load=loads),
+        replace(copies, transfers=transfers),
         scheduler_output.freed_rows,
         scheduler_output.num_preempted,
         scheduler_output.max_seconds,

@@ -3,6 +3,7 @@ with, requests begin at checkpoints, and nothing is computed that would be taken
 """
 
 import random
+from mmap import PAGESIZE
 from pathlib import Path
 
 import pytest
@@ -129,6 +130,19 @@ def test_a_sequence_whose_state_is_lost_ends_and_no_other(
     with pytest.raises(RuntimeError, match="block 1 has the state after 4 tokens, and not after 3"):
         forward((0, tokens[:1], 3, 1), (1, tokens[:1], 4, 2))
     assert len(forward((1, tokens[:1], 4, 2))) == 1
+
+
+def test_an_engine_that_has_slept_begins_without_states(
+    small_models: SmallModels, executors: dict[str, TorchExecutor], long_prompts: list[list[int]]
+) -> None:
+    executor, expected = executors["lfm2"], greedy_oracle(small_models.folder("lfm2"), long_prompts[:2], TOKENS)
+    rows = executor._worker.runner._kv_cache.states.rows
+    for _ in range(2):
+        assert engine.run(executor, long_prompts[:2], [GREEDY] * 2, chunk=64).outputs == expected
+        used = rows.count_nonzero()
+        executor.sleep()
+        executor.wake_up()
+        assert rows.count_nonzero() < min(used, PAGESIZE)  # what is left is in a page with others
 
 
 @pytest.mark.parametrize(

@@ -17,10 +17,10 @@ from quire_engine.core.beam_search import BeamSearch, Hypothesis
 from quire_engine.core.block_pool import (
     BlockCopies,
     BlockCopy,
-    DiskTransfer,
     KVCacheConfig,
     PoolCopies,
     StateCacheConfig,
+    Transfer,
 )
 from quire_engine.core.executor import Rates
 from quire_engine.core.kv_transfer.transfer import DiskContents, TransferOutcome, TransferResult
@@ -289,7 +289,7 @@ class PagedDisk:
     def __init__(self, host: list[list[bytes]]) -> None:
         self.host = host
         self.slots: dict[int, tuple[bytes, list[bytes]]] = {}
-        self.under_way: list[tuple[DiskTransfer, bool]] = []
+        self.under_way: list[Transfer] = []
         self.num_ending: Callable[[int], int] = lambda count: count
         self.outcome: Callable[[bool], TransferOutcome] = lambda is_load: TransferOutcome.DONE
         self.num_loaded = 0
@@ -300,21 +300,20 @@ class PagedDisk:
         return DiskContents(num_blocks, [(slot, block_hash) for slot, (block_hash, _) in self.slots.items()])
 
     def submit(self, copies: BlockCopies) -> None:
-        self.under_way += [(transfer, False) for transfer in copies.blocks_to_store]
-        self.under_way += [(transfer, True) for transfer in copies.blocks_to_load]
+        self.under_way += copies.transfers
 
     def take(self, timeout: float) -> list[TransferResult]:
         count = max(self.num_ending(len(self.under_way)), int(timeout > 0))
         ending, self.under_way = self.under_way[-count:] if count else [], self.under_way[: len(self.under_way) - count]
-        return [TransferResult(transfer.transfer_id, self._end(transfer, is_load)) for transfer, is_load in ending]
+        return [TransferResult(transfer.transfer_id, self._end(transfer)) for transfer in ending]
 
-    def _end(self, transfer: DiskTransfer, is_load: bool) -> TransferOutcome:
-        outcome = self.outcome(is_load)
-        if not is_load:
+    def _end(self, transfer: Transfer) -> TransferOutcome:
+        outcome = self.outcome(transfer.is_load)
+        if not transfer.is_load:
             contents = list(self.host[transfer.host_block])
-            self.slots[transfer.disk_block] = (transfer.block_hash, contents if outcome is TransferOutcome.DONE else [])
+            self.slots[transfer.tier_block] = (transfer.block_hash, contents if outcome is TransferOutcome.DONE else [])
             return outcome
-        block_hash, contents = self.slots[transfer.disk_block]
+        block_hash, contents = self.slots[transfer.tier_block]
         assert block_hash == transfer.block_hash, "a slot was written over while it is loaded from"
         is_damaged = outcome is not TransferOutcome.DONE
         self.host[transfer.host_block][:] = [b"damaged"] * len(contents) if is_damaged else contents

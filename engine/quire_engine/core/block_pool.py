@@ -304,14 +304,16 @@ class BlockCopy:
 
 
 @dataclass(frozen=True, slots=True)
-class DiskTransfer:
-    """Transfers a block between ``host_block`` of the host pool and ``disk_block`` of the disk. ``block_hash`` names
-    its contents. Its result has the same ``transfer_id``.
+class Transfer:
+    """Stores ``host_block`` of the host pool as ``tier_block`` of the tier named ``tier``, or loads it from there.
+    ``block_hash`` names its contents. Its result has the same ``transfer_id``.
     """
 
     transfer_id: int
+    tier: str
+    is_load: bool
     host_block: int
-    disk_block: int
+    tier_block: int
     block_hash: bytes
 
 
@@ -340,13 +342,12 @@ class BlockCopies(PoolCopies):
     ``blocks_to_swap_ahead`` are copied to the host after the others, while the step computes. The step does not read or
     write their targets, and does not write their sources.
 
-    After all of these, the transfers between host and disk start: ``blocks_to_store`` and ``blocks_to_load``. They may
-    last for several steps. No other copy uses their blocks until the executor has returned their results.
+    After all of these, the ``transfers`` between the host and further tiers start. They may last for several steps. No
+    other copy uses their blocks until the executor has returned their results.
     """
 
     blocks_to_swap_ahead: list[BlockCopy] = field(default_factory=list)
-    blocks_to_store: list[DiskTransfer] = field(default_factory=list)
-    blocks_to_load: list[DiskTransfer] = field(default_factory=list)
+    transfers: list[Transfer] = field(default_factory=list)
     states: PoolCopies | None = None
 
     @property
@@ -357,7 +358,6 @@ class BlockCopies(PoolCopies):
             or self.blocks_to_copy
             or self.blocks_to_swap_in
             or self.blocks_to_swap_ahead
-            or self.blocks_to_store
-            or self.blocks_to_load
+            or self.transfers
             or self.states
         )

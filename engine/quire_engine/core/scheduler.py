@@ -226,8 +226,8 @@ class Scheduler:
         self.stats.blocks_copied_out += len(copies.blocks_to_swap_out)
         self.stats.blocks_copied_in += len(copies.blocks_to_swap_in)
         self.stats.blocks_copied_ahead += len(copies.blocks_to_swap_ahead)
-        if copies.blocks_to_store:  # copies that a tier stores do not count as copied ahead
-            stored = {transfer.host_block for transfer in copies.blocks_to_store}
+        if copies.transfers:  # copies that a tier stores do not count as copied ahead
+            stored = {transfer.host_block for transfer in copies.transfers if not transfer.is_load}
             self.stats.blocks_copied_ahead -= sum(copy.target in stored for copy in copies.blocks_to_swap_ahead)
         if self._batch_scheduler.speculator is not None:
             self._batch_scheduler.speculator.observe(scheduler_output, model_output.timings)

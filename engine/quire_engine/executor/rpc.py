@@ -10,7 +10,7 @@ import struct
 from array import array
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, astuple, dataclass
 from enum import IntEnum
 from typing import Any
 
@@ -18,7 +18,7 @@ import numpy as np
 import numpy.typing as npt
 from quire_proto.errors import QuireError
 
-from quire_engine.core.block_pool import DiskTransfer
+from quire_engine.core.block_pool import Transfer
 from quire_engine.core.kv_transfer.transfer import TransferOutcome, TransferResult
 from quire_engine.core.step import GrammarMatcher, ModelOutput, SchedulerOutput
 from quire_engine.core.step_plain import (
@@ -39,7 +39,6 @@ MAX_BYTES = 1 << 28
 _DTYPES = tuple(map(np.dtype, ("uint8", "int32", "int64")))
 # A message's code, number of arrays and call number; each array's index in ``_DTYPES`` and its length.
 _MESSAGE_HEADER, _ARRAY_HEADER = struct.Struct("<IIQ"), struct.Struct("<IQ")
-_TRANSFERS = ("blocks_to_store", "blocks_to_load")
 _ARRAY = "$array"  # key of the JSON object that stands for an array
 
 
@@ -221,7 +220,7 @@ def step_to_arrays(output: SchedulerOutput, drawn: "array[int]", without_loras: 
     """Encodes a step for the other ranks. ``drawn`` has the tokens sampled since the last step, as triples like those
     in ``output.new_tokens``. Rows whose adapter is in ``without_loras`` run without one.
     """
-    transfers = {name: list(map(_transfer_to_plain, getattr(output.copies, name))) for name in _TRANSFERS}
+    transfers = list(map(_transfer_to_plain, output.copies.transfers))
     plain = {"drawn": drawn, "without_loras": without_loras, "transfers": transfers, **step_to_plain(output)}
     return plain_to_arrays(plain)
 
@@ -231,8 +230,7 @@ def step_from_arrays(message: Sequence[RpcArray]) -> "tuple[SchedulerOutput, arr
     with _refusing("step"):
         plain = plain_from_arrays(message)
         output = step_from_plain(plain, UNKNOWN_GRAMMAR)
-        for name, transfers in plain["transfers"].items():
-            getattr(output.copies, name).extend(map(_transfer_from_plain, transfers))
+        output.copies.transfers.extend(map(_transfer_from_plain, plain["transfers"]))
         return output, plain["drawn"], plain["without_loras"]
 
 
@@ -271,13 +269,13 @@ def _refusing(name: str) -> Iterator[None]:
         raise MessageError(f"This is not a {name}: {error!r}.") from None
 
 
-def _transfer_to_plain(transfer: DiskTransfer) -> list[Any]:
-    return [transfer.transfer_id, transfer.host_block, transfer.disk_block, transfer.block_hash.hex()]
+def _transfer_to_plain(transfer: Transfer) -> list[Any]:
+    return [*astuple(transfer)[:-1], transfer.block_hash.hex()]
 
 
-def _transfer_from_plain(fields: Sequence[Any]) -> DiskTransfer:
-    transfer_id, host_block, disk_block, block_hash = fields
-    return DiskTransfer(transfer_id, host_block, disk_block, bytes.fromhex(block_hash))
+def _transfer_from_plain(fields: Sequence[Any]) -> Transfer:
+    transfer_id, tier, is_load, host_block, tier_block, block_hash = fields
+    return Transfer(transfer_id, tier, is_load, host_block, tier_block, bytes.fromhex(block_hash))
 
 
 def result_to_array(result: TransferResult) -> RpcArray:

@@ -22,8 +22,8 @@ class SimulatedDisk:
         self._in_flight: deque[tuple[float, TransferResult]] = deque()
 
     def submit(self, copies: BlockCopies, now: float) -> None:
-        """Starts the transfers of ``copies`` when the disk is free, stores first."""
-        for transfer in (*copies.blocks_to_store, *copies.blocks_to_load):
+        """Starts the transfers of ``copies`` when the disk is free."""
+        for transfer in copies.transfers:
             self._free = max(self._free, now) + self._block_seconds
             self._in_flight.append((self._free, TransferResult(transfer.transfer_id, seconds=self._block_seconds)))
 

@@ -13,7 +13,7 @@ import logging
 import os
 import struct
 import zlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import suppress
 from dataclasses import dataclass
 from hashlib import blake2b
@@ -25,8 +25,8 @@ from time import perf_counter
 
 from quire_proto.folders import open_trusted, trusted_folder
 
-from quire_engine.core.block_pool import BlockCopies, DiskTransfer
-from quire_engine.core.kv_transfer.transfer import DiskContents, TransferOutcome, TransferResult
+from quire_engine.core.block_pool import Transfer
+from quire_engine.core.kv_transfer.transfer import DISK, DiskContents, TransferOutcome, TransferResult
 
 log = logging.getLogger(__name__)
 
@@ -200,18 +200,17 @@ class DiskTransfers:
         self._file = file
         self._host_block = host_block
         self._report = report
-        self._work: SimpleQueue[tuple[DiskTransfer, bool, Callable[[], object]] | None] = SimpleQueue()
+        self._work: SimpleQueue[tuple[Transfer, Callable[[], object]] | None] = SimpleQueue()
         # Daemon threads, because a disk may never answer and must not keep the process alive.
         self._threads = [Thread(target=self._run, name="kv-disk", daemon=True) for _ in range(NUM_THREADS)]
         for thread in self._threads:
             thread.start()
 
-    def submit(self, copies: BlockCopies, wait: Callable[[], object]) -> None:
-        """Starts the transfers of ``copies``. ``wait`` returns when earlier copies no longer use the host blocks."""
-        for transfer in copies.blocks_to_store:
-            self._work.put((transfer, False, wait))
-        for transfer in copies.blocks_to_load:
-            self._work.put((transfer, True, wait))
+    def submit(self, transfers: Iterable[Transfer], wait: Callable[[], object]) -> None:
+        """Starts ``transfers`` of the disk's tier. ``wait`` returns when earlier copies leave the host blocks alone."""
+        for transfer in transfers:
+            assert transfer.tier == DISK, "a transfer is of no tier that there is"
+            self._work.put((transfer, wait))
 
     def close(self) -> None:
         """Ends the threads and closes the files. Gives up on a thread that waits for the disk."""
@@ -224,22 +223,22 @@ class DiskTransfers:
 
     def _run(self) -> None:
         while (work := self._work.get()) is not None:
-            transfer, is_load, wait = work
+            transfer, wait = work
             start, outcome, reason = perf_counter(), TransferOutcome.DONE, ""
             try:
                 wait()
-                outcome = self._transfer(transfer, is_load)
+                outcome = self._transfer(transfer)
             except Exception as error:  # noqa: BLE001 - a thread that ended would leave its blocks held for ever
                 outcome, reason = TransferOutcome.FAILED, str(error)
             seconds = (perf_counter() - start) / NUM_THREADS
             self._report(TransferResult(transfer.transfer_id, outcome, seconds, reason))
 
-    def _transfer(self, transfer: DiskTransfer, is_load: bool) -> TransferOutcome:
+    def _transfer(self, transfer: Transfer) -> TransferOutcome:
         memory = self._host_block(transfer.host_block)
-        if not is_load:
-            self._file.write(transfer.disk_block, transfer.block_hash, memory)
+        if not transfer.is_load:
+            self._file.write(transfer.tier_block, transfer.block_hash, memory)
             return TransferOutcome.DONE
-        is_right = self._file.read(transfer.disk_block, transfer.block_hash, memory)
+        is_right = self._file.read(transfer.tier_block, transfer.block_hash, memory)
         return TransferOutcome.DONE if is_right else TransferOutcome.DAMAGED
 
 

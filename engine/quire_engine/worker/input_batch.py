@@ -14,7 +14,7 @@ from quire_engine.core.block_pool import KVCacheGroup
 from quire_engine.core.step import SchedulerOutput
 from quire_engine.device.accelerator import upload
 from quire_engine.sampling.prompt_logprobs import PromptTargets
-from quire_engine.worker.request_states import Indices, RaggedRows, RequestStates
+from quire_engine.worker.request_states import Indices, RaggedRows, RequestStates, StateRows
 
 PENDING_TOKEN_ID = -1
 """Stands in a batch for a pending token, which the previous step samples."""
@@ -194,7 +194,7 @@ def prepare_inputs(
         prompt_logprob_rows=_prompt_logprob_rows(targets, query_indptr) if targets else _NO_ROWS,
         pending_rows=torch.from_numpy(pending_rows) if len(awaiting) else _NO_ROWS,
         lora_ids=torch.from_numpy(np.repeat(lora_ids, lengths)) if lora_ids.any() else _NO_ROWS,
-        states=_state_chunks(states, rows, query_indptr, starts) if states.state_block_size else None,
+        states=None if states.states is None else _state_chunks(states.states, rows, query_indptr, starts),
         token_types=_token_types(pooled, positions) if pooled else _NO_ROWS,
     )
     return InputBatch(
@@ -295,13 +295,13 @@ def _attention_batch(
     return AttentionBatch(*[torch.from_numpy(array.astype(np.int32, copy=False)) for array in arrays])
 
 
-def _state_chunks(states: RequestStates, rows: Indices, query_indptr: Indices, starts: Indices) -> StateChunks:
+def _state_chunks(states: StateRows, rows: Indices, query_indptr: Indices, starts: Indices) -> StateChunks:
     """Returns the blocks of states that the chunks read and write."""
-    size = states.state_block_size
+    size = states.block_size
     firsts = np.maximum(starts - 1, 0) // size
     counts = (starts + np.diff(query_indptr) - 1) // size + 1 - firsts
     indptr = _indptr(counts)
-    blocks = states.state_blocks.gather(rows, firsts, counts, indptr).astype(np.int64)
+    blocks = states.gather(rows, firsts, counts, indptr).astype(np.int64)
     return StateChunks(starts, query_indptr, blocks, indptr)
 
 

@@ -167,11 +167,11 @@ class KVCache:
         if copies.blocks_to_swap_ahead:
             with nullcontext() if self.swap_stream is None else self.swap_stream.ahead_region():
                 _copy_blocks(self.blocks, self._host_blocks, copies.blocks_to_swap_ahead)
-        if copies.blocks_to_store or copies.blocks_to_load:
+        if copies.transfers:
             assert self.transfers is not None, "there is no disk"
             # The host block of a load or a store may be part of earlier copies that a GPU has not made yet.
             is_ready = _nothing if self.swap_stream is None else self.swap_stream.record_copies().synchronize
-            self.transfers.submit(copies, is_ready)
+            self.transfers.submit(copies.transfers, is_ready)
 
     def open_disk(
         self, folder: Path, fingerprint: str, num_slots: int, report: Callable[[TransferResult], object]

@@ -130,9 +130,17 @@ class SamplingColumns:
             setattr(self, name, np.pad(column, (0, more)))
 
 
+class StateRows(RaggedRows):
+    """Rows of blocks of states, each for ``block_size`` tokens."""
+
+    def __init__(self, block_size: int) -> None:
+        super().__init__()
+        self.block_size = block_size
+
+
 class RequestStates:
     """What the worker knows of each row: tokens, a block table per KV cache group, the adapter, and how to sample or
-    pool. If blocks of states have ``state_block_size`` tokens, not 0, also a table of states.
+    pool. If blocks of states have ``state_block_size`` tokens, not 0, also the table of ``states``.
 
     ``lora_ids`` int64 are the adapter ids of the rows, 0 for none, and ``loras`` the adapters of the rows that have
     one. ``prompt_logprobs`` maps rows that want prompt log-probabilities to the number of top tokens to return.
@@ -142,9 +150,8 @@ class RequestStates:
     def __init__(self, num_groups: int, vocab_size: int, state_block_size: int = 0) -> None:
         self.tokens = RaggedRows()
         self.blocks = tuple(RaggedRows() for _ in range(num_groups))
-        self.state_block_size = state_block_size
-        self.state_blocks = RaggedRows()
-        self._tables = (*self.blocks, self.state_blocks) if state_block_size else self.blocks
+        self.states = StateRows(state_block_size) if state_block_size else None
+        self._tables = self.blocks if self.states is None else (*self.blocks, self.states)
         self.sampling = SamplingColumns()
         self.lora_ids: Indices = np.zeros(_FIRST_ROWS, np.int64)
         self.loras: dict[int, LoRARequest] = {}

@@ -53,6 +53,11 @@ class AsyncKVConnector(KVConnector, Protocol):
     """A tier that exchanges blocks with the host pool by transfers that take several steps. Counts are in blocks."""
 
     @property
+    def name(self) -> str:
+        """The name of the tier in transfers, by which the worker knows who moves the blocks. Constant."""
+        ...
+
+    @property
     def num_blocks(self) -> int:
         """Blocks that the tier can hold; 0 if it has failed."""
         ...

@@ -15,11 +15,11 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from time import time_ns
 
-from quire_engine.core.block_pool import BlockCopies, BlockCopy, BlockPool, DiskTransfer, Tier
+from quire_engine.core.block_pool import BlockCopies, BlockCopy, BlockPool, Tier, Transfer
 from quire_engine.core.block_table import BlockTable
 from quire_engine.core.kv_transfer.connector import TransferFailure, TransferStats
 from quire_engine.core.kv_transfer.host_tier import HostTier
-from quire_engine.core.kv_transfer.transfer import DiskContents, TransferOutcome, TransferResult
+from quire_engine.core.kv_transfer.transfer import DISK, DiskContents, TransferOutcome, TransferResult
 
 log = logging.getLogger(__name__)
 
@@ -31,17 +31,78 @@ _DRIFT = 1 / 16  # weight of a block in the mean seconds per block
 _FORGETTING = 1 / 32  # fraction by which each decision against loading forgets measurements: slow loads may be bad luck
 
 
+class _LoadTime:
+    """The measured ``seconds`` to load a block, ``first`` as measured at the start."""
+
+    def __init__(self, first: float) -> None:
+        self.first = self.seconds = first
+
+    def observe(self, seconds: float) -> None:
+        """Counts one more load."""
+        self.seconds += _DRIFT * (seconds - self.seconds)
+
+    def forget(self) -> None:
+        """Moves the time towards the one at the start."""
+        self.seconds += _FORGETTING * (self.first - self.seconds)
+
+
 @dataclass(slots=True)
 class _InFlight:
-    transfer: DiskTransfer
-    is_load: bool
+    transfer: Transfer
     started: int
+
+
+class _TransfersInFlight:
+    """The transfers whose results are to come, the oldest first, and the names of the blocks that they store and load.
+    They are stalled if none has ended for ``STALL_SECONDS``. ``clock`` is in nanoseconds.
+    """
+
+    def __init__(self, clock: Callable[[], int]) -> None:
+        self.storing: set[bytes] = set()
+        self.loading: set[bytes] = set()
+        self.is_stalled = False
+        self._transfers: OrderedDict[int, _InFlight] = OrderedDict()
+        self._clock = clock
+        self._last_result = 0
+
+    def __len__(self) -> int:
+        return len(self._transfers)
+
+    @property
+    def host_blocks(self) -> list[int]:
+        """The host block of each transfer."""
+        return [each.transfer.host_block for each in self._transfers.values()]
+
+    def begin(self, transfer: Transfer) -> None:
+        """Adds a transfer."""
+        self._transfers[transfer.transfer_id] = _InFlight(transfer, self._clock())
+        (self.loading if transfer.is_load else self.storing).add(transfer.block_hash)
+
+    def end(self, transfer_id: int) -> Transfer | None:
+        """Removes the transfer whose result has come. Returns None if it is none of these."""
+        ended = self._transfers.pop(transfer_id, None)
+        if ended is None:
+            return None
+        self._last_result = self._clock()
+        (self.loading if ended.transfer.is_load else self.storing).discard(ended.transfer.block_hash)
+        return ended.transfer
+
+    def begin_stall(self) -> bool:
+        """Returns True once if the transfers are stalled."""
+        oldest = next(iter(self._transfers.values()), None)
+        if oldest is None:
+            self.is_stalled = False
+        elif not self.is_stalled and self._clock() - max(oldest.started, self._last_result) > STALL_SECONDS * 1e9:
+            self.is_stalled = True
+            return True
+        return False
 
 
 class DiskTier:
     """An ``AsyncKVConnector`` of the disk that an executor has opened. ``clock`` is in nanoseconds."""
 
     is_async = True
+    name = DISK
 
     def __init__(
         self,
@@ -59,18 +120,13 @@ class DiskTier:
         self.is_on = contents.num_blocks > 0
         self._device_pool = device_pool
         self._host = host
-        self._clock = clock
-        self._first_block_seconds = self._block_seconds = contents.block_seconds
+        self._load_time = _LoadTime(contents.block_seconds)
         self._max_stores = max(1, min(MAX_STORES, host.pool.num_blocks // 4))
         self._max_loads = max(1, host.pool.num_blocks // 2)
         self._max_queued = device_pool.num_blocks + host.pool.num_blocks
-        self._last_result = 0
-        self._in_flight: OrderedDict[int, _InFlight] = OrderedDict()
+        self._in_flight = _TransfersInFlight(clock)
         self._to_store: OrderedDict[bytes, None] = OrderedDict()
-        self._storing: set[bytes] = set()
-        self._loading: set[bytes] = set()
         self._ended_loads: list[bytes] = []
-        self._is_stalled = False
 
     @property
     def num_blocks(self) -> int:
@@ -109,7 +165,7 @@ class DiskTier:
             disk_block = self.pool.get_cached_block(block_hash)
             if disk_block is not None:
                 self.pool.move_to_back(disk_block)
-            elif block_hash not in self._storing:
+            elif block_hash not in self._in_flight.storing:
                 missing.append(block_hash)
         self._to_store.update(dict.fromkeys(reversed(missing)))
         while len(self._to_store) > self._max_queued:  # the disk is slower than the reuse of new prefixes
@@ -121,7 +177,7 @@ class DiskTier:
         ``AsyncKVConnector.begin_stores``.
         """
         num_copies = 0
-        while self._to_store and len(self._storing) < self._max_stores and self.pool.num_free:
+        while self._to_store and len(self._in_flight.storing) < self._max_stores and self.pool.num_free:
             block_hash, _ = self._to_store.popitem(last=False)
             host_block = self._host.pool.get_cached_block(block_hash)
             if host_block is not None:
@@ -138,8 +194,7 @@ class DiskTier:
                 host_block = self._host.pool.allocate()
                 self._host.pool.cache_block(host_block, block_hash)
                 copies.blocks_to_swap_ahead.append(BlockCopy(source, host_block))
-            self._storing.add(block_hash)
-            copies.blocks_to_store.append(self._begin(host_block, self.pool.allocate(), block_hash, is_load=False))
+            copies.transfers.append(self._begin(host_block, self.pool.allocate(), block_hash, is_load=False))
         if not self.pool.num_free:
             self._to_store.clear()
         return num_copies
@@ -148,31 +203,32 @@ class DiskTier:
 
     def pays(self, num_blocks: int, recompute_seconds: float) -> bool:
         """See ``AsyncKVConnector.pays``. Each False moves the measured time towards the one at the start."""
-        if (len(self._loading) + num_blocks) * self._block_seconds <= recompute_seconds:
+        if (len(self._in_flight.loading) + num_blocks) * self._load_time.seconds <= recompute_seconds:
             return True
-        self._block_seconds += _FORGETTING * (self._first_block_seconds - self._block_seconds)
+        self._load_time.forget()
         return False
 
     def has_room_for(self, num_blocks: int) -> bool:
         """See ``AsyncKVConnector.has_room_for``. Loads use at most half of the host pool. If nothing else is loaded,
         there is room for any number: ``begin_load`` cuts it.
         """
-        return not self._loading or len(self._loading) + num_blocks <= self._max_loads
+        loading = len(self._in_flight.loading)
+        return not loading or loading + num_blocks <= self._max_loads
 
     def begin_load(
         self, copies: BlockCopies, names: Sequence[bytes], *, may_begin: bool = True
     ) -> tuple[list[bytes], int]:
         """See ``AsyncKVConnector.begin_load``."""
-        new = [name for name in names if name not in self._loading]
+        loading = self._in_flight.loading
+        new = [name for name in names if name not in loading]
         if new and not (may_begin and self.has_room_for(len(new))):
             return [], len(new)
-        room = min(self._max_loads - len(self._loading), self._host.pool.num_free)
+        room = min(self._max_loads - len(loading), self._host.pool.num_free)
         for name in new[:room]:
             disk_block = self.pool.get_cached_block(name)
             assert disk_block is not None, "a block is to be loaded that is not on disk"
             self.pool.incref(disk_block)
-            self._loading.add(name)
-            copies.blocks_to_load.append(self._begin(self._host.pool.allocate(), disk_block, name, is_load=True))
+            copies.transfers.append(self._begin(self._host.pool.allocate(), disk_block, name, is_load=True))
         late = set(new[max(0, room) :])
         return [name for name in names if name not in late], 0
 
@@ -181,7 +237,7 @@ class DiskTier:
     @property
     def is_busy(self) -> bool:
         """See ``AsyncKVConnector.is_busy``. The engine does not wait for transfers that are stalled."""
-        return bool(self._to_store or (self._in_flight and not self._is_stalled))
+        return bool(self._to_store or (self._in_flight and not self._in_flight.is_stalled))
 
     @property
     def has_transfers(self) -> bool:
@@ -191,11 +247,11 @@ class DiskTier:
     @property
     def held_host_blocks(self) -> list[int]:
         """See ``AsyncKVConnector.held_host_blocks``."""
-        return [each.transfer.host_block for each in self._in_flight.values()]
+        return self._in_flight.host_blocks
 
     def is_loading(self, names: list[bytes]) -> bool:
         """See ``AsyncKVConnector.is_loading``."""
-        while names and (not self.is_on or names[-1] not in self._loading):
+        while names and (not self.is_on or names[-1] not in self._in_flight.loading):
             names.pop()
         return bool(names)
 
@@ -211,23 +267,20 @@ class DiskTier:
         host.
         """
         for result in results:
-            ended = self._in_flight.pop(result.transfer_id, None)
-            if ended is None:
+            transfer = self._in_flight.end(result.transfer_id)
+            if transfer is None:
                 continue
-            self._last_result = self._clock()
-            transfer = ended.transfer
-            if ended.is_load:
+            if transfer.is_load:
                 self._finish_load(transfer, result)
-            else:
-                self._storing.discard(transfer.block_hash)
-                if result.outcome is TransferOutcome.DONE and self.is_on:
-                    self.pool.cache_block(transfer.disk_block, transfer.block_hash)
-                    self.stats.num_stored += 1
+            elif result.outcome is TransferOutcome.DONE and self.is_on:
+                self.pool.cache_block(transfer.tier_block, transfer.block_hash)
+                self.stats.num_stored += 1
             self._host.pool.decref(transfer.host_block)
-            self.pool.decref(transfer.disk_block)
+            self.pool.decref(transfer.tier_block)
             if result.outcome is TransferOutcome.FAILED:
                 self.fail(TransferFailure.FAILED, result.reason)
-        self._check_stalled()
+        if self._in_flight.begin_stall():
+            self.fail(TransferFailure.STALLED, f"no transfer has ended for {STALL_SECONDS:g} seconds")
 
     def fail(self, failure: TransferFailure, reason: str) -> None:
         """See ``AsyncKVConnector.fail``. Transfers that are under way keep their blocks, which may still be written."""
@@ -245,27 +298,18 @@ class DiskTier:
         """See ``AsyncKVConnector.check_integrity``."""
         self.pool.check_integrity()
 
-    def _check_stalled(self) -> None:
-        oldest = next(iter(self._in_flight.values()), None)
-        if oldest is None:
-            self._is_stalled = False
-        elif not self._is_stalled and self._clock() - max(oldest.started, self._last_result) > STALL_SECONDS * 1e9:
-            self._is_stalled = True
-            self.fail(TransferFailure.STALLED, f"no transfer has ended for {STALL_SECONDS:g} seconds")
-
-    def _finish_load(self, transfer: DiskTransfer, result: TransferResult) -> None:
-        self._loading.discard(transfer.block_hash)
+    def _finish_load(self, transfer: Transfer, result: TransferResult) -> None:
         self._ended_loads.append(transfer.block_hash)
         if result.outcome is TransferOutcome.DONE:
-            self._block_seconds += _DRIFT * (result.seconds - self._block_seconds)
+            self._load_time.observe(result.seconds)
             self._host.cache_loaded(transfer.host_block, transfer.block_hash)
             self.stats.num_loaded += 1
         elif result.outcome is TransferOutcome.DAMAGED:
             self.stats.failures[TransferFailure.DAMAGED] += 1
-            self.pool.forget(transfer.disk_block)
+            self.pool.forget(transfer.tier_block)
 
-    def _begin(self, host_block: int, disk_block: int, block_hash: bytes, *, is_load: bool) -> DiskTransfer:
+    def _begin(self, host_block: int, disk_block: int, block_hash: bytes, *, is_load: bool) -> Transfer:
         """Returns a transfer, which holds its blocks until its result."""
-        transfer = DiskTransfer(next(self._host.transfer_ids), host_block, disk_block, block_hash)
-        self._in_flight[transfer.transfer_id] = _InFlight(transfer, is_load, self._clock())
+        transfer = Transfer(next(self._host.transfer_ids), self.name, is_load, host_block, disk_block, block_hash)
+        self._in_flight.begin(transfer)
         return transfer

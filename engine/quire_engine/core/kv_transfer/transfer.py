@@ -7,6 +7,9 @@ from dataclasses import asdict, dataclass
 from enum import IntEnum
 from typing import Any
 
+DISK = "disk"
+"""The name of the disk's tier in a ``Transfer``."""
+
 
 class TransferOutcome(IntEnum):
     """The outcome of a transfer; over several ranks, the largest value. ``DAMAGED``: the loaded data differ from the

@@ -25,7 +25,7 @@ from quire_engine.attention.kv_cache_spec import MAX_GROUPS
 from quire_engine.checkpoint.config import DecoderConfig, MoEConfig
 from quire_engine.checkpoint.weights import Checkpoint
 from quire_engine.config import EngineArgs
-from quire_engine.core.block_pool import BlockCopies, BlockCopy, DiskTransfer
+from quire_engine.core.block_pool import BlockCopies, BlockCopy, Transfer
 from quire_engine.core.kv_transfer.transfer import TransferOutcome, TransferResult
 from quire_engine.core.lora import LoRARequest
 from quire_engine.core.step import BeamCandidates, ModelOutput, SchedulerOutput, StepTimings
@@ -235,7 +235,15 @@ def chunks(draw: st.DrawFn) -> list[KnownChunk]:
 
 COPIES = st.lists(st.builds(BlockCopy, st.integers(0, 2**40), st.integers(0, 2**40)), max_size=5)
 TRANSFERS = st.lists(
-    st.builds(DiskTransfer, *[st.integers(0, 2**40)] * 3, st.binary(min_size=16, max_size=16)), max_size=5
+    st.builds(
+        Transfer,
+        st.integers(0, 2**40),
+        st.sampled_from(["disk", "peer"]),
+        st.booleans(),
+        *[st.integers(0, 2**40)] * 2,
+        st.binary(min_size=16, max_size=16),
+    ),
+    max_size=5,
 )
 NUMBERS = st.lists(st.integers(0, 2**31 - 1), max_size=9)
 STEPS = st.builds(
@@ -244,7 +252,7 @@ STEPS = st.builds(
         numbers(drawn),
     ),
     chunks(),
-    st.builds(BlockCopies, COPIES, COPIES, COPIES, COPIES, TRANSFERS, TRANSFERS),
+    st.builds(BlockCopies, COPIES, COPIES, COPIES, COPIES, TRANSFERS),
     NUMBERS,
     st.lists(NUMBERS, max_size=MAX_GROUPS),
     NUMBERS,

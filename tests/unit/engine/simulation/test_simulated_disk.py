@@ -3,9 +3,10 @@
 from dataclasses import replace
 
 import pytest
-from quire_engine.core.block_pool import BlockCopies, DiskTransfer, KVCacheConfig
+from quire_engine.core.block_pool import BlockCopies, KVCacheConfig, Transfer
 from quire_engine.core.config import SchedulerConfig
 from quire_engine.core.kv_transfer.connector import TransferFailure
+from quire_engine.core.kv_transfer.transfer import DISK
 from quire_engine.core.step import SchedulerOutput
 from quire_engine.simulation.report import make_report
 from quire_engine.simulation.simulated_disk import SimulatedDisk
@@ -22,8 +23,8 @@ PROMPT, WHOLE_BLOCKS = 512, 31
 
 
 def transfers(first: int, count: int) -> BlockCopies:
-    stores = [DiskTransfer(number, number, number, bytes(16)) for number in range(first, first + count)]
-    return BlockCopies(blocks_to_store=stores)
+    stores = [Transfer(number, DISK, False, number, number, bytes(16)) for number in range(first, first + count)]
+    return BlockCopies(transfers=stores)
 
 
 def test_blocks_follow_each_other_in_the_order_of_their_transfers() -> None:

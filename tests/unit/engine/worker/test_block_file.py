@@ -12,8 +12,8 @@ from threading import Event
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from quire_engine.core.block_pool import BlockCopies, DiskTransfer
-from quire_engine.core.kv_transfer.transfer import TransferOutcome
+from quire_engine.core.block_pool import Transfer
+from quire_engine.core.kv_transfer.transfer import DISK, TransferOutcome
 from quire_engine.worker.block_file import BlockFile, DiskTransfers, FolderLock, measure_block_seconds
 from quire_engine.worker.transfer_results import TransferResults
 
@@ -153,7 +153,7 @@ def test_a_full_disk_fails_the_transfer_and_says_why() -> None:
         results = TransferResults()
         file = Full(Path(path), "model", SLOTS, SIZE)
         transfers = DiskTransfers(file, lambda _: memoryview(bytearray(SIZE)), results.add)
-        transfers.submit(BlockCopies(blocks_to_store=[DiskTransfer(1, 0, 0, name(0))]), lambda: None)
+        transfers.submit([Transfer(1, DISK, False, 0, 0, name(0))], lambda: None)
         (result,) = results.take(10.0)
         assert result.outcome is TransferOutcome.FAILED
         assert "No space left" in result.reason
@@ -165,14 +165,12 @@ def test_what_is_stored_can_be_loaded_into_another_block_and_nothing_begins_befo
     ended, file = TransferResults(), BlockFile(folder, "model", SLOTS, SIZE)
     transfers = DiskTransfers(file, lambda block: memoryview(memory[block]), ended.add)
     copied = Event()
-    transfers.submit(BlockCopies(blocks_to_store=[DiskTransfer(1, 0, 4, name(7))]), copied.wait)
+    transfers.submit([Transfer(1, DISK, False, 0, 4, name(7))], copied.wait)
     assert not ended.take(0.05)
     memory[0][:] = contents(9)  # the copy that it had to wait for
     copied.set()
     assert [each.outcome for each in ended.take(10.0)] == [TransferOutcome.DONE]
-    transfers.submit(
-        BlockCopies(blocks_to_load=[DiskTransfer(2, 1, 4, name(7)), DiskTransfer(3, 2, 3, name(7))]), lambda: None
-    )
+    transfers.submit([Transfer(2, DISK, True, 1, 4, name(7)), Transfer(3, DISK, True, 2, 3, name(7))], lambda: None)
     results = {}
     while len(results) < 2:
         results.update({each.transfer_id: each.outcome for each in ended.take(10.0)})

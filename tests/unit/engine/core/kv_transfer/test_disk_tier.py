@@ -185,7 +185,7 @@ def test_a_disk_that_answers_no_more_is_not_waited_for() -> None:
     engine.run()
     later = Engine(engine)
     now = 0
-    later.disk._clock = lambda: now
+    later.disk._in_flight._clock = lambda: now
     later.executor.disk.take = lambda timeout: []
     request_id = later.add(PROMPT)
     for _ in range(20):
@@ -270,7 +270,7 @@ MAX_OVERTAKES = 4
 
 def oldest_ends(disk: PagedDisk, count: int = 1) -> list[TransferResult]:
     ending, disk.under_way = disk.under_way[:count], disk.under_way[count:]
-    return [TransferResult(transfer.transfer_id, disk._end(transfer, is_load)) for transfer, is_load in ending]
+    return [TransferResult(transfer.transfer_id, disk._end(transfer)) for transfer in ending]
 
 
 def with_small_ones(policy: str) -> tuple[Engine, str, list[list[int]]]:
@@ -318,13 +318,13 @@ def test_room_that_is_kept_for_one_that_does_not_load_is_everybodys_again(end: s
         later.core.step()
     ids += [later.add(prompt, max_tokens=1) for prompt in small[MAX_OVERTAKES:9]]
     later.core.step()
-    while later.disk._loading:  # nothing else will end that the others could wait for
+    while later.disk._in_flight.loading:  # nothing else will end that the others could wait for
         later.core.step()
     assert not any(later.outputs[each] for each in ids[MAX_OVERTAKES:])
     if end == "aborted":
         later.scheduler.abort_request(large)
     else:
-        later.disk._first_block_seconds = later.disk._block_seconds = 1e9
+        later.disk._load_time.first = later.disk._load_time.seconds = 1e9
     later.finish()
     assert all(later.outputs[each] for each in ids)
     assert later.outputs[large] == ([] if end == "aborted" else EXPECTED)
@@ -358,7 +358,7 @@ def test_host_blocks_are_held_until_they_are_written(holds: bool) -> None:
     engine.run()
     engine.add(PROMPT)
     engine.core.step()
-    stores = [transfer for transfer, _ in engine.executor.disk.under_way]
+    stores = [*engine.executor.disk.under_way]
     assert stores
     pool = engine.memory.host_pool
     if not holds:

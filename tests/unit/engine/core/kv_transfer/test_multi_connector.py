@@ -47,15 +47,10 @@ class PagedDisks:
         self.loaded: list[list[bytes]] = [[] for _ in disks]
 
     def submit(self, copies: BlockCopies) -> None:
-        stores, loads = copies.blocks_to_store, copies.blocks_to_load
         for tier, disk, loaded in zip(self.tiers, self.disks, self.loaded, strict=True):
-            own = tier._in_flight
-            mine = BlockCopies(
-                blocks_to_store=[each for each in stores if each.transfer_id in own],
-                blocks_to_load=[each for each in loads if each.transfer_id in own],
-            )
-            loaded += [each.block_hash for each in mine.blocks_to_load]
-            disk.submit(mine)
+            mine = [each for each in copies.transfers if each.tier == tier.name]
+            loaded += [each.block_hash for each in mine if each.is_load]
+            disk.submit(BlockCopies(transfers=mine))
 
     def take(self, timeout: float) -> list[TransferResult]:
         return [result for disk in self.disks for result in disk.take(timeout)]
@@ -71,9 +66,9 @@ class CheckedExecutor(PagedExecutor):
         on_device = [each.target for each in (*copies.blocks_to_copy, *copies.blocks_to_swap_in)]
         on_host = [each.target for each in (*copies.blocks_to_swap_out, *copies.blocks_to_swap_ahead)]
         for tier in self.disks.tiers:
-            in_flight = tier._in_flight.values()
-            on_host += [each.transfer.host_block for each in in_flight if each.is_load]
-            on_disk = [each.transfer.disk_block for each in in_flight]
+            in_flight = tier._in_flight._transfers.values()
+            on_host += [each.transfer.host_block for each in in_flight if each.transfer.is_load]
+            on_disk = [each.transfer.tier_block for each in in_flight]
             assert len(set(on_disk)) == len(on_disk), "two transfers use a block of one disk"
         for targets in (on_device, on_host):
             assert len(set(targets)) == len(targets), "a block is written twice"
@@ -93,6 +88,8 @@ class Engine:
             DiskTier(DiskContents(40, [(i, NAMES[i]) for i in blocks]), self.memory.device_pool, self.memory.host)
             for blocks, _ in disks
         ]
+        for number, tier in enumerate(self.tiers):
+            tier.name = f"disk {number}"
         self.memory.tiers = MultiConnector([self.memory.host, *self.tiers])
         self.disks = PagedDisks(self.tiers, [self._disk(blocks, health, random) for blocks, health in disks])
         self.executor.disk = self.executor.disks = self.disks
