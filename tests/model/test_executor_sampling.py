@@ -6,6 +6,7 @@ from collections.abc import Sequence
 
 import pytest
 import torch
+from quire_engine.attention.base import AttentionBatch
 from quire_engine.core.step import ModelOutput
 from quire_engine.executor.torch_executor import TorchExecutor
 from quire_proto.errors import ErrorCode
@@ -133,14 +134,14 @@ def test_masks_are_filled_while_the_model_computes(executor: TorchExecutor, monk
         def new_matcher(self) -> ModuloMatcher:
             return Waiting(self)
 
-    forward = executor._worker.runner._model.forward
+    prepare = executor._worker.runner._attention.prepare
 
-    def watched(*args: object) -> torch.Tensor:
+    def watched(*batches: AttentionBatch) -> None:
         computing.set()
         assert filled.wait(timeout=30)
-        return forward(*args)
+        prepare(*batches)
 
-    monkeypatch.setattr(executor._worker.runner._model, "forward", watched)
+    monkeypatch.setattr(executor._worker.runner._attention, "prepare", watched)
     output = make_output(0, [5, 6], grammar=Grammar(2, VOCAB_SIZE))
     assert executor.execute_model(make_step(0, [whole([5, 6], [output])])).token_ids[0] % 2 == 1
 

@@ -156,7 +156,7 @@ def test_copies_wait_for_a_forward_pass_that_failed_too(
         said.append("half of it")
         raise ValueError("no memory")
 
-    monkeypatch.setattr(executor._worker.runner._model, "forward", fail)
+    monkeypatch.setattr(executor._worker.runner._attention, "prepare", fail)
     with pytest.raises(ValueError, match="no memory"):
         executor.execute_model(make_step(0, [Sequence(make_output(0, [5, 6]), wanted=3).chunk(40)]))
     assert said == ["half of it", "computed"]

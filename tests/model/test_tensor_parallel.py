@@ -324,7 +324,7 @@ def test_rank_0_failing_alone_is_reported_although_the_others_wait_for_it(
         raise RuntimeError("out of memory")
 
     watched.run()
-    monkeypatch.setattr(watched.executor._worker.runner._model, "_norm", fail)
+    monkeypatch.setattr(watched.executor._worker.runner._attention, "prepare", fail)
     with pytest.raises(RankError, match=r"Rank 0 failed in a step in which other ranks did not: .*out of memory"):
         watched.run()
     watched.loss()

@@ -13,7 +13,7 @@ import threading
 import weakref
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from enum import Enum, auto
+from enum import Enum
 from typing import Any, cast
 
 import torch
@@ -288,9 +288,9 @@ _CAPTURED_TOKENS = 2
 class GraphKind(Enum):
     """What a graph computes. For a step with adapters it matters whether there are any, not which."""
 
-    LAYERS = auto()
-    LAYERS_WITH_ADAPTERS = auto()
-    HEAD = auto()
+    LAYERS = "layers"
+    LAYERS_WITH_ADAPTERS = "layers with adapters"
+    HEAD = "head"
 
 
 def make_cpu_graphs(model: Model, kv: Sequence[LayerKV], attention: AttentionBackend) -> "CpuGraphRunner | None":
@@ -315,6 +315,7 @@ class CpuGraphRunner:
         self._kv = kv
         self._attention = attention
         self._is_alone = model.communicator.size == 1
+        self._receives_states = model.receives_states
         # None for a kind that cannot be captured. Ranks gather their logits through sockets.
         self._graphs: dict[GraphKind, CpuGraph | None] = {} if self._is_alone else {GraphKind.HEAD: None}
 
@@ -332,7 +333,7 @@ class CpuGraphRunner:
             raise ValueError(f"the KV memory has no page {self._attention.last_page}")
         if pending is not None:
             scatter_pending(token_ids, batch.pending_rows, pending)
-        hidden = graph.replay(model.embed(token_ids) if model.receives_states else token_ids, batch.positions)
+        hidden = graph.replay(model.embed(token_ids) if self._receives_states else token_ids, batch.positions)
         if not self._is_alone:
             model.communicator.raise_if_lost()
         return hidden
@@ -352,7 +353,7 @@ class CpuGraphRunner:
         try:
             graph = self._capture_head(capacity) if kind is GraphKind.HEAD else self._capture_layers(capacity)
         except NotCapturableError as error:
-            log.info("%s is not captured: %s", kind.name, error)
+            log.info("steps run without a CPU graph of their %s: %s", kind.value, error)
         self._graphs[kind] = graph
         return graph
 
@@ -363,13 +364,13 @@ class CpuGraphRunner:
     def _capture_layers(self, capacity: int) -> CpuGraph:
         """Captures a step of pads (see ``dummy_decode``), and prepares the attention for its own step again."""
         model, step = self._model, self._attention.batches
-        if model.receives_states:
+        if self._receives_states:
             inputs = torch.zeros(capacity, model.hidden_size, dtype=model.dtype)
         else:
             inputs = torch.zeros(capacity, dtype=torch.int64)
 
         def work(inputs: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
-            states = inputs if model.receives_states else model.embed(inputs)
+            states = inputs if self._receives_states else model.embed(inputs)
             return model.layers(states, positions, self._kv, self._attention)
 
         self._attention.prepare(*[dummy_decode(_CAPTURED_TOKENS)] * len(step))
