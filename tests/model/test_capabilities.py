@@ -18,9 +18,9 @@ from quire_engine.config.capabilities import (
     EXCLUDES,
     KEEPS_STATE,
     MODELS,
+    NATIVE,
     NEEDS,
     NO_EXPERTS,
-    OWN_CODE,
     REFERENCE_ON_CUDA,
     THROUGH_TRANSFORMERS,
     CapabilityRow,
@@ -73,11 +73,11 @@ OFF: Mapping[Feature, Mapping[str, Any]] = {
 }
 """The settings without a feature, where that is not the default."""
 EXAMPLES: Mapping[str, tuple[CapabilityRow, ...]] = {
-    "mixtral": (OWN_CODE,),
-    "llama3": (OWN_CODE, NO_EXPERTS),
+    "mixtral": (NATIVE,),
+    "llama3": (NATIVE, NO_EXPERTS),
     "gpt2": (THROUGH_TRANSFORMERS,),
     "lfm2": (THROUGH_TRANSFORMERS, KEEPS_STATE),
-    "embedding decoder": (OWN_CODE, NO_EXPERTS),
+    "embedding decoder": (NATIVE, NO_EXPERTS),
     "encoder": (ENCODER,),
 }
 """Models, with the rows of the table that are theirs."""

@@ -1,5 +1,5 @@
-"""Models without own code run through transformers, exactly or not at all: what paged memory cannot do is refused when
-the model is loaded, never computed wrongly.
+"""Models without a native implementation run through transformers, exactly or not at all: what paged memory cannot do
+is refused when the model is loaded, never computed wrongly.
 """
 
 import json

@@ -70,7 +70,7 @@ def test_tokens_and_logprobs_are_the_same_bits_however_the_work_is_cut(
 
 
 @pytest.mark.parametrize("model_name", FALLBACK)
-def test_models_without_own_code_take_it_too(small_models: SmallModels, model_name: str) -> None:
+def test_models_without_a_native_implementation_take_it_too(small_models: SmallModels, model_name: str) -> None:
     folder, prompts = small_models.folder(model_name), small_models.prompts
     greedy = SamplingParams(temperature=0, max_tokens=4, ignore_eos=True, logprobs=1)
     with closing(load(folder, 200, 0)) as plain, closing(load(folder, 200, 0, kv_cache_dtype="int8")) as int8:

@@ -239,7 +239,7 @@ def test_quantised_layers_have_adapters_too(small_models: SmallModels, adapters:
 
 
 def test_a_model_that_runs_through_transformers_has_no_adapters(small_models: SmallModels) -> None:
-    with pytest.raises(ModelError, match="--enable-lora is for models with code of their own"):
+    with pytest.raises(ModelError, match="--enable-lora is for models with a native implementation"):
         load(small_models.folder("gpt2"))
 
 

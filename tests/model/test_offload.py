@@ -250,7 +250,7 @@ def test_on_the_cpu_it_is_refused_with_the_flag_for_it(small_models: SmallModels
 def test_models_of_transformers_are_refused(small_models: SmallModels) -> None:
     folder = small_models.folder("gpt2")
     config = EngineArgs(model=folder, **OFFLOAD)
-    with pytest.raises(ModelError, match="--cpu-offload-gb is for models with code of their own, and GPT2"):
+    with pytest.raises(ModelError, match="--cpu-offload-gb is for models with a native implementation, and GPT2"):
         check_start(config, read_model_config(folder), torch.device("cuda"))
 
 

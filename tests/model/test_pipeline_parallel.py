@@ -329,7 +329,7 @@ def test_more_stages_than_layers_are_refused(small_models: SmallModels) -> None:
         load(small_models.folder("llama3"), 3)
 
 
-def test_models_without_own_code_are_refused(small_models: SmallModels) -> None:
+def test_models_without_a_native_implementation_are_refused(small_models: SmallModels) -> None:
     with pytest.raises(ModelError, match="GPT2LMHeadModel runs through transformers"):
         load(small_models.folder("gpt2"), 2)
 

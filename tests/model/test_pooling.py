@@ -143,7 +143,7 @@ def test_embeddings_are_transformers_hidden_states_in_chunks_and_from_the_cache(
 
 
 @pytest.mark.parametrize("name", ["qwen3", "gemma3", "gemma2"])
-def test_families_embed_with_their_own_code_and_through_transformers(small_models: SmallModels, name: str) -> None:
+def test_families_embed_natively_and_through_transformers(small_models: SmallModels, name: str) -> None:
     folder = small_models.folder(name)
     with closing(PoolingEngine(folder)) as engine:
         wanted = expected(folder, small_models.prompts, "last")

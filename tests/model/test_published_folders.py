@@ -78,7 +78,7 @@ LOADED = {
     "several architectures": Row(config(architectures=["MyThing", "LlamaForCausalLM"])),
     "an architecture as a text": Row(config(architectures="LlamaForCausalLM")),
     "the architecture of another type": Row(config(architectures=["MistralForCausalLM"])),
-    "an architecture with own code of a Phi 3": Row(config(architectures=["LlamaForCausalLM"]), "phi3"),
+    "a native architecture of a Phi 3": Row(config(architectures=["LlamaForCausalLM"]), "phi3"),
     "kinds of layers of a Mistral": Row(config(layer_types=["sliding_attention", "full_attention"]), "mistral"),
     "another activation": Row(config(hidden_act="gelu")),
     "tied, with another head": Row(added(**{HEAD: other_head}), "tied"),

@@ -55,8 +55,8 @@ def test_greedy_output_is_transformers_own(
 
 
 def fallback_matrix() -> Iterator[Any]:
-    """Models without own code with schedules of every kind: all of those whose memory is unlike that of the others, and
-    of the rest one that goes round; the rest of them is for `make soak`.
+    """Models without a native implementation with schedules of every kind: all of those whose memory is unlike that
+    of the others, and of the rest one that goes round; the rest of them is for `make soak`.
     """
     schedules = [("no pressure", UNLIMITED, "none"), ("recompute", 64, "device"), ("swap", 7, "host")]
     for (row, model), (column, schedule) in product(enumerate(FALLBACK), enumerate(schedules)):
@@ -65,7 +65,7 @@ def fallback_matrix() -> Iterator[Any]:
 
 
 @pytest.mark.parametrize(("model_name", "pressure", "chunk", "caching"), list(fallback_matrix()))
-def test_greedy_output_of_models_without_own_code_is_transformers_own(
+def test_greedy_output_of_models_without_a_native_implementation_is_transformers_own(
     small_models: SmallModels, model_name: str, pressure: str, chunk: int, caching: str
 ) -> None:
     check_greedy_output(small_models, model_name, pressure, chunk, caching, count=12)
@@ -160,7 +160,7 @@ def test_a_seed_makes_the_same_draws_alone_and_in_any_batch_and_after_any_preemp
 @pytest.mark.parametrize(
     "model_name", [*(pytest.param(name, marks=pytest.mark.soak) for name in ("gemma4", "gemma2")), "qwen3.5"]
 )
-def test_draws_of_models_without_own_code_are_the_same_alone_and_after_any_preemption(
+def test_draws_of_models_without_a_native_implementation_are_the_same_alone_and_after_any_preemption(
     small_models: SmallModels, model_name: str
 ) -> None:
     folder, prompts = small_models.folder(model_name), small_models.prompts[3:8]

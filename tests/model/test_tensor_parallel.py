@@ -271,7 +271,7 @@ def test_a_size_that_cannot_be_is_refused(small_models: SmallModels, size: int) 
         load(small_models.folder("llama3"), size)
 
 
-def test_models_without_own_code_are_refused(small_models: SmallModels) -> None:
+def test_models_without_a_native_implementation_are_refused(small_models: SmallModels) -> None:
     with pytest.raises(ModelError, match="GPT2LMHeadModel runs through transformers"):
         load_executor(small_models.folder("gpt2"), tensor_parallel_size=2, swap_bytes=0)
 

@@ -82,7 +82,7 @@ def command_rows() -> Iterator[list[str]]:
 
 
 def model_rows() -> Iterator[list[str]]:
-    """Each architecture with code of its own as a row."""
+    """Each architecture with a native implementation as a row."""
     for name, own in ARCHITECTURES.items():
         yield [f"`{name}`", f"`{own.model_type}`", f"`{own.module}.py`", f"`{own.gguf}`" if own.gguf else "–"]
 

@@ -35,13 +35,25 @@ _HEAD = """# Files and functions on the hot paths
 This page lists the functions that a decode step, a request and a streamed token pass through, file by file.
 Read it with [the architecture](../architecture.md), which explains the parts.
 
-`.venv/bin/python -m tests.support.paths` writes this page from traces, without the libraries.
+`.venv/bin/python -m tests.support.paths` writes this page from traces, omitting third-party code.
 `tests/unit/house/test_paths.py` compares the page with new traces and limits the number of files on each path.
 """
 _TEXTS = {
     DECODE_STEP: """`EngineCore.step` on the CPU, from scheduling until `publish` gets the outputs.
 The batch has two greedy sequences. Neither needs a new block, a grammar, a swap or log-probabilities.
-On a GPU, `worker/cuda_graph.py` and `attention/flashinfer.py` replace `worker/cpu_graph.py` and `attention/cpu.py`.""",
+On a GPU, steps overlap, and `worker/cuda_graph.py` and `attention/flashinfer.py` replace `worker/cpu_graph.py` and
+`attention/cpu.py`. `scatter_pending`, `HostCopy` and `StepEvent` are called too.
+
+The main calls, in their order:
+
+1. `Scheduler.schedule` makes a `SchedulerOutput`. `BatchScheduler` fills its columns.
+2. `InFlightStep.get_output` calls `TorchExecutor.execute_model`, which calls `Worker.execute`.
+3. `RequestStates.update` applies the step's changes to the worker's rows.
+4. `prepare_inputs` gathers the rows into an `InputBatch`.
+5. `AsyncStep.launch` calls `ModelRunner.forward`, here a `CpuGraph.replay`.
+6. `AsyncStep.sample_tokens` computes logits and samples.
+7. `AsyncStep.get_output` writes the sampled tokens into the worker's rows.
+8. `Scheduler.update_from_output` appends them to the sequences and returns the outputs to publish.""",
     REQUEST: """`POST /v1/chat/completions` with `stream` and an API key, from the request's bytes to its first token.
 The router has one idle engine and no Redis.""",
     STREAMED_TOKEN: """From the engine's `StepBatch` to the bytes in the client's transport.

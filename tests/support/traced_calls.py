@@ -52,7 +52,7 @@ def common(traces: Sequence[Trace]) -> Trace:
 def table(trace: Trace) -> str:
     """The trace as rows of a Markdown table: file, functions."""
     rows = [f"| `{file}` | {', '.join(f'`{name}`' for name in names)} |" for file, names in trace.items()]
-    return "\n".join(["| File | Functions, about in the order of their first call |", "|---|---|", *rows])
+    return "\n".join(["| File | Functions, roughly in call order |", "|---|---|", *rows])
 
 
 def table_in(page: Path, heading: str) -> dict[str, set[str]]:

@@ -30,7 +30,7 @@ def with_served_class(path: Path, raw: dict[str, Any]) -> dict[str, Any]:
     """Returns ``raw`` with one architecture. Finds it without transformers if possible, because that takes seconds to
     import; asks transformers if only a model type is named.
 
-    Removes ``auto_map`` if a class with own code serves the model, and keeps it otherwise.
+    Removes ``auto_map`` if a native class serves the model, and keeps it otherwise.
     """
     names, model_type = _listed(raw), raw.get("model_type")
     if model_type == "mistral" and "layer_types" in raw:  # transformers reads such a file as Ministral's
@@ -57,7 +57,9 @@ def refuse_code(path: Path, raw: dict[str, Any]) -> None:
 
 
 def own_architecture(architecture: str) -> Architecture | None:
-    """Returns the registry's entry for an architecture, also for its pooling forms; None if it has no own code."""
+    """Returns the registry's entry for an architecture, also for its pooling forms; None without a
+    native class.
+    """
     name = registered_name(architecture)
     return None if name is None else ARCHITECTURES[name]
 
@@ -69,8 +71,8 @@ def _listed(raw: dict[str, Any]) -> list[str]:
 
 
 def _own_class(names: list[str], model_type: object) -> str | None:
-    """Returns the class with own code for a model type: the first of ``names`` that is a form of it, or the generating
-    class if all names are generating classes. None without own code, or if a name contradicts it.
+    """Returns the native class for a model type: the first of ``names`` that is a form of it, or the generating
+    class if all names are generating classes. None without a native class, or if a name contradicts it.
     """
     own = _OWN_CLASSES.get(model_type) if isinstance(model_type, str) else None
     named = next((name for name in names if (each := own_architecture(name)) and each.model_type == model_type), None)

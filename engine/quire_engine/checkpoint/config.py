@@ -1,5 +1,5 @@
-"""A model folder's configuration: ``DecoderConfig`` for the decoders with own code, and facts of any model: end tokens,
-revision, rope length.
+"""A model folder's configuration: ``DecoderConfig`` for native decoders, and facts of any model: end tokens, revision,
+rope length.
 
 ``config.json`` is read through transformers' configuration classes, so that defaults and both spellings of the rope
 parameters have the same meaning as there. They take long to import, so a file that needs no defaults is read without
@@ -54,7 +54,7 @@ class ModelConfig:
     generates.
     """
 
-    has_own_code: ClassVar[bool] = False
+    is_native: ClassVar[bool] = False
     """Whether a class of the registry runs the model, and not transformers."""
 
     architecture: str
@@ -92,7 +92,7 @@ class MoEConfig:
 
 @dataclass(frozen=True, slots=True)
 class DecoderConfig(ModelConfig):
-    """The configuration of a decoder with own code, as plain numbers.
+    """The configuration of a decoder with a native implementation, as plain numbers.
 
     ``sliding_windows`` has one entry per layer: the number of latest tokens that a token attends to, including itself,
     or None for all. ``rope_frequencies`` [head_dim / 2] are radians per position, with all scaling applied. Cosines and
@@ -102,7 +102,7 @@ class DecoderConfig(ModelConfig):
     ``logit_soft_cap * tanh(logit / logit_soft_cap)``. A model that pools prompts makes no logits, and may have no head.
     """
 
-    has_own_code = True
+    is_native = True
 
     hidden_size: int
     num_layers: int
@@ -186,8 +186,8 @@ def _with_tuples(values: dict[str, Any]) -> dict[str, Any]:
 
 
 def is_supported(architecture: str, raw: dict[str, Any]) -> bool:
-    """Whether own code serves the model of a ``config.json``. Models with the same architecture but another model type
-    or activation are not supported.
+    """Whether a native class serves the model of a ``config.json``. Models with the same architecture but another
+    model type or activation are not supported.
     """
     own = own_architecture(architecture)
     if own is None or raw.get("is_causal") is False or raw.get("use_bidirectional_attention"):
@@ -197,7 +197,7 @@ def is_supported(architecture: str, raw: dict[str, Any]) -> bool:
 
 
 def check_sizes(path: Path, raw: dict[str, Any]) -> None:
-    """Raises ``ModelError`` if sizes of a model with own code are missing or wrong."""
+    """Raises ``ModelError`` if sizes of a model with a native implementation are missing or wrong."""
     own = own_architecture(architecture_of(path, raw))
     required = [name for name in REQUIRED_SIZES if own is None or name not in own.optional_sizes]
     for name in required:

@@ -1,7 +1,7 @@
 """Which models are served, judged by ``config.json`` alone: before any weights are there, and without torch.
 
 The engine checks this first. The model fetcher checks it too, and refuses with the same sentence before it downloads.
-For models without own code, only transformers can tell the rest (``checked_by_transformers``), which
+For models without a native implementation, only transformers can tell the rest (``checked_by_transformers``), which
 ``read_model_config`` asks.
 """
 

@@ -61,7 +61,7 @@ class CapabilityRow:
     refused: Cells
 
 
-_OWN_CODE_ONLY = "is for models with code of their own, and {architecture} runs through transformers."
+_NATIVE_ONLY = "is for models with a native implementation, and {architecture} runs through transformers."
 _NO_SHARED_EXPERTS = (
     "--data-parallel-size is for engines that share the experts of a model, and {architecture} has none that can be "
     "shared: start several engines without it."
@@ -69,7 +69,7 @@ _NO_SHARED_EXPERTS = (
 _STATELESS_ONLY = "is for models whose layers keep no state, and this one's do."
 _DECODERS_ONLY = "is for decoders, and {architecture} is an encoder, which runs through transformers."
 
-OWN_CODE = CapabilityRow("code of its own", {})
+NATIVE = CapabilityRow("native implementation", {})
 NO_EXPERTS = CapabilityRow(
     "no experts",
     {
@@ -86,11 +86,11 @@ THROUGH_TRANSFORMERS = CapabilityRow(
         "transformers, where models are not divided.",
         Feature.PIPELINE_PARALLEL: "The pipeline parallel size is {pipeline_parallel_size}, and {architecture} runs "
         "through transformers, where models are not divided.",
-        Feature.QUANTIZATION: f"The quantization {{quantization}} {_OWN_CODE_ONLY}",
-        Feature.WEIGHTS_MEMORY: f"--weights-memory-gb {_OWN_CODE_ONLY}",
-        Feature.CPU_OFFLOAD: f"--cpu-offload-gb {_OWN_CODE_ONLY}",
-        Feature.DETERMINISTIC: f"--deterministic {_OWN_CODE_ONLY}",
-        Feature.LORA: f"--enable-lora {_OWN_CODE_ONLY}",
+        Feature.QUANTIZATION: f"The quantization {{quantization}} {_NATIVE_ONLY}",
+        Feature.WEIGHTS_MEMORY: f"--weights-memory-gb {_NATIVE_ONLY}",
+        Feature.CPU_OFFLOAD: f"--cpu-offload-gb {_NATIVE_ONLY}",
+        Feature.DETERMINISTIC: f"--deterministic {_NATIVE_ONLY}",
+        Feature.LORA: f"--enable-lora {_NATIVE_ONLY}",
     },
 )
 KEEPS_STATE = CapabilityRow(
@@ -114,7 +114,7 @@ ENCODER = CapabilityRow(
         Feature.LORA: f"--enable-lora {_DECODERS_ONLY}",
     },
 )
-MODELS = (OWN_CODE, NO_EXPERTS, THROUGH_TRANSFORMERS, KEEPS_STATE, ENCODER)
+MODELS = (NATIVE, NO_EXPERTS, THROUGH_TRANSFORMERS, KEEPS_STATE, ENCODER)
 """The kinds of models. A model may be of several, as its class says (``Model.capabilities``)."""
 
 CPU = CapabilityRow(

@@ -448,11 +448,12 @@ class EngineCore:
 
 
 class InFlightStep:
-    """A scheduler output in an executor, from its launch, which is the creation of this object, to its model output.
-    ``get_output`` raises an exception of the launch, so that failures appear in the order of the steps. Only an
-    ``ExecutorError`` of a discarded step is raised at once, because nothing can follow it.
+    """A scheduler output and its way to a model output. With depth 1, ``get_output`` runs the whole step. With more,
+    the creation of this object launches the step. ``get_output`` raises an exception of the launch, so that failures
+    appear in the order of the steps. Only an ``ExecutorError`` of a discarded step is raised at once, because nothing
+    can follow it.
 
-    An executor of depth 1 runs the whole step in ``get_output``. ``clocked`` is the time on the core's clock when
+    ``clocked`` is the time on the core's clock when
     scheduling began. ``started`` (nanoseconds since 1970) and ``begun`` (``perf_counter``) are the same moment, and
     ``schedule`` is the seconds that scheduling took. After a ``failure``, ``get_output`` only raises it, and nothing of
     the step is in flight.

@@ -1,1 +1,1 @@
-"""The models: own code for the Llama family and a few others, transformers' code for every other decoder."""
+"""The models: native implementations of the Llama family and a few others, and transformers' of every other one."""

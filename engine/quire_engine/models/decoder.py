@@ -1,4 +1,4 @@
-"""``DecoderModel``: the common part of all decoders with own code, from token ids to logits."""
+"""``DecoderModel``: the common part of all decoders with a native implementation, from token ids to logits."""
 
 from abc import abstractmethod
 from collections.abc import Mapping, Sequence
@@ -16,7 +16,7 @@ from quire_engine.checkpoint.config import DecoderConfig
 from quire_engine.checkpoint.gguf_checkpoint import GgufTensors
 from quire_engine.checkpoint.pooler_config import read_sentence_modules
 from quire_engine.checkpoint.weights import Checkpoint
-from quire_engine.config.capabilities import NO_EXPERTS, OWN_CODE, CapabilityRow
+from quire_engine.config.capabilities import NATIVE, NO_EXPERTS, CapabilityRow
 from quire_engine.core.executor import WeightStats
 from quire_engine.errors import ModelError, first_line
 from quire_engine.layers.decoder_stack import DecoderStack
@@ -57,7 +57,7 @@ class DecoderModel(LayeredModel):
     @classmethod
     def capability_rows(cls, config: DecoderConfig) -> Sequence[CapabilityRow]:
         """See ``Model``."""
-        return (OWN_CODE,) if cls.shard_table(config).has_experts else (OWN_CODE, NO_EXPERTS)
+        return (NATIVE,) if cls.shard_table(config).has_experts else (NATIVE, NO_EXPERTS)
 
     @classmethod
     def load(cls, config: DecoderConfig, folder: Path, weights: WeightLoader) -> Self:

@@ -53,23 +53,23 @@ def read_model_config(folder: Path, settings: ExecutorConfig | None = None) -> M
 
 
 def read_decoder_config(folder: Path) -> DecoderConfig:
-    """Reads the configuration of a model with own code. Raises ``ModelError``, also for models without."""
+    """Reads the configuration of a native model. Raises ``ModelError``, also for models without."""
     return DecoderConfig.read(
         folder, lambda architecture, path, hf: decoder_class(architecture).config_fields(path, hf)
     )
 
 
 def decoder_class(architecture: str) -> type[DecoderModel]:
-    """Imports the class of an architecture with own code."""
+    """Imports the class of an architecture with a native implementation."""
     name = registered_name(architecture)
-    assert name is not None, f"{architecture} has no code of its own"
+    assert name is not None, f"{architecture} has no native implementation"
     found: type[DecoderModel] = getattr(import_module(f"quire_engine.models.{ARCHITECTURES[name].module}"), name)
     return found
 
 
 def model_class(config: ModelConfig) -> type[Model]:
     """Returns the class of the model that ``config`` describes."""
-    if config.has_own_code:
+    if config.is_native:
         return decoder_class(config.architecture)
     return TransformersModel if config.is_causal else EncoderModel
 

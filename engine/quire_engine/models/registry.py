@@ -1,4 +1,4 @@
-"""The architectures with own code, by their name in ``config.json``.
+"""The architectures with a native implementation, by their name in ``config.json``.
 
 The table imports no model, so that processes without torch can read it. ``models/loader.py`` imports a class when it is
 needed.
@@ -47,7 +47,9 @@ ARCHITECTURES: Mapping[str, Architecture] = {
 
 
 def registered_name(architecture: str) -> str | None:
-    """Returns the key of ``ARCHITECTURES`` for an architecture or for its pooling form; None if it has no own code."""
+    """Returns the key of ``ARCHITECTURES`` for an architecture or for its pooling form; None without a
+    native implementation.
+    """
     for form in POOLED_FORMS:
         if architecture.endswith(form):
             architecture = f"{architecture.removesuffix(form)}ForCausalLM"

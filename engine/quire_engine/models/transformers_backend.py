@@ -1,4 +1,4 @@
-"""Models without own code: any causal language model of transformers, unmodified, on paged KV memory.
+"""Models without a native implementation: any causal language model of transformers, unmodified, on paged KV memory.
 
 ``TransformersConfig`` reads the folder and refuses models that KV blocks or attention backends cannot serve.
 ``TransformersModel.load`` loads the weights and verifies on two short sequences that paged attention changes nothing
@@ -109,7 +109,7 @@ def _classes(path: Path, architecture: str, raw: dict[str, Any]) -> tuple[str, A
         refuse_code(path, raw)
     raise ModelError(
         f"{path} names {architecture} of type {model_type!r}, which is not a causal language model of transformers "
-        f"{__version__}; own code is there for {', '.join(ARCHITECTURES)}."
+        f"{__version__}; there are native implementations of {', '.join(ARCHITECTURES)}."
     )
 
 

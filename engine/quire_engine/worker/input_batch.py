@@ -74,11 +74,12 @@ class ModelInput:
 
 @dataclass(frozen=True, slots=True)
 class InputBatch:
-    """What a step computes, and what is done with the result.
+    """What a step computes, and what is done with the result. Made for each step: what vLLM's ``InputBatch`` keeps
+    between steps is in ``RequestStates``.
 
     ``num_draws`` counts all draws of the step. ``needs_logits`` says whether it draws from logits, or reads the logits
-    of prompt tokens. ``pending`` are the worker's rows whose last token is pending, in the
-    order of ``ModelInput.pending_rows``. ``appended`` lists the draws whose token is appended to its row. ``pooled``
+    of prompt tokens. ``pending`` are the worker's rows whose last token is pending, in the order of
+    ``ModelInput.pending_rows``. ``appended`` lists the draws whose token is appended to its row. ``pooled``
     are the chunks of pooled prompts.
 
     If ``is_plain``, ``appended`` has all draws, one per sampled row in order, all plain (see ``SamplingColumns``).

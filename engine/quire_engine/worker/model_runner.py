@@ -318,7 +318,7 @@ class ModelRunner:
     def open_disk(
         self, folder: Path, fingerprint: str, num_slots: int, report: Callable[[TransferResult], object]
     ) -> DiskContents:
-        """See ``Ranks.open_disk``."""
+        """See ``Worker.open_disk``."""
         return self._kv_cache.open_disk(folder, fingerprint, num_slots, report)
 
     def _capture_graphs(self, capture: GraphCapturer, alone: bool) -> CudaGraphRunner | None:
@@ -335,7 +335,7 @@ class ModelRunner:
             raise
 
     def sleep(self) -> None:
-        """See ``Ranks.sleep``. Drops the CUDA graphs, because they hold addresses."""
+        """See ``Worker.sleep``. Drops the CUDA graphs, because they hold addresses."""
         if self._put_away is not None:
             return
         model, device = self._loaded, self._loaded.device
@@ -351,7 +351,7 @@ class ModelRunner:
             torch.cuda.empty_cache()
 
     def wake_up(self) -> None:
-        """See ``Ranks.wake_up``."""
+        """See ``Worker.wake_up``."""
         if self._put_away is None:
             return
         self._kv_cache.wake_up()

@@ -1,8 +1,8 @@
-"""``KVConnector``: a tier of KV memory behind the device's pool, as the scheduler sees it (vLLM's word). The scheduler
-plans what moves, and the worker moves it.
+"""``KVConnector``: a tier of KV memory behind the device's pool, as the scheduler sees it. The name is vLLM's, the
+interface is not. The scheduler plans what moves, and the worker moves it.
 
-Tiers are one list, the nearest first. To add one, write its class in a file of its own here, and append it in
-``multi_connector.make_tiers``. Callers ask what a tier can do, never which one it is. Each tier continues the prefix
+Tiers are one list, the nearest first (``multi_connector.make_tiers``). docs/contributing.md says how to add one.
+Callers ask what a tier can do, never which one it is. Each tier continues the prefix
 that the tiers before it have. A block that the device's pool gives up goes down the list until a tier does not take it.
 
 A step copies blocks between the device and the host pool only, so there are two kinds of tiers:
@@ -10,7 +10,7 @@ A step copies blocks between the device and the host pool only, so there are two
 * The blocks of a ``KVConnector`` are in the host pool. A step reads them there.
 * The blocks of an ``AsyncKVConnector`` (``is_async``) are elsewhere. It loads them into the host pool over several
   steps, while their request waits (``gates.TransferGate``) and others run. Then the prefix cache finds them in the host
-  pool. If a load fails, it does not, and the tokens are computed: no other part of the engine knows the tier.
+  pool. If a load fails, it does not, and the tokens are computed.
 """
 
 from collections import Counter

@@ -146,7 +146,7 @@ def test_what_is_not_served_is_refused_before_its_weights(user: User, config: di
 def test_quantisation_that_the_model_cannot_have_is_refused_before(user: User) -> None:
     gemma = {"architectures": ["Gemma2ForCausalLM"], "model_type": "gemma2"}
     user.hub.add("org/gemma", model_files(**gemma))
-    assert "The quantization int4 is for models with code of their own" in user.refused(
+    assert "The quantization int4 is for models with a native implementation" in user.refused(
         "org/gemma", quantization="int4"
     )
     assert weights_sent(user) == 0
