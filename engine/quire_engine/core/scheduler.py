@@ -34,7 +34,7 @@ from quire_engine.core.batch_scheduler import BatchScheduler, StepPolicy, contin
 from quire_engine.core.beam_search import Continuation
 from quire_engine.core.executor import UNMEASURED, Rates
 from quire_engine.core.kv_cache_manager import KVCacheManager
-from quire_engine.core.kv_transfer.transfer import TransferResult
+from quire_engine.core.kv_transfer.transfer import DISK, TransferResult
 from quire_engine.core.lora import LoRAStats
 from quire_engine.core.outputs import (
     EngineCoreOutput,
@@ -248,7 +248,7 @@ class Scheduler:
         """
         tiers = self.kv_cache_manager.tiers
         tiers.finish(results)
-        stats = [tier.stats for tier in tiers.asynchronous]  # metrics call every asynchronous tier "disk", the only one
+        stats = [tier.stats for tier in tiers.asynchronous if tier.name == DISK]
         self.stats.disk_blocks_stored = sum(each.num_stored for each in stats)
         self.stats.disk_blocks_loaded = sum(each.num_loaded for each in stats)
         self.stats.disk_bytes_stored = sum(each.num_stored * each.block_bytes for each in stats)
@@ -264,7 +264,7 @@ class Scheduler:
     def get_load(self, *, is_sleeping: bool = False) -> EngineLoad:
         """Returns the engine's load. O(running)."""
         device, host = self.kv_cache_manager.device_pool, self.kv_cache_manager.host.pool
-        tiers = self.kv_cache_manager.tiers.asynchronous
+        disks = [tier for tier in self.kv_cache_manager.tiers.asynchronous if tier.name == DISK]
         running, preemptor = self._batch_scheduler.running, self._batch_scheduler.preemptor
         loras, waiting = self._batch_scheduler.admission.loras, self._batch_scheduler.admission.waiting
         # A best-effort sequence adds only 1, like a decoding one: no other request waits for its prompt.
@@ -283,8 +283,8 @@ class Scheduler:
             pace=self.step_times.pace,
             prompt_tokens_per_step=self._batch_scheduler.prompt_tokens_per_step(),
             best_effort=self._batch_scheduler.num_best_effort,
-            disk_blocks_total=sum([tier.num_blocks for tier in tiers]),
-            disk_blocks_free=sum([tier.num_free for tier in tiers]),
+            disk_blocks_total=sum([disk.num_blocks for disk in disks]),
+            disk_blocks_free=sum([disk.num_free for disk in disks]),
             loras=loras.get_stats() if loras.active or waiting.loras else LoRAStats(),
             is_sleeping=is_sleeping,
         )
