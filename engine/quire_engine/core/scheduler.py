@@ -294,7 +294,7 @@ class Scheduler:
         held.
         """
         device = measure_fragmentation(
-            self.kv_cache_manager, ((sequence.table, sequence.num_scheduled_tokens) for sequence in self.running)
+            self.kv_cache_manager, ((sequence.block_table, sequence.num_scheduled_tokens) for sequence in self.running)
         )
         if self.has_work:
             return device
@@ -372,9 +372,9 @@ class Scheduler:
             self._commit_draws(sequence, model_output, first)
 
     def _commit_computed(self, sequence: Sequence, start: int, length: int) -> None:
-        if sequence.table.num_blocks:  # if it was preempted, its computed tokens were counted then
+        if sequence.block_table.num_blocks:  # if it was preempted, its computed tokens were counted then
             end = sequence.num_computed_tokens = start + length
-            self.kv_cache_manager.on_computed(sequence.table, sequence.token_ids, end)
+            self.kv_cache_manager.on_computed(sequence.block_table, sequence.token_ids, end)
             if sequence.absence is not None:
                 self._batch_scheduler.preemptor.on_computed(sequence)
         self.stats.computed_tokens += length
@@ -419,8 +419,8 @@ class Scheduler:
         if sequence.absence is not None:
             self._batch_scheduler.preemptor.on_computed(sequence)
         sequence.num_scheduled_tokens = end
-        self.kv_cache_manager.free_unused_blocks(sequence.table, end)
-        self.kv_cache_manager.on_computed(sequence.table, sequence.token_ids, end)
+        self.kv_cache_manager.free_unused_blocks(sequence.block_table, end)
+        self.kv_cache_manager.on_computed(sequence.block_table, sequence.token_ids, end)
         self.stats.computed_tokens += end - start
         self.stats.num_drafts += 1
         self.stats.num_draft_tokens += len(drafts)
@@ -600,7 +600,7 @@ class Scheduler:
     def _remove(self, sequence: Sequence) -> None:
         """Removes a sequence from its queue, frees its blocks and forgets it. Every sequence leaves this way."""
         self._batch_scheduler.remove(sequence)
-        self.kv_cache_manager.free(sequence.table)
+        self.kv_cache_manager.free(sequence.block_table)
         self._registry.free(sequence)
 
 

@@ -177,7 +177,7 @@ class SimulationRecorder:
 
     def check_leaks(self) -> None:
         """Looks for leaked blocks. O(used blocks), so not after each step."""
-        tables = [s.table for queue in (self.scheduler.running, self.scheduler.swapped) for s in queue]
+        tables = [s.block_table for queue in (self.scheduler.running, self.scheduler.swapped) for s in queue]
         tables += self._ended
         self.leaked_blocks = max(self.leaked_blocks, count_leaked_blocks(self._memory, tables))
 

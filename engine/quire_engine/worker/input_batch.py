@@ -187,7 +187,7 @@ def prepare_inputs(
         positions=torch.from_numpy(positions.astype(np.int32)),
         attention=tuple(
             _attention_batch(blocks, rows, query_indptr, starts, positions, block_size=block_size, window=group.window)
-            for group, blocks in zip(groups, states.blocks, strict=True)
+            for group, blocks in zip(groups, states.block_tables, strict=True)
         ),
         sampled_rows=torch.from_numpy(
             _sampled_rows(last_rows, drafts[sampled]) if scheduler_output.drafts else last_rows
