@@ -67,7 +67,7 @@ ASYNC_DEPTH = 2
 
 
 @dataclass(slots=True)
-class StepInFlight:
+class ScheduledStep:
     """A scheduled step without its output. ``sequences`` has the sequence of each chunk, or None if the chunk's results
     are dropped.
     """
@@ -104,7 +104,7 @@ class Scheduler:
         )
         self._step = 0
         self._last_step = 0
-        self._in_flight: deque[StepInFlight] = deque()
+        self._in_flight: deque[ScheduledStep] = deque()
         self._outputs: list[EngineCoreOutput] = []
         self._complete_searches: list[SequenceGroup] = []
 
@@ -188,7 +188,7 @@ class Scheduler:
                 self.stats.out_of_memory += 1
                 self._fail(sequence.group, _out_of_memory())
         if not scheduler_output.is_empty:
-            self._in_flight.append(StepInFlight(scheduler_output, self._batch_scheduler.scheduled))
+            self._in_flight.append(ScheduledStep(scheduler_output, self._batch_scheduler.scheduled))
         self._batch_scheduler.scheduled = []  # keep no reference to a sequence after its request has ended
         return scheduler_output
 
