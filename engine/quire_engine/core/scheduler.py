@@ -610,12 +610,12 @@ def _accepted_tokens(sequence: Sequence, drafts: abc.Sequence[int], model_output
     that error, if it is real.
     """
     stops = sequence.sample_requests[0].stop_token_ids
-    drawn = [model_output.token_ids[first]]
+    sampled = [model_output.token_ids[first]]
     for draw, draft in enumerate(drafts, first + 1):
-        if drawn[-1] != draft or draft in stops or draw in model_output.draw_errors:
+        if sampled[-1] != draft or draft in stops or draw in model_output.draw_errors:
             break
-        drawn.append(model_output.token_ids[draw])
-    return drawn
+        sampled.append(model_output.token_ids[draw])
+    return sampled
 
 
 def _logprobs(draw: int, model_output: ModelOutput) -> abc.Sequence[TokenLogprobs]:
