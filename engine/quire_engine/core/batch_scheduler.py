@@ -301,7 +301,7 @@ class BatchScheduler:
         scheduler_output.starts.extend([each.num_scheduled_tokens for each in sequences])
         ones = array("i", (1,)) * len(sequences)
         scheduler_output.lengths.extend(ones)
-        scheduler_output.draws.extend(ones)
+        scheduler_output.num_draws.extend(ones)
         self.scheduled += sequences
         for sequence in sequences:
             sequence.num_scheduled_tokens += 1
@@ -380,7 +380,7 @@ class BatchScheduler:
         scheduler_output.starts.append(start)
         scheduler_output.lengths.append(end - start)
         num_draws = len(drafts) + 1 if drafts else len(sequence.sample_requests) or 1
-        scheduler_output.draws.append(num_draws if end >= num_known else 0)
+        scheduler_output.num_draws.append(num_draws if end >= num_known else 0)
         self.scheduled.append(sequence)
         sequence.num_scheduled_tokens, sequence.last_step = end, scheduler_output.step
 

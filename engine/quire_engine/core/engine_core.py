@@ -357,7 +357,7 @@ class EngineCore:
             later.discard()
         merged = ModelOutput()
         for number, single in enumerate(self.scheduler.split_for_retry(failed)):
-            model_output = ModelOutput([0] * failed.draws[number])
+            model_output = ModelOutput([0] * failed.num_draws[number])
             if single is not None:
                 try:
                     model_output = self._executor.execute_model(single)
@@ -542,5 +542,5 @@ def _trace(
         failed=model_output.has_errors,
         request_ids=request_ids,
         max_seconds=scheduler_output.max_seconds,
-        num_draws=scheduler_output.num_draws,
+        num_draws=scheduler_output.total_num_draws,
     )

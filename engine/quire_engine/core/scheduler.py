@@ -328,7 +328,9 @@ class Scheduler:
         """
         only_tokens = model_output.has_only_tokens and not scheduler_output.drafts
         token_ids, draw, plain = model_output.token_ids, 0, list[Sequence]()
-        columns = zip(sequences, scheduler_output.starts, scheduler_output.lengths, scheduler_output.draws, strict=True)
+        columns = zip(
+            sequences, scheduler_output.starts, scheduler_output.lengths, scheduler_output.num_draws, strict=True
+        )
         for number, (sequence, start, length, num_draws) in enumerate(columns):
             first, draw = draw, draw + num_draws
             if sequence is None:
@@ -356,7 +358,7 @@ class Scheduler:
         model_output: ModelOutput,
     ) -> None:
         """Commits chunk ``number``, whose draws begin with draw ``first``."""
-        start, num_draws = scheduler_output.starts[number], scheduler_output.draws[number]
+        start, num_draws = scheduler_output.starts[number], scheduler_output.num_draws[number]
         if (error := _error_of(number, first, scheduler_output, model_output)) is not None:
             self._fail(sequence.group, error)
             return
@@ -654,7 +656,7 @@ def _error_of(
     """Returns the first error of a chunk. Errors after drafts do not count, because the drafts may be wrong."""
     if not model_output.has_errors:
         return None
-    num_draws = 1 if number in scheduler_output.drafts else scheduler_output.draws[number]
+    num_draws = 1 if number in scheduler_output.drafts else scheduler_output.num_draws[number]
     errors = (model_output.draw_errors.get(draw) for draw in range(first, first + num_draws))
     return model_output.errors.get(number) or next((error for error in errors if error is not None), None)
 

@@ -406,15 +406,15 @@ class AsyncStep:
         the model computes. The other draws gain nothing from that and are prepared together later. If no token is
         pending, all are prepared at once.
         """
-        early, late, pending, worker = batch.draws, list[RowDraw](), None, self._worker
+        early, late, pending, worker = batch.row_draws, list[RowDraw](), None, self._worker
         if len(batch.pending):
             assert previous is not None, "a token is pending, and no step samples it"
             pending = previous.sampled_token_ids(batch.pending)
             worker.ranks.broadcast(pending)
-            early = [each for each in batch.draws if not each.awaits_token and self._has_grammar(each)]
-            late = [each for each in batch.draws if each.awaits_token or not self._has_grammar(each)]
+            early = [each for each in batch.row_draws if not each.awaits_token and self._has_grammar(each)]
+            late = [each for each in batch.row_draws if each.awaits_token or not self._has_grammar(each)]
         if not worker.ranks.is_sampler:  # another rank samples, but only rank 0 knows the grammars
-            early, late = [each for each in batch.draws if self._has_grammar(each)], []
+            early, late = [each for each in batch.row_draws if self._has_grammar(each)], []
         prepared = [self._prepare(early)] if early else []
         hidden = worker.runner.forward(batch.model_input, pending)
         self._forward = ForwardPass(batch, prepared, late, hidden)
