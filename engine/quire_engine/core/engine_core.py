@@ -106,7 +106,8 @@ Command = AddRequest | AbortRequest | GetSnapshot | GetBlockStates | Shutdown | 
 @dataclass(slots=True)
 class StepTrace:
     """What a step did and how long it took. ``started`` is in nanoseconds since 1970, durations are in seconds.
-    ``elapsed`` runs from the start of the step's scheduling to its end.
+    ``elapsed`` runs from the start of the step's scheduling to its end. Metrics and spans call the ``update`` of the
+    scheduler ``emit``.
 
     ``num_decode`` counts the chunks of one token, with or without drafts; the last chunk of a prompt may be one of
     them. ``num_tokens`` excludes drafts. ``num_draws`` counts the tokens to sample, including those after drafts. If
@@ -119,7 +120,7 @@ class StepTrace:
     started: int
     timings: StepTimings
     schedule: float
-    emit: float
+    update: float
     elapsed: float
     num_prefill: int
     num_decode: int
@@ -135,7 +136,7 @@ class StepTrace:
     @property
     def duration(self) -> float:
         """The sum of the step's parts, in seconds."""
-        return self.schedule + self.timings.swap + self.timings.forward + self.timings.sample + self.emit
+        return self.schedule + self.timings.swap + self.timings.forward + self.timings.sample + self.update
 
     @property
     def pause(self) -> float:
@@ -532,7 +533,7 @@ def _trace(
         started=step.start_ns,
         timings=model_output.timings,
         schedule=step.schedule,
-        emit=ended - executed,
+        update=ended - executed,
         elapsed=ended - step.start_perf,
         num_prefill=len(lengths) - num_decode,
         num_decode=num_decode,

@@ -213,7 +213,7 @@ class SimulationRecorder:
         samples.running.append(load.running)
         samples.waiting.append(load.waiting + load.swapped)
         samples.used_blocks.append(load.blocks_total - load.blocks_free)
-        samples.host_seconds.append(step.trace.schedule + step.trace.emit)
+        samples.host_seconds.append(step.trace.schedule + step.trace.update)
 
 
 @dataclass(slots=True)
