@@ -85,6 +85,7 @@ class CheckedExecutor(PagedExecutor):
 class EngineStateMachine(RuleBasedStateMachine):
     num_stages = 1
     may_keep_states = True  # not if steps overlap or have drafts
+    keeps_states = False  # always
 
     @initialize(
         block_size=st.sampled_from([1, 2, 4]),
@@ -135,6 +136,9 @@ class EngineStateMachine(RuleBasedStateMachine):
         host_states,
         fails,
     ):
+        if self.keeps_states:
+            disk_slots, blocks_a_state = 0, blocks_a_state or 3
+            batching = "continuous" if batching == "static" else batching
         if self.num_stages > 1 or disk_slots:
             windows = (None,)
         groups = tuple(KVCacheGroup(window) for window in windows)
