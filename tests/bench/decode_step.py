@@ -52,7 +52,7 @@ def main() -> None:
         "forward and wait": [trace.timings.forward for trace in traces],
         "sampling": [trace.timings.sample for trace in traces],
         "scheduling": [trace.schedule for trace in traces],
-        "output": [trace.emit for trace in traces],
+        "output": [trace.update for trace in traces],
     }
     print("of the host:", ", ".join(f"{name} {1e3 * statistics.median(each):.3f}" for name, each in phases.items()))
     if options.device == "cuda":

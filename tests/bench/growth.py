@@ -77,7 +77,7 @@ def admission(policy: Policy, waiting: int) -> float:
 
     def step(number: int) -> None:
         scheduler_output = scheduler.schedule()
-        scheduler.update_from_output(scheduler_output, ModelOutput([5] * scheduler_output.num_draws))
+        scheduler.update_from_output(scheduler_output, ModelOutput([5] * scheduler_output.total_num_draws))
         scheduler.add_request(request(number))
 
     return median(step, range(waiting, waiting + REPEATS))

@@ -78,7 +78,7 @@ class Bench:
 
     def _receive(self, step: EngineCoreOutputs) -> None:
         self._ended += sum(output.ends_request for output in step.outputs)
-        self._milliseconds.append(1e3 * (step.trace.schedule + step.trace.emit))
+        self._milliseconds.append(1e3 * (step.trace.schedule + step.trace.update))
 
 
 if __name__ == "__main__":

@@ -97,7 +97,7 @@ def test_the_largest_step_is_as_large_as_it_may_be(
     assert executor.execute_model(ran[0]).errors == {}, "what was tried can be run"
     ran.clear()
     load_executor(folder, kv_cache_memory=MIB, **settings)
-    assert not any(scheduler_output.num_draws for scheduler_output in ran), "a given size needs no such step"
+    assert not any(scheduler_output.total_num_draws for scheduler_output in ran), "a given size needs no such step"
 
 
 def test_a_step_that_cannot_be_run_is_refused(monkeypatch: pytest.MonkeyPatch, folder: Path) -> None:

@@ -41,7 +41,7 @@ def record(
         made = run(executor, models.prompts[: len(params)], params, guesses=guesses, recorder=recorder)
         recorder.close()
     assert made.statistics.preemptions, "nothing was preempted"
-    return sum(step.scheduler_output.num_draws for step in read_steps(path)[1])
+    return sum(step.scheduler_output.total_num_draws for step in read_steps(path)[1])
 
 
 @pytest.mark.parametrize("settings", [{}, {"async_scheduling": True}, {"guesses": partial(guess, seed=1)}])

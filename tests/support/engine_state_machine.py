@@ -345,7 +345,7 @@ class EngineStateMachine(RuleBasedStateMachine):
         if not hasattr(self, "memory"):
             return
         self.memory.check_integrity()
-        groups = [group for queue in self.queues() for s in queue for group in s.table.groups]
+        groups = [group for queue in self.queues() for s in queue for group in s.block_table.groups]
         referenced = [block for group in groups for block in group.block_ids[group.num_skipped :]]
         assert not any(any(group.block_ids[: group.num_skipped]) for group in groups)
         for block_id in set(referenced):
@@ -357,7 +357,7 @@ class EngineStateMachine(RuleBasedStateMachine):
         assert self.memory.host_pool.num_blocks - self.memory.host_pool.num_free == len({*on_host, *transferred})
         known = set(self.cached)
         if self.memory.states is not None:
-            assert self.memory.states.count_leaked(s.table for queue in self.queues() for s in queue) == 0
+            assert self.memory.states.count_leaked(s.block_table for queue in self.queues() for s in queue) == 0
         for event in self.memory._publisher.events:
             (known.add if isinstance(event, BlockStored) else known.remove)(BlockStored(event.block_hash, event.tier))
         assert set(self.memory.stored_blocks()) == known, "the events disagree with what is cached"
@@ -372,11 +372,11 @@ class EngineStateMachine(RuleBasedStateMachine):
             return
         scheduler = self.scheduler
         for queue in (scheduler.waiting, scheduler.preempted):
-            assert not any(s.table.num_blocks or s.num_computed_tokens or s.num_scheduled_tokens for s in queue)
-        assert not any(s.table.num_blocks for s in scheduler.swapped)
+            assert not any(s.block_table.num_blocks or s.num_computed_tokens or s.num_scheduled_tokens for s in queue)
+        assert not any(s.block_table.num_blocks for s in scheduler.swapped)
         for queue in self.queues():
             assert queue.num_best_effort == sum(s.best_effort for s in queue)
-            assert all(len(g.block_ids) == s.table.num_blocks for s in queue for g in s.table.groups)
+            assert all(len(g.block_ids) == s.block_table.num_blocks for s in queue for g in s.block_table.groups)
         waiting = [s for s in scheduler.waiting if not s.best_effort]
         assert scheduler.waiting.uncomputed_tokens == sum(s.num_uncomputed_tokens for s in waiting)
         assert scheduler.waiting.num_regular == len(waiting)
@@ -398,7 +398,7 @@ class EngineStateMachine(RuleBasedStateMachine):
             if off_device or sequence.num_computed_tokens < most:
                 assert sequence.absence is not None
             elif sequence.num_computed_tokens > most and sequence.absence is not None:
-                found = self.found.get(id(sequence.table), 0)  # others of the same tokens may have computed more
+                found = self.found.get(id(sequence.block_table), 0)  # others of the same tokens may have computed more
                 assert sequence.num_computed_tokens <= max(sequence.absence.num_computed_tokens, found)
             self.most_computed[sequence.id] = max(most, sequence.num_computed_tokens)
 

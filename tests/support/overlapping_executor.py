@@ -162,7 +162,7 @@ class PagedStep:
         self.copy_fails = False
         self._executor = executor
         self._before = before
-        self._model_output = ModelOutput([0] * scheduler_output.num_draws)
+        self._model_output = ModelOutput([0] * scheduler_output.total_num_draws)
         self._prefixes: dict[int, bytes] = {}
         self._failure: Exception | None = None
 

@@ -106,7 +106,7 @@ class PagedExecutor:
     def execute_model(self, scheduler_output: SchedulerOutput) -> ModelOutput:
         self.take_rows(scheduler_output)
         self.copy(scheduler_output)
-        model_output, draw = ModelOutput([0] * scheduler_output.num_draws), 0
+        model_output, draw = ModelOutput([0] * scheduler_output.total_num_draws), 0
         prefixes = [self.compute(number, chunk, model_output) for number, chunk in enumerate(self.given)]
         if self.states is not None and self.given:
             self.states.compute(self.given)

@@ -47,7 +47,7 @@ On a GPU, steps overlap, and `worker/cuda_graph.py` and `attention/flashinfer.py
 The main calls, in their order:
 
 1. `Scheduler.schedule` makes a `SchedulerOutput`. `BatchScheduler` fills its columns.
-2. `InFlightStep.get_output` calls `TorchExecutor.execute_model`, which calls `Worker.execute`.
+2. `LaunchedStep.get_output` calls `TorchExecutor.execute_model`, which calls `Worker.execute`.
 3. `RequestStates.update` applies the step's changes to the worker's rows.
 4. `prepare_inputs` gathers the rows into an `InputBatch`.
 5. `AsyncStep.launch` calls `ModelRunner.forward`, here a `CpuGraph.replay`.

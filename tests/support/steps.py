@@ -107,7 +107,7 @@ def drawn_tokens(scheduler_output: SchedulerOutput, model_output: ModelOutput) -
 
 def all_drawn(scheduler_output: SchedulerOutput, token_id: int) -> ModelOutput:
     """What a step makes if all draw the same token."""
-    return ModelOutput([token_id] * scheduler_output.num_draws)
+    return ModelOutput([token_id] * scheduler_output.total_num_draws)
 
 
 def by_sequence(scheduler_output: SchedulerOutput, model_output: ModelOutput) -> ModelOutput:

@@ -102,7 +102,7 @@ class Quire:
             step=_milliseconds([step.duration for step in steps]),
             forward=_milliseconds([step.timings.forward for step in steps]),
             sample=_milliseconds([step.timings.sample for step in steps]),
-            bookkeeping=_milliseconds([step.schedule + step.emit for step in steps]),
+            bookkeeping=_milliseconds([step.schedule + step.update for step in steps]),
         )
 
     def close(self) -> None:

@@ -128,11 +128,11 @@ class Admission:
 
     def _swap_in(self, sequence: Sequence, budget: int, scheduler_output: SchedulerOutput) -> bool:
         num_tokens = min(sequence.num_tokens, sequence.num_computed_tokens + budget)
-        missing = self._kv_cache_manager.num_blocks_needed_to_swap_in(sequence.table, num_tokens)
+        missing = self._kv_cache_manager.num_blocks_needed_to_swap_in(sequence.block_table, num_tokens)
         while missing > self._kv_cache_manager.device_pool.num_free - self._reserve(sequence):
             if not self._preempt_for(sequence, scheduler_output):
                 return False
-            missing = self._kv_cache_manager.num_blocks_needed_to_swap_in(sequence.table, num_tokens)
+            missing = self._kv_cache_manager.num_blocks_needed_to_swap_in(sequence.block_table, num_tokens)
         self._preemptor.swap_in(sequence)
         self.start(sequence)
         return True
@@ -182,7 +182,7 @@ class Admission:
         while True:
             # Look again after a preemption: blocks swapped out replace cached blocks of the host pool.
             hits = self._find_cached_blocks(sequence)
-            if memory.num_free_blocks_after(sequence.table, hits, sequence.num_tokens) >= self._reserve(sequence):
+            if memory.num_free_blocks_after(sequence.block_table, hits, sequence.num_tokens) >= self._reserve(sequence):
                 return hits
             if not self._preempt_for(sequence, scheduler_output):
                 return None
@@ -191,7 +191,7 @@ class Admission:
         """Returns the cached blocks that a sequence may start from."""
         if sequence.group.needs_prompt_logprobs or self._is_pooled_whole(sequence):
             return []
-        return self._kv_cache_manager.get_cached_blocks(sequence.table, sequence.token_ids)
+        return self._kv_cache_manager.get_cached_blocks(sequence.block_table, sequence.token_ids)
 
     def _is_pooled_whole(self, sequence: Sequence) -> bool:
         """Whether the sequence is pooled from hidden states that cached blocks do not hold."""
@@ -227,7 +227,7 @@ class Admission:
             group.precedence = group.request.priority if by_priority else 0, self._num_admitted
             self._num_admitted += 1
         sequence.num_computed_tokens = sequence.num_scheduled_tokens = self._kv_cache_manager.attach_cached_blocks(
-            sequence.table, hits
+            sequence.block_table, hits
         )
         self.start(sequence)
 
@@ -240,7 +240,7 @@ class Admission:
             return
         group.num_cached_tokens = min(sequence.num_computed_tokens, group.num_prompt_tokens)
         block_size = self._kv_cache_manager.block_size
-        on_host, loaded = (n * block_size for n in self._kv_cache_manager.count_tiers(sequence.table, hits))
+        on_host, loaded = (n * block_size for n in self._kv_cache_manager.count_tiers(sequence.block_table, hits))
         on_host = min(on_host, group.num_cached_tokens)
         self._stats.prefix_query_tokens += group.num_prompt_tokens
         self._stats.prefix_device_tokens += group.num_cached_tokens - on_host

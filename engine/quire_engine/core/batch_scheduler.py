@@ -301,7 +301,7 @@ class BatchScheduler:
         scheduler_output.starts.extend([each.num_scheduled_tokens for each in sequences])
         ones = array("i", (1,)) * len(sequences)
         scheduler_output.lengths.extend(ones)
-        scheduler_output.draws.extend(ones)
+        scheduler_output.num_draws.extend(ones)
         self.scheduled += sequences
         for sequence in sequences:
             sequence.num_scheduled_tokens += 1
@@ -324,7 +324,7 @@ class BatchScheduler:
         beside_others = best_effort and len(running) < len(self.running)
         if beside_others or not can_take_drafts(running):
             return {}
-        sequences = [each for each in running if not each.table.tail_shared and each.group.beam_search is None]
+        sequences = [each for each in running if not each.block_table.tail_shared and each.group.beam_search is None]
         blocks = self.kv_cache_manager.device_pool.num_free // self.kv_cache_manager.num_groups - len(self.running)
         room = min(budget.tokens - len(self.running), blocks * self.kv_cache_manager.block_size)
         return speculator.propose(sequences, room) if room > 0 else {}
@@ -351,7 +351,7 @@ class BatchScheduler:
         missing = 0
         for sequence in beams:
             start, length = sequence.num_scheduled_tokens, min(sequence.num_unscheduled_tokens, budget)
-            missing += self.kv_cache_manager.num_blocks_needed(sequence.table, start, start + length)
+            missing += self.kv_cache_manager.num_blocks_needed(sequence.block_table, start, start + length)
             budget -= length
         return missing
 
@@ -380,7 +380,7 @@ class BatchScheduler:
         scheduler_output.starts.append(start)
         scheduler_output.lengths.append(end - start)
         num_draws = len(drafts) + 1 if drafts else len(sequence.sample_requests) or 1
-        scheduler_output.draws.append(num_draws if end >= num_known else 0)
+        scheduler_output.num_draws.append(num_draws if end >= num_known else 0)
         self.scheduled.append(sequence)
         sequence.num_scheduled_tokens, sequence.last_step = end, scheduler_output.step
 
@@ -389,10 +389,12 @@ class BatchScheduler:
     ) -> int:
         """Makes the sequence's blocks and the worker's row ready for the tokens before ``end``. Returns the row."""
         start, memory = sequence.num_scheduled_tokens, self.kv_cache_manager
-        if not memory.has_room(sequence.table, end):
-            memory.allocate_slots(sequence.table, start, end)
+        if not memory.has_room(sequence.block_table, end):
+            memory.allocate_slots(sequence.block_table, start, end)
         decodes = len(sequence.token_ids) <= end == start + 1 and _is_ordinary(sequence)
-        sequence.plain_until = min(memory.unchanged_until(sequence.table), sequence.group.limit - 1) if decodes else 0
+        sequence.plain_until = (
+            min(memory.unchanged_until(sequence.block_table), sequence.group.limit - 1) if decodes else 0
+        )
         return self.rows.send_changes(sequence, scheduler_output, drafts)
 
     def _preempt(self, victim: Sequence, scheduler_output: SchedulerOutput) -> None:

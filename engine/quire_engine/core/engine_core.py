@@ -106,7 +106,8 @@ Command = AddRequest | AbortRequest | GetSnapshot | GetBlockStates | Shutdown | 
 @dataclass(slots=True)
 class StepTrace:
     """What a step did and how long it took. ``started`` is in nanoseconds since 1970, durations are in seconds.
-    ``elapsed`` runs from the start of the step's scheduling to its end.
+    ``elapsed`` runs from the start of the step's scheduling to its end. Metrics and spans call the ``update`` of the
+    scheduler ``emit``.
 
     ``num_decode`` counts the chunks of one token, with or without drafts; the last chunk of a prompt may be one of
     them. ``num_tokens`` excludes drafts. ``num_draws`` counts the tokens to sample, including those after drafts. If
@@ -119,7 +120,7 @@ class StepTrace:
     started: int
     timings: StepTimings
     schedule: float
-    emit: float
+    update: float
     elapsed: float
     num_prefill: int
     num_decode: int
@@ -135,7 +136,7 @@ class StepTrace:
     @property
     def duration(self) -> float:
         """The sum of the step's parts, in seconds."""
-        return self.schedule + self.timings.swap + self.timings.forward + self.timings.sample + self.emit
+        return self.schedule + self.timings.swap + self.timings.forward + self.timings.sample + self.update
 
     @property
     def pause(self) -> float:
@@ -234,7 +235,7 @@ class EngineCore:
         self._publish = publish
         self._clock = clock
         self._ended = clock()
-        self._in_flight: deque[InFlightStep] = deque()
+        self._in_flight: deque[LaunchedStep] = deque()
         self._commands: SimpleQueue[Command] = SimpleQueue()
         self._stopped = False
         self._heartbeat = Heartbeat()
@@ -274,15 +275,20 @@ class EngineCore:
         in flight is finished alone. Pipeline of P stages, in which no step needs the tokens of the steps in flight:
         launch step N, then sample and finish step N-P+1, which the last stage has computed.
         """
-        clocked, started, begun = self._clock(), time_ns(), perf_counter()
+        start_clock, start_ns, start_perf = self._clock(), time_ns(), perf_counter()
         scheduler_output = self.scheduler.schedule()
-        schedule = perf_counter() - begun
+        schedule = perf_counter() - start_perf
         is_empty = scheduler_output.is_empty
         if self.scheduler.kv_cache_manager.tiers.asynchronous:
             self._take_transfers(wait=is_empty and not self._in_flight)
         if not (is_empty and self._in_flight):  # an empty step is finished too, but only if none is in flight
-            step = InFlightStep(
-                self._executor, scheduler_output, started=started, begun=begun, clocked=clocked, schedule=schedule
+            step = LaunchedStep(
+                self._executor,
+                scheduler_output,
+                start_ns=start_ns,
+                start_perf=start_perf,
+                start_clock=start_clock,
+                schedule=schedule,
             )
             self._in_flight.append(step)
         if is_empty or len(self._in_flight) == self._executor.depth:
@@ -334,13 +340,13 @@ class EngineCore:
         load = self.scheduler.get_load(is_sleeping=self.is_sleeping)
         self._publish(EngineCoreOutputs(outputs, load, events, trace, fragmentation, away, tokens))
 
-    def _measure(self, step: "InFlightStep", model_output: ModelOutput) -> float:
+    def _measure(self, step: "LaunchedStep", model_output: ModelOutput) -> float:
         """Returns the step's duration on the core's clock, in seconds; overlapping steps count from the end of the step
         before. The scheduler learns from it, unless the step failed, waited for other engines' tokens, or has
         fragments.
         """
         ended = self._clock()
-        seconds, self._ended = ended - max(step.clocked, self._ended), ended
+        seconds, self._ended = ended - max(step.start_clock, self._ended), ended
         if not (model_output.has_errors or model_output.waited_for_others or step.scheduler_output.has_fragments):
             work = StepWork.of(step.scheduler_output)
             self.scheduler.step_times.observe(work, seconds - model_output.timings.swap, ended)
@@ -352,7 +358,7 @@ class EngineCore:
             later.discard()
         merged = ModelOutput()
         for number, single in enumerate(self.scheduler.split_for_retry(failed)):
-            model_output = ModelOutput([0] * failed.draws[number])
+            model_output = ModelOutput([0] * failed.num_draws[number])
             if single is not None:
                 try:
                     model_output = self._executor.execute_model(single)
@@ -447,16 +453,15 @@ class EngineCore:
         return None
 
 
-class InFlightStep:
+class LaunchedStep:
     """A scheduler output and its way to a model output. With depth 1, ``get_output`` runs the whole step. With more,
     the creation of this object launches the step. ``get_output`` raises an exception of the launch, so that failures
     appear in the order of the steps. Only an ``ExecutorError`` of a discarded step is raised at once, because nothing
     can follow it.
 
-    ``clocked`` is the time on the core's clock when
-    scheduling began. ``started`` (nanoseconds since 1970) and ``begun`` (``perf_counter``) are the same moment, and
-    ``schedule`` is the seconds that scheduling took. After a ``failure``, ``get_output`` only raises it, and nothing of
-    the step is in flight.
+    ``start_clock`` is the time on the core's clock when scheduling began. ``start_ns`` (since 1970) and ``start_perf``
+    (``perf_counter``) are the same moment, and ``schedule`` is the seconds that scheduling took. After a ``failure``,
+    ``get_output`` only raises it, and nothing of the step is in flight.
     """
 
     def __init__(
@@ -464,15 +469,15 @@ class InFlightStep:
         executor: Executor,
         scheduler_output: SchedulerOutput,
         *,
-        started: int,
-        begun: float,
-        clocked: float,
+        start_ns: int,
+        start_perf: float,
+        start_clock: float,
         schedule: float,
     ) -> None:
         self.scheduler_output = scheduler_output
-        self.started = started
-        self.begun = begun
-        self.clocked = clocked
+        self.start_ns = start_ns
+        self.start_perf = start_perf
+        self.start_clock = start_clock
         self.schedule = schedule
         self._executor = executor
         self.failure: Exception | None = None
@@ -513,7 +518,7 @@ class InFlightStep:
 
 
 def _trace(
-    step: InFlightStep, model_output: ModelOutput, request_ids: list[str], executed: float, ended: float
+    step: LaunchedStep, model_output: ModelOutput, request_ids: list[str], executed: float, ended: float
 ) -> StepTrace:
     """Returns the trace of a step. ``executed`` is when its model output was available and ``ended`` when the scheduler
     was updated, both on ``perf_counter``.
@@ -525,11 +530,11 @@ def _trace(
     num_decode = lengths.count(1)
     return StepTrace(
         step=scheduler_output.step,
-        started=step.started,
+        started=step.start_ns,
         timings=model_output.timings,
         schedule=step.schedule,
-        emit=ended - executed,
-        elapsed=ended - step.begun,
+        update=ended - executed,
+        elapsed=ended - step.start_perf,
         num_prefill=len(lengths) - num_decode,
         num_decode=num_decode,
         num_tokens=sum(lengths),
@@ -538,5 +543,5 @@ def _trace(
         failed=model_output.has_errors,
         request_ids=request_ids,
         max_seconds=scheduler_output.max_seconds,
-        num_draws=scheduler_output.num_draws,
+        num_draws=scheduler_output.total_num_draws,
     )

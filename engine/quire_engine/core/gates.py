@@ -165,7 +165,7 @@ class TransferGate:
         if awaited is None:
             awaited, num_lacking = self._kv_cache_manager.begin_load(
                 self._tier,
-                sequence.table,
+                sequence.block_table,
                 sequence.token_ids,
                 self._rate,
                 may_begin=not self._is_reserved or self._is_reserved_for(sequence),

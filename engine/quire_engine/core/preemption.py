@@ -76,7 +76,7 @@ def swap_ahead(running: abc.Sequence[Sequence], memory: KVCacheManager, *, part:
     left = limit
     free = pool.num_free
     for sequence in reversed(running):
-        table = sequence.table
+        table = sequence.block_table
         steps_to_copy = 1 + (table.num_cached_blocks - table.num_swapped_ahead) // limit
         is_early = free >= _num_blocks_taken_in(steps_to_copy + SWAP_AHEAD_STEPS, running, memory)
         if is_early or not left or not memory.can_swap_out(table, sequence.num_scheduled_tokens):
@@ -90,7 +90,9 @@ def _num_blocks_taken_in(steps: int, running: abc.Sequence[Sequence], memory: KV
     """Returns the blocks that the running sequences may take in ``steps`` steps, for the rest of their prompts and one
     token per step.
     """
-    return sum(memory.capacity.max_blocks(each.num_tokens + steps) - each.table.num_held_blocks for each in running)
+    return sum(
+        memory.capacity.max_blocks(each.num_tokens + steps) - each.block_table.num_held_blocks for each in running
+    )
 
 
 class Absences:
@@ -197,9 +199,9 @@ class Preemptor:
         else:
             mode, reason = choose_preemption_mode(
                 self._config.preemption_mode,
-                self._kv_cache_manager.swap_cost(victim.table, victim.num_scheduled_tokens),
+                self._kv_cache_manager.swap_cost(victim.block_table, victim.num_scheduled_tokens),
                 self._rates,
-                host_has_room=self._kv_cache_manager.can_swap_out(victim.table, victim.num_scheduled_tokens),
+                host_has_room=self._kv_cache_manager.can_swap_out(victim.block_table, victim.num_scheduled_tokens),
                 may_swap=len(self.swapped) < self._config.max_swapped,
             )
         self._stats.preemptions[mode, reason] += 1
@@ -222,7 +224,7 @@ class Preemptor:
     def swap_in(self, sequence: Sequence) -> None:
         """Moves the blocks of a swapped sequence back to the device. The caller makes sure that there is room."""
         self.swapped.remove(sequence)
-        blocks = self._kv_cache_manager.swap_in(sequence.table)
+        blocks = self._kv_cache_manager.swap_in(sequence.block_table)
         self._stats.blocks_swapped_in += blocks
         self._record(sequence, "swap_in", blocks, away_seconds=self.absences.on_swapped_in(sequence))
 
@@ -254,7 +256,7 @@ class Preemptor:
         self.absences.begin(victim, PreemptionMode.SWAP)
         # Its blocks are copied after the step in flight, and so include what that step computes.
         victim.num_computed_tokens = victim.num_scheduled_tokens
-        blocks = self._kv_cache_manager.swap_out(victim.table, victim.num_computed_tokens)
+        blocks = self._kv_cache_manager.swap_out(victim.block_table, victim.num_computed_tokens)
         self._stats.blocks_swapped_out += blocks
         self._stats.blocks_used_ahead = self._kv_cache_manager.host.num_used_ahead
         victim.status = SequenceStatus.SWAPPED
@@ -263,7 +265,7 @@ class Preemptor:
 
     def _recompute(self, victim: Sequence, reason: PreemptionReason) -> None:
         self.absences.begin(victim, PreemptionMode.RECOMPUTE)
-        self._kv_cache_manager.free(victim.table)
+        self._kv_cache_manager.free(victim.block_table)
         victim.num_computed_tokens = victim.num_scheduled_tokens = 0
         victim.status = SequenceStatus.PREEMPTED
         self.preempted.push(victim)

@@ -190,7 +190,7 @@ class Sequence:
     group: SequenceGroup
     index: int
     token_ids: list[int]
-    table: BlockTable
+    block_table: BlockTable
     timings: SequenceTimings
     sample_requests: tuple[SampleRequest, ...]
     num_seqs: int = 1
@@ -287,7 +287,7 @@ class SequenceRegistry:
             parent.group,
             index,
             [*parent.token_ids],
-            self._kv_cache_manager.fork(parent.table),
+            self._kv_cache_manager.fork(parent.block_table),
             parent.timings.copy(),
             (self._new_sample_request(parent.group, index),),
             num_computed_tokens=parent.num_computed_tokens,

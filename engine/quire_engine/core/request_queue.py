@@ -296,7 +296,7 @@ def rank_by(policy: "Policy", kv_cache_manager: KVCacheManager) -> Callable[[Seq
         if sequence.request.all_resumed_outputs:
             return -inf
         looks = by_length and not sequence.group.needs_prompt_logprobs
-        cached = len(kv_cache_manager.get_cached_blocks(sequence.table, sequence.token_ids)) if looks else 0
+        cached = len(kv_cache_manager.get_cached_blocks(sequence.block_table, sequence.token_ids)) if looks else 0
         uncached = sequence.num_tokens - cached * kv_cache_manager.block_size
         return rank(QueuedRequest(uncached, sequence.served_at_arrival, sequence.request.priority))
 

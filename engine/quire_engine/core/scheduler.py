@@ -34,7 +34,7 @@ from quire_engine.core.batch_scheduler import BatchScheduler, StepPolicy, contin
 from quire_engine.core.beam_search import Continuation
 from quire_engine.core.executor import UNMEASURED, Rates
 from quire_engine.core.kv_cache_manager import KVCacheManager
-from quire_engine.core.kv_transfer.transfer import TransferResult
+from quire_engine.core.kv_transfer.transfer import DISK, TransferResult
 from quire_engine.core.lora import LoRAStats
 from quire_engine.core.outputs import (
     EngineCoreOutput,
@@ -67,7 +67,7 @@ ASYNC_DEPTH = 2
 
 
 @dataclass(slots=True)
-class StepInFlight:
+class ScheduledStep:
     """A scheduled step without its output. ``sequences`` has the sequence of each chunk, or None if the chunk's results
     are dropped.
     """
@@ -104,7 +104,7 @@ class Scheduler:
         )
         self._step = 0
         self._last_step = 0
-        self._in_flight: deque[StepInFlight] = deque()
+        self._in_flight: deque[ScheduledStep] = deque()
         self._outputs: list[EngineCoreOutput] = []
         self._complete_searches: list[SequenceGroup] = []
 
@@ -188,7 +188,7 @@ class Scheduler:
                 self.stats.out_of_memory += 1
                 self._fail(sequence.group, _out_of_memory())
         if not scheduler_output.is_empty:
-            self._in_flight.append(StepInFlight(scheduler_output, self._batch_scheduler.scheduled))
+            self._in_flight.append(ScheduledStep(scheduler_output, self._batch_scheduler.scheduled))
         self._batch_scheduler.scheduled = []  # keep no reference to a sequence after its request has ended
         return scheduler_output
 
@@ -248,7 +248,7 @@ class Scheduler:
         """
         tiers = self.kv_cache_manager.tiers
         tiers.finish(results)
-        stats = [tier.stats for tier in tiers.asynchronous]  # metrics call every asynchronous tier "disk", the only one
+        stats = [tier.stats for tier in tiers.asynchronous if tier.name == DISK]
         self.stats.disk_blocks_stored = sum(each.num_stored for each in stats)
         self.stats.disk_blocks_loaded = sum(each.num_loaded for each in stats)
         self.stats.disk_bytes_stored = sum(each.num_stored * each.block_bytes for each in stats)
@@ -264,7 +264,7 @@ class Scheduler:
     def get_load(self, *, is_sleeping: bool = False) -> EngineLoad:
         """Returns the engine's load. O(running)."""
         device, host = self.kv_cache_manager.device_pool, self.kv_cache_manager.host.pool
-        tiers = self.kv_cache_manager.tiers.asynchronous
+        disks = [tier for tier in self.kv_cache_manager.tiers.asynchronous if tier.name == DISK]
         running, preemptor = self._batch_scheduler.running, self._batch_scheduler.preemptor
         loras, waiting = self._batch_scheduler.admission.loras, self._batch_scheduler.admission.waiting
         # A best-effort sequence adds only 1, like a decoding one: no other request waits for its prompt.
@@ -283,8 +283,8 @@ class Scheduler:
             pace=self.step_times.pace,
             prompt_tokens_per_step=self._batch_scheduler.prompt_tokens_per_step(),
             best_effort=self._batch_scheduler.num_best_effort,
-            disk_blocks_total=sum([tier.num_blocks for tier in tiers]),
-            disk_blocks_free=sum([tier.num_free for tier in tiers]),
+            disk_blocks_total=sum([disk.num_blocks for disk in disks]),
+            disk_blocks_free=sum([disk.num_free for disk in disks]),
             loras=loras.get_stats() if loras.active or waiting.loras else LoRAStats(),
             is_sleeping=is_sleeping,
         )
@@ -294,7 +294,7 @@ class Scheduler:
         held.
         """
         device = measure_fragmentation(
-            self.kv_cache_manager, ((sequence.table, sequence.num_scheduled_tokens) for sequence in self.running)
+            self.kv_cache_manager, ((sequence.block_table, sequence.num_scheduled_tokens) for sequence in self.running)
         )
         if self.has_work:
             return device
@@ -328,7 +328,9 @@ class Scheduler:
         """
         only_tokens = model_output.has_only_tokens and not scheduler_output.drafts
         token_ids, draw, plain = model_output.token_ids, 0, list[Sequence]()
-        columns = zip(sequences, scheduler_output.starts, scheduler_output.lengths, scheduler_output.draws, strict=True)
+        columns = zip(
+            sequences, scheduler_output.starts, scheduler_output.lengths, scheduler_output.num_draws, strict=True
+        )
         for number, (sequence, start, length, num_draws) in enumerate(columns):
             first, draw = draw, draw + num_draws
             if sequence is None:
@@ -356,7 +358,7 @@ class Scheduler:
         model_output: ModelOutput,
     ) -> None:
         """Commits chunk ``number``, whose draws begin with draw ``first``."""
-        start, num_draws = scheduler_output.starts[number], scheduler_output.draws[number]
+        start, num_draws = scheduler_output.starts[number], scheduler_output.num_draws[number]
         if (error := _error_of(number, first, scheduler_output, model_output)) is not None:
             self._fail(sequence.group, error)
             return
@@ -372,9 +374,9 @@ class Scheduler:
             self._commit_draws(sequence, model_output, first)
 
     def _commit_computed(self, sequence: Sequence, start: int, length: int) -> None:
-        if sequence.table.num_blocks:  # if it was preempted, its computed tokens were counted then
+        if sequence.block_table.num_blocks:  # if it was preempted, its computed tokens were counted then
             end = sequence.num_computed_tokens = start + length
-            self.kv_cache_manager.on_computed(sequence.table, sequence.token_ids, end)
+            self.kv_cache_manager.on_computed(sequence.block_table, sequence.token_ids, end)
             if sequence.absence is not None:
                 self._batch_scheduler.preemptor.on_computed(sequence)
         self.stats.computed_tokens += length
@@ -419,8 +421,8 @@ class Scheduler:
         if sequence.absence is not None:
             self._batch_scheduler.preemptor.on_computed(sequence)
         sequence.num_scheduled_tokens = end
-        self.kv_cache_manager.free_unused_blocks(sequence.table, end)
-        self.kv_cache_manager.on_computed(sequence.table, sequence.token_ids, end)
+        self.kv_cache_manager.free_unused_blocks(sequence.block_table, end)
+        self.kv_cache_manager.on_computed(sequence.block_table, sequence.token_ids, end)
         self.stats.computed_tokens += end - start
         self.stats.num_drafts += 1
         self.stats.num_draft_tokens += len(drafts)
@@ -600,7 +602,7 @@ class Scheduler:
     def _remove(self, sequence: Sequence) -> None:
         """Removes a sequence from its queue, frees its blocks and forgets it. Every sequence leaves this way."""
         self._batch_scheduler.remove(sequence)
-        self.kv_cache_manager.free(sequence.table)
+        self.kv_cache_manager.free(sequence.block_table)
         self._registry.free(sequence)
 
 
@@ -610,12 +612,12 @@ def _accepted_tokens(sequence: Sequence, drafts: abc.Sequence[int], model_output
     that error, if it is real.
     """
     stops = sequence.sample_requests[0].stop_token_ids
-    drawn = [model_output.token_ids[first]]
+    sampled = [model_output.token_ids[first]]
     for draw, draft in enumerate(drafts, first + 1):
-        if drawn[-1] != draft or draft in stops or draw in model_output.draw_errors:
+        if sampled[-1] != draft or draft in stops or draw in model_output.draw_errors:
             break
-        drawn.append(model_output.token_ids[draw])
-    return drawn
+        sampled.append(model_output.token_ids[draw])
+    return sampled
 
 
 def _logprobs(draw: int, model_output: ModelOutput) -> abc.Sequence[TokenLogprobs]:
@@ -654,7 +656,7 @@ def _error_of(
     """Returns the first error of a chunk. Errors after drafts do not count, because the drafts may be wrong."""
     if not model_output.has_errors:
         return None
-    num_draws = 1 if number in scheduler_output.drafts else scheduler_output.draws[number]
+    num_draws = 1 if number in scheduler_output.drafts else scheduler_output.num_draws[number]
     errors = (model_output.draw_errors.get(draw) for draw in range(first, first + num_draws))
     return model_output.errors.get(number) or next((error for error in errors if error is not None), None)
 

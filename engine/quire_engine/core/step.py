@@ -134,15 +134,15 @@ class SchedulerOutput:
     sample, and ``new_blocks`` are the changes of the block tables of each group of layers. Both are int32 triples, one
     after another: the row, an index in it, and the token or block there. ``freed_rows`` belong to no sequence any more.
 
-    A chunk is one entry of each of the columns ``sequence_ids``, ``rows``, ``starts``, ``lengths`` and ``draws``. It
-    computes ``lengths[i]`` tokens of ``rows[i]`` from ``starts[i]`` on. Chunks of a prompt follow each other without
+    A chunk is one entry of each of the columns ``sequence_ids``, ``rows``, ``starts``, ``lengths`` and ``num_draws``.
+    It computes ``lengths[i]`` tokens of ``rows[i]`` from ``starts[i]`` on. Chunks of a prompt follow each other without
     gaps, but the same chunk, or all from the first on, may be computed again.
 
-    ``draws[i]`` is the number of tokens sampled after the chunk; above 0 only if it reaches the last known token of its
-    sequence. Several draws have one of two meanings. Without drafts, all are sampled from the same logits, one for each
-    output of the row's prompt. With ``drafts[i]``, the last tokens of the chunk are drafts, and one token is sampled
-    after each of them and after the token before. The worker appends the first sampled token to the row, unless the
-    chunk has drafts or returns candidates. A pooled prompt has one draw, over all that was computed of it.
+    ``num_draws[i]`` is the number of tokens sampled after the chunk; above 0 only if it reaches the last known token of
+    its sequence. Several draws have one of two meanings. Without drafts, all are sampled from the same logits, one for
+    each output of the row's prompt. With ``drafts[i]``, the last tokens of the chunk are drafts, and one token is
+    sampled after each of them and after the token before. The worker appends the first sampled token to the row, unless
+    the chunk has drafts or returns candidates. A pooled prompt has one draw, over all that was computed of it.
 
     The last token of the chunks ``awaiting`` is pending: the step before samples it. Only an executor with a depth
     above 1 gets such chunks.
@@ -162,7 +162,7 @@ class SchedulerOutput:
     rows: "array[int]" = field(default_factory=_no_numbers)
     starts: "array[int]" = field(default_factory=_no_numbers)
     lengths: "array[int]" = field(default_factory=_no_numbers)
-    draws: "array[int]" = field(default_factory=_no_numbers)
+    num_draws: "array[int]" = field(default_factory=_no_numbers)
     awaiting: "array[int]" = field(default_factory=_no_numbers)
     drafts: dict[int, tuple[int, ...]] = field(default_factory=dict)
     num_preempted: int = 0
@@ -179,12 +179,13 @@ class SchedulerOutput:
         self.rows.append(chunk.row)
         self.starts.append(chunk.start)
         self.lengths.append(chunk.length)
-        self.draws.append(chunk.num_draws)
+        self.num_draws.append(chunk.num_draws)
 
     @property
     def chunks(self) -> list[ScheduledChunk]:
         """The entries of the columns as objects. Slow: not for the hot path."""
-        awaiting, columns = set(self.awaiting), (self.sequence_ids, self.rows, self.starts, self.lengths, self.draws)
+        columns = self.sequence_ids, self.rows, self.starts, self.lengths, self.num_draws
+        awaiting = set(self.awaiting)
         return [
             ScheduledChunk(*entry, index in awaiting, self.drafts.get(index, ()))
             for index, entry in enumerate(zip(*columns, strict=True))
@@ -196,9 +197,9 @@ class SchedulerOutput:
         return sum(self.lengths)
 
     @property
-    def num_draws(self) -> int:
+    def total_num_draws(self) -> int:
         """Tokens that the step samples."""
-        return sum(self.draws)
+        return sum(self.num_draws)
 
     @property
     def num_swapped_blocks(self) -> int:

@@ -25,7 +25,7 @@ from quire_engine.core.step import (
 
 T = TypeVar("T")
 
-_COLUMNS = {"sequence_ids": "q", "rows": "i", "starts": "i", "lengths": "i", "draws": "i"}
+_COLUMNS = {"sequence_ids": "q", "rows": "i", "starts": "i", "lengths": "i", "num_draws": "i"}
 _OTHER_ARRAYS = {"new_tokens": "i", "freed_rows": "i", "awaiting": "i"}
 _NUMBERS = ("num_preempted", "max_seconds", "has_fragments")
 _STATE_COPIES = ("blocks_to_swap_out", "blocks_to_copy", "blocks_to_swap_in")

@@ -64,7 +64,7 @@ class StepWork:
         """Returns the work of a step."""
         starts, lengths, drafts = scheduler_output.starts, scheduler_output.lengths, scheduler_output.drafts
         if not drafts and lengths.count(1) == len(lengths):  # most steps, and much faster than a loop
-            return cls(0, scheduler_output.num_draws, 0.0, sum(starts) + len(starts))
+            return cls(0, scheduler_output.total_num_draws, 0.0, sum(starts) + len(starts))
         prompt_tokens = context_tokens = 0
         prompt_pairs = 0.0
         for index, (start, length) in enumerate(zip(starts, lengths, strict=True)):
@@ -74,7 +74,7 @@ class StepWork:
             else:
                 prompt_tokens += num_known
                 prompt_pairs += count_pairs(start, num_known)
-        return cls(prompt_tokens, scheduler_output.num_draws, prompt_pairs, context_tokens)
+        return cls(prompt_tokens, scheduler_output.total_num_draws, prompt_pairs, context_tokens)
 
 
 def count_pairs(start: int, length: int) -> float:

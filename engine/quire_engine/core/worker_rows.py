@@ -53,7 +53,7 @@ class WorkerRows:
                 num_sent = len(sequence.token_ids) - sequence.num_unsent_tokens
                 _add(scheduler_output.new_tokens, row, num_sent, sequence.token_ids[num_sent:])
                 sequence.num_unsent_tokens = 0
-            for number, index, block_id in sequence.table.take_changes():
+            for number, index, block_id in sequence.block_table.take_changes():
                 scheduler_output.new_blocks[number].extend((row, index, block_id))
         if drafts:
             _add(scheduler_output.new_tokens, row, len(sequence.token_ids), drafts)
@@ -73,7 +73,7 @@ def new_request(sequence: Sequence, row: int) -> NewRequest:
     return NewRequest(
         row,
         array("i", sequence.token_ids),
-        sequence.table.take_all(),
+        sequence.block_table.take_all(),
         sequence.sample_requests,
         num_prompt_logprobs=group.request.sampling.prompt_logprobs if group.needs_prompt_logprobs else None,
         lora=group.request.lora,

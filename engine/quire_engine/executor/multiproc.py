@@ -171,8 +171,8 @@ class MultiprocRanks:
         self._workers = workers
         self._group = group
         self.rank = 0
-        self.draws = group.num_stages == 1
-        self._drawn = array("i")
+        self.is_sampler = group.num_stages == 1
+        self._sampled = array("i")
         self._num_exchanges_before = 0
         try:
             self.runner = self._make_runners(model, cache_sizes)
@@ -197,11 +197,11 @@ class MultiprocRanks:
         self, output: SchedulerOutput, without_loras: Sequence[int], work: Callable[[], AsyncStep]
     ) -> AsyncStep:
         """See ``Ranks.execute``."""
-        drawn, self._drawn = self._drawn, array("i")
-        self._workers.begin_call(RpcMethod.EXECUTE, step_to_arrays(output, drawn, without_loras))
+        sampled, self._sampled = self._sampled, array("i")
+        self._workers.begin_call(RpcMethod.EXECUTE, step_to_arrays(output, sampled, without_loras))
         self._num_exchanges_before = self._group.num_exchanges
         step = self._failing_alike(work)
-        if not (self.draws and step.needs_logits):  # otherwise sampling is part of the call
+        if not (self.is_sampler and step.needs_logits):  # otherwise sampling is part of the call
             self._workers.call_succeeded()
         return step
 
@@ -219,9 +219,9 @@ class MultiprocRanks:
         """See ``Ranks.send_bitmask``."""
         self._workers.send(RpcMethod.BITMASK, bitmask_to_arrays(bitmask))
 
-    def take_drawn(self, rows: Indices, positions: Indices, token_ids: Indices) -> None:
-        """See ``Ranks.take_drawn``."""
-        self._drawn.frombytes(np.stack((rows, positions, token_ids), 1).astype(np.int32).tobytes())
+    def queue_sampled_tokens(self, rows: Indices, positions: Indices, token_ids: Indices) -> None:
+        """See ``Ranks.queue_sampled_tokens``."""
+        self._sampled.frombytes(np.stack((rows, positions, token_ids), 1).astype(np.int32).tobytes())
 
     def broadcast(self, pending: torch.Tensor) -> None:
         """See ``Ranks.broadcast``. Copies from device to device."""

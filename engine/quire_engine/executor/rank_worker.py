@@ -43,7 +43,7 @@ from quire_engine.models.loader import model_class
 from quire_engine.sampling.grammar_bitmask import GrammarBitmask
 from quire_engine.worker.memory import GIB, CpuMemory, MemoryProfiler, check_host_memory
 from quire_engine.worker.model_runner import LoadedModel, ModelRunner, load_model_and_attention
-from quire_engine.worker.worker import LogitsError, OneRank, Worker, on_device
+from quire_engine.worker.worker import LocalRank, LogitsError, Worker, on_device
 
 log = logging.getLogger(__name__)
 
@@ -289,8 +289,8 @@ class RankWorker:
         with on_device(model.device):
             runner = ModelRunner(model, model.cache_sizes(*json_from_array(arrays[0])), alone=False)
         group = self._loaded_or_fail.group
-        draws = group.stage is not None and is_last(group.stage) and group.communicator.rank == 0
-        ranks = OneRank(runner, group.broadcast, rank=self._rank, draws=draws)
+        is_sampler = group.stage is not None and is_last(group.stage) and group.communicator.rank == 0
+        ranks = LocalRank(runner, group.broadcast, rank=self._rank, is_sampler=is_sampler)
         self._worker = Worker(model, ranks, filler=_ReceivedBitmasks(self._receive), report=self._report)
 
     def _close_runner(self, _: Sequence[RpcArray]) -> None:
@@ -299,9 +299,9 @@ class RankWorker:
 
     def _execute(self, arrays: Sequence[RpcArray]) -> None:
         """Executes this rank's part of a step. The rank that samples executes all of it and sends the output."""
-        worker, (output, drawn, without_loras) = self._worker_or_fail, step_from_arrays(arrays)
-        step = worker.follow(output, drawn, without_loras)
-        if not worker.ranks.draws:
+        worker, (output, sampled, without_loras) = self._worker_or_fail, step_from_arrays(arrays)
+        step = worker.follow(output, sampled, without_loras)
+        if not worker.ranks.is_sampler:
             step.end(with_logits=is_last(self._loaded_or_fail.group.stage))
             return
         step.sample_tokens()

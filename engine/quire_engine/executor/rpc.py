@@ -216,12 +216,12 @@ class _UnknownGrammar:
 UNKNOWN_GRAMMAR = _UnknownGrammar()
 
 
-def step_to_arrays(output: SchedulerOutput, drawn: "array[int]", without_loras: Sequence[int]) -> list[RpcArray]:
-    """Encodes a step for the other ranks. ``drawn`` has the tokens sampled since the last step, as triples like those
+def step_to_arrays(output: SchedulerOutput, sampled: "array[int]", without_loras: Sequence[int]) -> list[RpcArray]:
+    """Encodes a step for the other ranks. ``sampled`` has the tokens sampled since the last step, as triples like those
     in ``output.new_tokens``. Rows whose adapter is in ``without_loras`` run without one.
     """
     transfers = list(map(_transfer_to_plain, output.copies.transfers))
-    plain = {"drawn": drawn, "without_loras": without_loras, "transfers": transfers, **step_to_plain(output)}
+    plain = {"sampled": sampled, "without_loras": without_loras, "transfers": transfers, **step_to_plain(output)}
     return plain_to_arrays(plain)
 
 
@@ -231,7 +231,7 @@ def step_from_arrays(message: Sequence[RpcArray]) -> "tuple[SchedulerOutput, arr
         plain = plain_from_arrays(message)
         output = step_from_plain(plain, UNKNOWN_GRAMMAR)
         output.copies.transfers.extend(map(_transfer_from_plain, plain["transfers"]))
-        return output, plain["drawn"], plain["without_loras"]
+        return output, plain["sampled"], plain["without_loras"]
 
 
 def output_to_arrays(output: ModelOutput) -> list[RpcArray]:

@@ -39,7 +39,7 @@ from quire_engine.worker.memory import (
     memory_table,
 )
 from quire_engine.worker.model_runner import LoadedModel, ModelRunner
-from quire_engine.worker.worker import AsyncStep, OneRank, Ranks, Worker, on_device
+from quire_engine.worker.worker import AsyncStep, LocalRank, Ranks, Worker, on_device
 
 log = logging.getLogger(__name__)
 
@@ -71,7 +71,7 @@ class TorchExecutor:
         self.rates = UNMEASURED
         self.depth = depth
         with on_device(model.device):
-            ranks = (make_ranks or _make_one_rank)(model, cache_sizes)
+            ranks = (make_ranks or _make_local_rank)(model, cache_sizes)
         num_tokens = min(depth * model.max_num_batched_tokens, model.max_model_len)
         self._kv_cache_config = replace(ranks.runner.kv_cache_config, max_step_tokens=num_tokens)
         run_pass = None
@@ -172,7 +172,7 @@ class TorchExecutor:
                 group.connect(engines.store, None, engines.store)
         if engines is not None:
             engines.connect(group)
-        make_ranks = _make_one_rank if leader is None else leader.make_ranks
+        make_ranks = _make_local_rank if leader is None else leader.make_ranks
         startup.begin(StartupPhase.MEMORY)
         budget = model.cache_budget(config)
         with ExitStack() as profiled:
@@ -337,9 +337,9 @@ class TorchExecutor:
         self._close_ranks()
 
 
-def _make_one_rank(model: LoadedModel, cache_sizes: CacheSizes) -> Ranks:
+def _make_local_rank(model: LoadedModel, cache_sizes: CacheSizes) -> Ranks:
     """Makes the ``Ranks`` of a model that runs in one process."""
-    return OneRank(ModelRunner(model, cache_sizes))
+    return LocalRank(ModelRunner(model, cache_sizes))
 
 
 def _depth(config: EngineArgs, model: LoadedModel) -> int:

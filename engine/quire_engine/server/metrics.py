@@ -109,7 +109,7 @@ class EngineMetrics:
             ("swap", times.timings.swap),
             ("forward", times.timings.forward),
             ("sample", times.timings.sample),
-            ("emit", times.emit),
+            ("emit", times.update),
         ):
             self._phases.labels(self._model, phase).observe(seconds)
         if times.max_seconds:

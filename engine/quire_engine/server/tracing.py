@@ -258,7 +258,7 @@ def _phases(step: StepTrace) -> list[_Phase]:
         (Span.STEP_SWAP, Attribute.STEP_SWAP_SECONDS, step.timings.swap),
         (Span.STEP_FORWARD, Attribute.STEP_FORWARD_SECONDS, step.timings.forward),
         (Span.STEP_SAMPLE, Attribute.STEP_SAMPLE_SECONDS, step.timings.sample),
-        (Span.STEP_EMIT, Attribute.STEP_EMIT_SECONDS, step.emit),
+        (Span.STEP_EMIT, Attribute.STEP_EMIT_SECONDS, step.update),
     ):
         if span == Span.STEP_FORWARD:
             now += int(step.pause * _NANOSECONDS)

@@ -170,7 +170,7 @@ def _compare(
         report.num_failed += 1
         return
     draw = 0
-    for row, num_draws in zip(output.rows, output.draws, strict=True):
+    for row, num_draws in zip(output.rows, output.num_draws, strict=True):
         for number in range(draw, draw + num_draws):
             if row not in rows_with_grammar and number not in made.candidates and number not in made.pooled:
                 report.num_compared += 1

@@ -200,7 +200,7 @@ def count_slots(
     size, pool = memory.block_size, memory.device_pool
     reserved = empty = 0
     for sequence in running:
-        held, computed = sequence.table.num_blocks * size, sequence.num_scheduled_tokens
+        held, computed = sequence.block_table.num_blocks * size, sequence.num_scheduled_tokens
         empty += held - computed
         reserved += max(0, min(held, sequence.group.limit - 1) - computed)
     abandoned = sum(table.num_blocks for table in ended) * size

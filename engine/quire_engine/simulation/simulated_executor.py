@@ -80,7 +80,7 @@ class LatencyModel:
                 self._forward(scheduler_output) if scheduler_output.rows else 0.0,
                 len(scheduler_output.copies.blocks_to_swap_ahead) * block_bytes / self.bytes_per_second,
             ),
-            sample=scheduler_output.num_draws * self.draw_seconds,
+            sample=scheduler_output.total_num_draws * self.draw_seconds,
         )
 
     def _forward(self, scheduler_output: SchedulerOutput) -> float:
@@ -156,7 +156,7 @@ class SimulatedExecutor:
 
     def compute(self, scheduler_output: SchedulerOutput) -> ModelOutput:
         """Returns the output of the step, without timings."""
-        model_output, draw = ModelOutput([0] * scheduler_output.num_draws), 0
+        model_output, draw = ModelOutput([0] * scheduler_output.total_num_draws), 0
         for number, chunk in enumerate(scheduler_output.chunks):
             row = self._rows[chunk.row]
             if chunk.num_draws and not row.sample_requests:

@@ -177,7 +177,7 @@ class SimulationRecorder:
 
     def check_leaks(self) -> None:
         """Looks for leaked blocks. O(used blocks), so not after each step."""
-        tables = [s.table for queue in (self.scheduler.running, self.scheduler.swapped) for s in queue]
+        tables = [s.block_table for queue in (self.scheduler.running, self.scheduler.swapped) for s in queue]
         tables += self._ended
         self.leaked_blocks = max(self.leaked_blocks, count_leaked_blocks(self._memory, tables))
 
@@ -213,7 +213,7 @@ class SimulationRecorder:
         samples.running.append(load.running)
         samples.waiting.append(load.waiting + load.swapped)
         samples.used_blocks.append(load.blocks_total - load.blocks_free)
-        samples.host_seconds.append(step.trace.schedule + step.trace.emit)
+        samples.host_seconds.append(step.trace.schedule + step.trace.update)
 
 
 @dataclass(slots=True)

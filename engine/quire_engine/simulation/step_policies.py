@@ -29,7 +29,7 @@ def static_batching(batch: BatchScheduler, scheduler_output: SchedulerOutput, bu
         if not batch.admission.admit(sequence, scheduler_output):
             break
         if reserves:
-            memory.allocate_slots(sequence.table, sequence.num_scheduled_tokens, sequence.num_tokens)
+            memory.allocate_slots(sequence.block_table, sequence.num_scheduled_tokens, sequence.num_tokens)
         batch.schedule_next_chunk(sequence, scheduler_output, budget)
 
 

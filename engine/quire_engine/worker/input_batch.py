@@ -83,13 +83,13 @@ class InputBatch:
     are the chunks of pooled prompts.
 
     If ``is_plain``, ``appended`` has all draws, one per sampled row in order, all plain (see ``SamplingColumns``).
-    Otherwise ``draws`` has all draws that do not pool.
+    Otherwise ``row_draws`` has all draws that do not pool.
     """
 
     model_input: ModelInput
     num_draws: int
     needs_logits: bool
-    draws: "list[RowDraw]"
+    row_draws: "list[RowDraw]"
     appended: "AppendedDraws"
     is_plain: bool
     pending: Indices
@@ -156,7 +156,7 @@ def prepare_inputs(
     """Makes the batch of a step for a model with these KV cache ``groups``. Rows whose adapter is in ``without_loras``
     run without one. Raises ``ValueError`` for a chunk without tokens.
     """
-    columns = scheduler_output.rows, scheduler_output.starts, scheduler_output.lengths, scheduler_output.draws
+    columns = scheduler_output.rows, scheduler_output.starts, scheduler_output.lengths, scheduler_output.num_draws
     rows, starts, lengths, num_draws, awaiting = (
         np.array(column, np.int64) for column in (*columns, scheduler_output.awaiting)
     )
@@ -187,7 +187,7 @@ def prepare_inputs(
         positions=torch.from_numpy(positions.astype(np.int32)),
         attention=tuple(
             _attention_batch(blocks, rows, query_indptr, starts, positions, block_size=block_size, window=group.window)
-            for group, blocks in zip(groups, states.blocks, strict=True)
+            for group, blocks in zip(groups, states.block_tables, strict=True)
         ),
         sampled_rows=torch.from_numpy(
             _sampled_rows(last_rows, drafts[sampled]) if scheduler_output.drafts else last_rows
@@ -202,7 +202,7 @@ def prepare_inputs(
         model_input,
         num_draws=int(draw_indptr[-1]),
         needs_logits=bool(len(sampled) or targets),
-        draws=[] if is_plain else list(_row_draws(scheduler_output, sampled.tolist(), draw_indptr.tolist())),
+        row_draws=[] if is_plain else list(_row_draws(scheduler_output, sampled.tolist(), draw_indptr.tolist())),
         appended=appended,
         is_plain=is_plain,
         pending=rows[awaiting],
@@ -217,7 +217,7 @@ def _row_draws(scheduler_output: SchedulerOutput, sampled: list[int], firsts: li
     """
     awaiting, logits_row = set(scheduler_output.awaiting), 0
     for chunk in sampled:
-        row, num_draws, number = scheduler_output.rows[chunk], scheduler_output.draws[chunk], firsts[chunk]
+        row, num_draws, number = scheduler_output.rows[chunk], scheduler_output.num_draws[chunk], firsts[chunk]
         end, num_drafts = scheduler_output.starts[chunk] + scheduler_output.lengths[chunk], 0
         if chunk in scheduler_output.drafts:
             num_drafts = num_draws - 1
@@ -253,7 +253,7 @@ def _pooled_chunks(
     return [
         PooledChunk(
             *(row, start, length, firsts[number], states.pooling[row]),
-            draws[number] if scheduler_output.draws[number] else None,
+            draws[number] if scheduler_output.num_draws[number] else None,
         )
         for number, (row, start, length) in enumerate(columns)
         if row in states.pooling

@@ -149,9 +149,9 @@ class RequestStates:
 
     def __init__(self, num_groups: int, vocab_size: int, state_block_size: int = 0) -> None:
         self.tokens = RaggedRows()
-        self.blocks = tuple(RaggedRows() for _ in range(num_groups))
+        self.block_tables = tuple(RaggedRows() for _ in range(num_groups))
         self.states = StateRows(state_block_size) if state_block_size else None
-        self._tables = self.blocks if self.states is None else (*self.blocks, self.states)
+        self._tables = self.block_tables if self.states is None else (*self.block_tables, self.states)
         self.sampling = SamplingColumns()
         self.lora_ids: Indices = np.zeros(_FIRST_ROWS, np.int64)
         self.loras: dict[int, LoRARequest] = {}

@@ -55,7 +55,7 @@ class Ranks(Protocol):
         ...
 
     @property
-    def draws(self) -> bool:
+    def is_sampler(self) -> bool:
         """Whether this rank samples. In a pipeline only the first rank of the last stage does."""
         ...
 
@@ -81,7 +81,7 @@ class Ranks(Protocol):
         """Sends the grammar bitmask of the last executed step to the rank that samples."""
         ...
 
-    def take_drawn(self, rows: Indices, positions: Indices, token_ids: Indices) -> None:
+    def queue_sampled_tokens(self, rows: Indices, positions: Indices, token_ids: Indices) -> None:
         """Passes sampled tokens to the other ranks with the next step: one token per row, and its position in the
         row.
         """
@@ -120,7 +120,7 @@ class LogitsError(Exception):
         self.failure = failure
 
 
-class OneRank:
+class LocalRank:
     """The ``Ranks`` of a rank that leads no others: the only rank, or one that follows rank 0 and receives pending
     tokens by ``broadcast``.
     """
@@ -131,12 +131,12 @@ class OneRank:
         broadcast: Callable[[torch.Tensor], None] = lambda _pending: None,
         *,
         rank: int | None = None,
-        draws: bool = True,
+        is_sampler: bool = True,
     ) -> None:
         self.runner = runner
         self.rank = rank
         self.broadcast = broadcast
-        self.draws = draws
+        self.is_sampler = is_sampler
         self.execute_dummy_batch, self.close = runner.execute_dummy_batch, runner.close
 
     def execute(
@@ -158,14 +158,14 @@ class OneRank:
 
     def get_output(self) -> ModelOutput:
         """See ``Ranks.get_output``."""
-        raise AssertionError("this rank draws, or nobody asks it")
+        raise AssertionError("this rank samples, or nobody asks it")
 
     def send_bitmask(self, _bitmask: GrammarBitmask) -> None:
         """See ``Ranks.send_bitmask``."""
-        raise AssertionError("this rank draws, or nobody asks it")
+        raise AssertionError("this rank samples, or nobody asks it")
 
-    def take_drawn(self, rows: Indices, positions: Indices, token_ids: Indices) -> None:
-        """See ``Ranks.take_drawn``."""
+    def queue_sampled_tokens(self, rows: Indices, positions: Indices, token_ids: Indices) -> None:
+        """See ``Ranks.queue_sampled_tokens``."""
 
     def call(self, _name: str, _arguments: Sequence[Any], work: Callable[[], object]) -> list[Any]:
         """See ``Ranks.call``."""
@@ -209,7 +209,7 @@ class Worker:
         self.states = RequestStates(len(capacity.groups), model.config.vocab_size, state_block_size)
         self.sampler = Sampler(model.config.vocab_size, filler)
         pooler = model.config.pooler_config
-        self.pooler = Pooler(pooler, model.classifier) if ranks.draws and pooler is not None else None
+        self.pooler = Pooler(pooler, model.classifier) if ranks.is_sampler and pooler is not None else None
         self._lora_manager = model.loras
         self._num_loras_held = num_loras_held
         self._previous_step: AsyncStep | None = None
@@ -227,17 +227,17 @@ class Worker:
             launch = partial(self._launch, scheduler_output, failed)
             launch_all = partial(self.ranks.execute, scheduler_output, failed, launch)
             step = self._run_pass(launch_all) if self._run_pass and scheduler_output.rows else launch_all()
-            if not self.ranks.draws:
+            if not self.ranks.is_sampler:
                 step.send_bitmask()
             return step
 
     def follow(
-        self, scheduler_output: SchedulerOutput, drawn: "array[int]", without_loras: Sequence[int]
+        self, scheduler_output: SchedulerOutput, sampled: "array[int]", without_loras: Sequence[int]
     ) -> "AsyncStep":
-        """Like ``execute``, for a step that rank 0 executes. ``drawn`` has the tokens sampled since the last step, as
+        """Like ``execute``, for a step that rank 0 executes. ``sampled`` has the tokens sampled since the last step, as
         int32 triples of row, position and token.
         """
-        self.states.write_tokens(drawn)
+        self.states.write_tokens(sampled)
         self.states.update(scheduler_output)
         with on_device(self.device):
             return self._launch(scheduler_output, without_loras)
@@ -406,15 +406,15 @@ class AsyncStep:
         the model computes. The other draws gain nothing from that and are prepared together later. If no token is
         pending, all are prepared at once.
         """
-        early, late, pending, worker = batch.draws, list[RowDraw](), None, self._worker
+        early, late, pending, worker = batch.row_draws, list[RowDraw](), None, self._worker
         if len(batch.pending):
             assert previous is not None, "a token is pending, and no step samples it"
             pending = previous.sampled_token_ids(batch.pending)
             worker.ranks.broadcast(pending)
-            early = [each for each in batch.draws if not each.awaits_token and self._has_grammar(each)]
-            late = [each for each in batch.draws if each.awaits_token or not self._has_grammar(each)]
-        if not worker.ranks.draws:  # another rank samples, but only rank 0 knows the grammars
-            early, late = [each for each in batch.draws if self._has_grammar(each)], []
+            early = [each for each in batch.row_draws if not each.awaits_token and self._has_grammar(each)]
+            late = [each for each in batch.row_draws if each.awaits_token or not self._has_grammar(each)]
+        if not worker.ranks.is_sampler:  # another rank samples, but only rank 0 knows the grammars
+            early, late = [each for each in batch.row_draws if self._has_grammar(each)], []
         prepared = [self._prepare(early)] if early else []
         hidden = worker.runner.forward(batch.model_input, pending)
         self._forward = ForwardPass(batch, prepared, late, hidden)
@@ -468,15 +468,15 @@ class AsyncStep:
                 self._event.wait()
             if self._error is not None:
                 raise self._error
-            if self._appended is not None and not ranks.draws:
+            if self._appended is not None and not ranks.is_sampler:
                 self._take_output(ranks.get_output())
             done = perf_counter()
             for sampled in self._sampled:
                 sampled.fetch_into(self.output)
             if self._appended is not None and self.output.token_ids:
-                drawn = np.array(self.output.token_ids, np.int64)[self._appended.numbers]
-                self._worker.states.tokens.write(self._appended.rows, self._appended.positions, drawn)
-                ranks.take_drawn(self._appended.rows, self._appended.positions, drawn)
+                token_ids = np.array(self.output.token_ids, np.int64)[self._appended.numbers]
+                self._worker.states.tokens.write(self._appended.rows, self._appended.positions, token_ids)
+                ranks.queue_sampled_tokens(self._appended.rows, self._appended.positions, token_ids)
             if self._pooled is not None:
                 self._pooled.fetch_into(self.output)
         timings.forward += done - start
@@ -558,7 +558,7 @@ class AsyncStep:
             self.output.timings.sample -= seconds
         if batch.prompt_logprobs:
             logits_of, rows = partial(worker.runner.logits, forward.hidden), batch.model_input.prompt_logprob_rows
-            output = self.output if worker.ranks.draws else None
+            output = self.output if worker.ranks.is_sampler else None
             # An error of this rank alone is the step's, and no failure of the call that all ranks make.
             self._error = compute_prompt_logprobs(
                 batch.prompt_logprobs, rows, worker.states.vocab_size, logits_of, output

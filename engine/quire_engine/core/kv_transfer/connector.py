@@ -2,8 +2,8 @@
 interface is not. The scheduler plans what moves, and the worker moves it.
 
 Tiers are one list, the nearest first (``multi_connector.make_tiers``). docs/contributing.md says how to add one.
-Callers ask what a tier can do, never which one it is. Each tier continues the prefix
-that the tiers before it have. A block that the device's pool gives up goes down the list until a tier does not take it.
+Callers ask what a tier can do, never which one it is. Each tier continues the prefix that the tiers before it have. A
+block that the device's pool gives up goes down the list until a tier does not take it.
 
 A step copies blocks between the device and the host pool only, so there are two kinds of tiers:
 

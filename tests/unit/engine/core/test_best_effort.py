@@ -110,7 +110,7 @@ def test_what_it_is_swapped_out_to_is_not_what_the_other_found_there() -> None:
     prompt, host = [2] * (5 * SIZE), bench.memory.host_pool
     params = SamplingParams(temperature=0, max_tokens=2, ignore_eos=True)
     bench.scheduler.add_request(Request("new", prompt, params))
-    table = bench.scheduler.waiting.next().table
+    table = bench.scheduler.waiting.next().block_table
     table.extend_block_hashes(prompt, 2, SIZE)
     for block_hash in table.block_hashes:
         host.cache_block(block_id := host.allocate(), block_hash)

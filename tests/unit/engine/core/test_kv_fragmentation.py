@@ -18,7 +18,7 @@ SIZE = 4
 
 
 def tables(scheduler: Scheduler) -> list[tuple[BlockTable, int]]:
-    return [(s.table, s.num_computed_tokens) for queue in (scheduler.running, scheduler.swapped) for s in queue]
+    return [(s.block_table, s.num_computed_tokens) for queue in (scheduler.running, scheduler.swapped) for s in queue]
 
 
 def counted(scheduler: Scheduler) -> KVCacheFragmentation:

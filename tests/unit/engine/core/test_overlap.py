@@ -190,7 +190,8 @@ def test_a_prompt_is_read_in_chunks_one_after_the_other_without_waiting() -> Non
         [(0, 4)], [(4, 4)], [(8, 2)], [(10, 1)]
     ]  # fmt: skip
     assert (
-        engine.memory.device_pool.get_cached_block(engine.scheduler.running.first().table.block_hashes[1]) is not None
+        engine.memory.device_pool.get_cached_block(engine.scheduler.running.first().block_table.block_hashes[1])
+        is not None
     )
     engine.run()
 

@@ -72,13 +72,13 @@ def test_decodes_are_scheduled_before_a_long_prompt_which_takes_the_rest_of_the_
     assert lengths(bench.step()) == [(0, 1), (1, 1), (2, 8)]
     last = bench.step()
     assert lengths(last) == [(0, 1), (1, 1), (2, 1)]
-    assert last.draws[2], "the last token of the prompt draws the first of the output"
+    assert last.num_draws[2], "the last token of the prompt draws the first of the output"
 
 
 def test_a_chunk_that_does_not_reach_the_end_samples_nothing() -> None:
     bench = Bench(max_num_batched_tokens=10)
     bench.add("a", 25)
-    assert [bool(bench.step().draws[0]) for _ in range(3)] == [False, False, True]
+    assert [bool(bench.step().num_draws[0]) for _ in range(3)] == [False, False, True]
 
 
 def test_a_prompt_is_admitted_only_when_all_of_it_fits() -> None:

@@ -48,7 +48,7 @@ class SpeculatingStateMachine(EngineStateMachine):
         for sequence in self.scheduler.running:
             # A static batch has room for all its prompts from its first step on.
             held = max(sequence.num_computed_tokens, sequence.num_tokens * (self.batching == "static"))
-            assert sequence.table.num_blocks <= -(-held // size), "a block holds nothing"
+            assert sequence.block_table.num_blocks <= -(-held // size), "a block holds nothing"
             assert sequence.num_scheduled_tokens == sequence.num_computed_tokens
 
 

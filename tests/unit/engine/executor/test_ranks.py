@@ -279,7 +279,9 @@ def test_a_step_arrives_as_it_was(sent: tuple[SchedulerOutput, "array[int]"], wi
 def test_what_is_no_step_is_refused(sent: tuple[SchedulerOutput, "array[int]"], data: st.DataObject) -> None:
     text, *arrays = step_to_arrays(*sent, [])
     plain = json_from_array(text)
-    fields = [name for name in plain if name not in ("drawn", "without_loras", "freed_rows", "new_tokens", "awaiting")]
+    fields = [
+        name for name in plain if name not in ("sampled", "without_loras", "freed_rows", "new_tokens", "awaiting")
+    ]
     name = data.draw(st.sampled_from(fields))
     values = {"step": None, "groups": {}, "transfers": [1], "new_blocks": 5, "copies": [1], "drafts": [1]}
     damaged = {**plain, name: values.get(name, [1.5])}

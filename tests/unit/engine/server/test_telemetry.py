@@ -113,7 +113,7 @@ def test_the_parts_of_a_step_follow_each_other_until_its_end(passed: float) -> N
     provider.add_span_processor(SimpleSpanProcessor(exporter))
     builder = TraceExporter(enabled=True, step_interval=2, tracer=provider.get_tracer("test"))
     trace = replace(
-        TRACE, step=2, started=5, timings=StepTimings(2.0, 8.0, 4.0), schedule=1.0, emit=3.0, elapsed=passed
+        TRACE, step=2, started=5, timings=StepTimings(2.0, 8.0, 4.0), schedule=1.0, update=3.0, elapsed=passed
     )
     builder.on_step(EngineCoreOutputs([], LOAD, [], trace))
     *parts, root = [(span.name, span.start_time - 5, span.end_time - 5) for span in exporter.get_finished_spans()]
@@ -132,7 +132,7 @@ def test_every_step_is_one_span_with_its_phases_when_the_interval_is_one() -> No
     exporter, provider = InMemorySpanExporter(), TracerProvider()
     provider.add_span_processor(SimpleSpanProcessor(exporter))
     builder = TraceExporter(enabled=True, step_interval=1, tracer=provider.get_tracer("test"))
-    trace = replace(TRACE, timings=StepTimings(0.0, 10.0, 4.0), schedule=1.0, emit=3.0, elapsed=40.0)
+    trace = replace(TRACE, timings=StepTimings(0.0, 10.0, 4.0), schedule=1.0, update=3.0, elapsed=40.0)
     for number in range(500):  # many times the rate of an interval above one
         builder.on_step(EngineCoreOutputs([], LOAD, [], replace(trace, step=number, started=number)))
     spans = exporter.get_finished_spans()

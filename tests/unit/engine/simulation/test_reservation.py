@@ -99,7 +99,7 @@ def test_the_papers_requests_never_use_2038_and_507_of_their_slots() -> None:
     unused = dict.fromkeys(FIGURE, 0)
     for running, slots in run(memory, {name: lengths[:2] for name, lengths in FIGURE.items()}):
         for name, sequence in running.items():
-            unused[name] = sequence.table.num_blocks - (sequence.group.limit - 1)
+            unused[name] = sequence.block_table.num_blocks - (sequence.group.limit - 1)
         assert slots.internal == sum(unused[name] for name in running)
     assert unused == {"a": 2038, "b": 507}
 
@@ -107,7 +107,7 @@ def test_the_papers_requests_never_use_2038_and_507_of_their_slots() -> None:
 def test_paged_the_same_requests_leave_a_slot_empty_each() -> None:
     steps = []
     for running, slots in run(KVCacheManager(KVCacheConfig(4, 10, 0)), {"a": (7, 4), "b": (3, 3)}):
-        steps.append(({name: slots_of(each.table) for name, each in running.items()}, slots))
+        steps.append(({name: slots_of(each.block_table) for name, each in running.items()}, slots))
     tables, slots = steps[0]
     assert tables == {"a": [1, 2], "b": [3]}
     # After the prompts, the second block of one and the only block of the other have room for one token more.
@@ -166,8 +166,8 @@ def counted(memory: KVCacheManager, running: dict[str, Sequence]) -> KVSlots:
     """Slot by slot, from the tables; no slot has two owners."""
     size, classes = memory.block_size, dict[tuple[int, int], str]()
     for sequence in running.values():
-        for position in range(sequence.table.num_blocks * size):
-            slot = (slots_of(sequence.table)[position // size], position % size)
+        for position in range(sequence.block_table.num_blocks * size):
+            slot = (slots_of(sequence.block_table)[position // size], position % size)
             assert slot not in classes
             later = "reserved" if position < sequence.group.limit - 1 else "internal"
             classes[slot] = "tokens" if position < sequence.num_scheduled_tokens else later

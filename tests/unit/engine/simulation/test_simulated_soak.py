@@ -217,7 +217,7 @@ class Soak:
     def check_busy(self) -> None:
         """Something runs: every block that is in use has somebody who uses it."""
         queues = (self.scheduler.running, self.scheduler.swapped)
-        assert count_leaked_blocks(self.memory, (s.table for queue in queues for s in queue)) == 0
+        assert count_leaked_blocks(self.memory, (s.block_table for queue in queues for s in queue)) == 0
 
 
 class Interrupted(SimulatedExecutor):

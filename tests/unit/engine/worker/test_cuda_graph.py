@@ -26,7 +26,7 @@ from quire_engine.worker.cuda_graph import CapturedGraph, CudaGraphCapturer, cap
 from quire_engine.worker.input_batch import dummy_decode, pad_decode
 from quire_engine.worker.memory import CacheSizes
 from quire_engine.worker.model_runner import LoadedModel, ModelRunner, load_model_and_attention
-from quire_engine.worker.worker import OneRank
+from quire_engine.worker.worker import LocalRank
 
 from tests.model.driver import Driver, Sequence
 from tests.model.models import small_model, small_prompts
@@ -61,9 +61,9 @@ def loaded_model(name: str, folders: Path, sizes: tuple[int, ...] = SIZES) -> Lo
     return replace(parts, attention=GraphReference(parts.attention._shape), graph_sizes=sizes)
 
 
-def captured_by(capture: Any) -> Callable[[LoadedModel, CacheSizes], OneRank]:
+def captured_by(capture: Any) -> Callable[[LoadedModel, CacheSizes], LocalRank]:
     """What makes the one rank of an executor that captures its decode steps so."""
-    return lambda model, sizes: OneRank(ModelRunner(model, sizes, capture))
+    return lambda model, sizes: LocalRank(ModelRunner(model, sizes, capture))
 
 
 def decode_chunks(lengths: list[int], first_block: int = 1) -> list[KnownChunk]:

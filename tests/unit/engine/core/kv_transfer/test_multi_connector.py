@@ -174,3 +174,11 @@ def test_what_is_used_twice_is_kept_by_every_tier_that_works_and_every_block_com
         assert [tier.look_up(name) is not None for name in NAMES] == [tier.is_on] * BLOCKS
     engine.memory.check_integrity()
     assert [pool.num_free for pool in engine.pools()] == [pool.num_blocks for pool in engine.pools()]
+
+
+def test_the_counts_of_the_disk_leave_out_other_tiers() -> None:
+    engine = Engine(set(), set(), [({*range(BLOCKS)}, "well")], Random(1))
+    engine.tiers[0].name = "elsewhere"
+    engine.run()
+    assert engine.tiers[0].stats.num_loaded
+    assert engine.scheduler.stats.disk_blocks_loaded == engine.scheduler.get_load().disk_blocks_total == 0
