@@ -110,6 +110,10 @@ class Communicator(Protocol):
         """Whether a CPU graph can hold ``all_reduce``."""
         ...
 
+    def all_agree(self, is_so: bool) -> bool:
+        """Returns whether ``is_so`` on all ranks, each of which must call this."""
+        ...
+
     def raise_if_lost(self) -> None:
         """Call this after a CPU graph. Raises ``RuntimeError`` if a sum completed without another rank."""
         ...
@@ -153,6 +157,10 @@ class SingleRankCommunicator:
         """Returns ``counts`` for both directions."""
         del tokens
         return counts.tolist(), counts.tolist()
+
+    def all_agree(self, is_so: bool) -> bool:
+        """See ``Communicator.all_agree``."""
+        return is_so
 
     def raise_if_lost(self) -> None:
         """Does nothing: a single rank has no others to lose."""
@@ -208,7 +216,7 @@ class GroupCoordinator:
             # gloo chooses its interface when the group is made, NCCL at the first collective.
             self.all_reduce(torch.zeros(1, device=self._device))
         if self._device.type == "cpu" and address is None:
-            self._sums = SharedMemorySums.connect(self.rank, self.size, store, self._all_ready)
+            self._sums = SharedMemorySums.connect(self.rank, self.size, store, self.all_agree)
 
     @property
     def num_collectives(self) -> int:
@@ -225,8 +233,9 @@ class GroupCoordinator:
         if self._sums is not None:
             self._sums.raise_if_ended()
 
-    def _all_ready(self, is_ready: bool) -> bool:
-        return int(self.all_reduce(torch.tensor([float(is_ready)]))) == self.size
+    def all_agree(self, is_so: bool) -> bool:
+        """See ``Communicator.all_agree``."""
+        return int(self.all_reduce(torch.tensor([float(is_so)]))) == self.size
 
     def all_reduce(self, tensor: torch.Tensor) -> torch.Tensor:
         """See ``Communicator.all_reduce``. Ordered sums are computed in float32."""

@@ -294,12 +294,16 @@ class GraphKind(Enum):
 
 
 def make_cpu_graphs(model: Model, kv: Sequence[LayerKV], attention: AttentionBackend) -> "CpuGraphRunner | None":
-    """The graphs of ``model`` over ``kv``; None where it computes with more than the compiled kernels."""
-    layered = model.layered
-    if layered is None or not (model.capturable and model.communicator.is_capturable):
+    """Returns the graphs of ``model`` over ``kv``; None if it computes with more than the compiled kernels.
+
+    The ranks of a model have graphs together or not at all, because a capture adds up over the ranks in a pass of its
+    own. A rank that holds no experts, for example, cannot be captured, although the others could.
+    """
+    layered, communicator = model.layered, model.communicator
+    can_capture = layered is not None and model.capturable and getattr(attention, "is_compiled", False)
+    if not (communicator.is_capturable and communicator.all_agree(can_capture)):
         return None
-    if not getattr(attention, "is_compiled", False):
-        return None
+    assert layered is not None
     return CpuGraphRunner(layered, kv, cast(CpuAttention, attention))
 
 
