@@ -1,9 +1,11 @@
-"""Drives an executor by hand, without a scheduler: random blocks, random chunks, random moves to the host and back."""
+"""Drives an executor by hand, without a scheduler: random blocks, random chunks, random moves to the host and back.
+States of recurrent layers move with the blocks.
+"""
 
 import random
 from dataclasses import dataclass, field
 
-from quire_engine.core.block_pool import NULL_BLOCK, BlockCopies, BlockCopy
+from quire_engine.core.block_pool import NULL_BLOCK, BlockCopies, BlockCopy, PoolCopies
 from quire_engine.core.executor import Executor
 from quire_engine.core.lora import LoRARequest
 from quire_engine.core.step import ModelOutput, SampleRequest, SchedulerOutput
@@ -16,7 +18,9 @@ GREEDY = SamplingParams(temperature=0)
 
 @dataclass
 class Sequence:
-    """Tokens, and where the keys and values of the first ``computed`` of them are, for each group of layers."""
+    """Tokens, and where the keys and values of the first ``computed`` of them are, for each group of layers, and the
+    states after them.
+    """
 
     id: int
     prompt: list[int]
@@ -27,6 +31,8 @@ class Sequence:
     computed: int = 0
     blocks: list[list[int]] = field(default_factory=list)
     host_blocks: list[list[int | None]] = field(default_factory=list)
+    states: list[int] = field(default_factory=list)
+    host_states: list[int | None] = field(default_factory=list)
 
     @property
     def tokens(self) -> list[int]:
@@ -48,6 +54,9 @@ class Driver:
         capacity = executor.kv_cache_config
         self._free = self._random.sample(range(1, capacity.device_blocks), capacity.device_blocks - 1)
         self._host_free = self._random.sample(range(capacity.host_blocks), capacity.host_blocks)
+        self._states = states = capacity.states
+        self._free_states = [] if states is None else [*range(1, states.device_blocks)]
+        self._free_host_states = [] if states is None else [*range(states.host_blocks)]
         self._steps = 0
 
     def run(self, sequences: list[Sequence]) -> list[list[int]]:
@@ -58,14 +67,16 @@ class Driver:
         return [one.output for one in sequences]
 
     def _plan(self, alive: list[Sequence]) -> SchedulerOutput:
-        copies, chunks = BlockCopies(), list[KnownChunk]()
+        copies, chunks = BlockCopies(states=self._states and PoolCopies()), list[KnownChunk]()
         self._steps += 1
         chosen = self._random.sample(alive, self._random.randint(1, len(alive)))
         if self._random.random() < self._swapping:
-            copies.blocks_to_swap_out = [copy for one in alive if one not in chosen for copy in self._swap_out(one)]
+            copies.blocks_to_swap_out = [
+                copy for one in alive if one not in chosen for copy in self._swap_out(one, copies.states)
+            ]
         for one in chosen:
             if one.host_blocks and not copies.blocks_to_swap_out:
-                copies.blocks_to_swap_in += self._swap_in(one)
+                copies.blocks_to_swap_in += self._swap_in(one, copies.states)
             if not one.host_blocks:
                 chunks += self._chunk(one)
         return make_step(self._steps, chunks, copies)
@@ -79,7 +90,7 @@ class Driver:
             table[: len(left)] = [NULL_BLOCK] * len(left)
         end = min(len(one.tokens), one.computed + self._random.randint(1, self._max_chunk))
         missing = max(0, -(-end // size) - len(one.blocks[0]))
-        if missing * len(groups) > len(self._free):
+        if missing * len(groups) > len(self._free) or not self._has_states(one, end):
             return []
         for table in one.blocks:
             table += [self._free.pop() for _ in range(missing)]
@@ -88,17 +99,36 @@ class Driver:
         chunk = KnownChunk(
             *(one.id, tokens, one.computed, first, (request,)),
             lora=one.lora,
-            other_block_ids=others,
+            other_block_ids=others if self._states is None else [*others, [*one.states]],
             num_draws=int(end == len(one.tokens)),
             known=[*one.tokens],
         )
         one.computed = end
         return [chunk]
 
-    def _swap_out(self, one: Sequence) -> list[BlockCopy]:
+    def _has_states(self, one: Sequence, end: int) -> bool:
+        """Whether the sequence has a state for the tokens before ``end``, and for each checkpoint until then."""
+        if self._states is None:
+            return True
+        size = self._states.block_size
+        needed, left = -(-end // size) - len(one.states), range(max(0, one.computed - 1) // size)
+        if needed > len(self._free_states):
+            return False
+        self._give_back(self._free_states, [one.states[index] for index in left if one.states[index] != NULL_BLOCK])
+        one.states[: len(left)] = [NULL_BLOCK] * len(left)
+        one.states += [self._free_states.pop() for _ in range(needed)]
+        return True
+
+    def _swap_out(self, one: Sequence, states: PoolCopies | None) -> list[BlockCopy]:
         held = [block for table in one.blocks for block in table if block != NULL_BLOCK]
-        if not held or len(held) > len(self._host_free):
+        held_states = [state for state in one.states if state != NULL_BLOCK]
+        if not held or len(held) > len(self._host_free) or len(held_states) > len(self._free_host_states):
             return []
+        if states is not None:
+            moved = {state: self._free_host_states.pop() for state in held_states}
+            states.blocks_to_swap_out += [BlockCopy(*each) for each in moved.items()]
+            one.states, one.host_states = [], [moved.get(state) for state in one.states]
+            self._give_back(self._free_states, held_states)
         copies = [BlockCopy(block, self._host_free.pop()) for block in held]
         targets = {copy.source: copy.target for copy in copies}
         one.host_blocks = [[targets.get(block) for block in table] for table in one.blocks]
@@ -106,10 +136,16 @@ class Driver:
         one.blocks = []
         return copies
 
-    def _swap_in(self, one: Sequence) -> list[BlockCopy]:
+    def _swap_in(self, one: Sequence, states: PoolCopies | None) -> list[BlockCopy]:
         held = [block for table in one.host_blocks for block in table if block is not None]
-        if len(held) > len(self._free):
+        held_states = [state for state in one.host_states if state is not None]
+        if len(held) > len(self._free) or len(held_states) > len(self._free_states):
             return []
+        if states is not None:
+            moved: dict[int | None, int] = {state: self._free_states.pop() for state in held_states}
+            states.blocks_to_swap_in += [BlockCopy(state, moved[state]) for state in held_states]
+            one.states, one.host_states = [moved.get(state, NULL_BLOCK) for state in one.host_states], []
+            self._give_back(self._free_host_states, held_states)
         copies = [BlockCopy(block, self._free.pop()) for block in held]
         targets = {None: NULL_BLOCK, **{copy.source: copy.target for copy in copies}}
         one.blocks = [[targets[block] for block in table] for table in one.host_blocks]
@@ -134,4 +170,5 @@ class Driver:
         for one in sequences:
             if one.done and one.blocks:
                 self._give_back(self._free, [block for table in one.blocks for block in table if block != NULL_BLOCK])
-                one.blocks = []
+                self._give_back(self._free_states, [state for state in one.states if state != NULL_BLOCK])
+                one.blocks, one.states = [], []

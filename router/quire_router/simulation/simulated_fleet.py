@@ -204,7 +204,7 @@ class FleetSimulation:
 
     def _end_step(self, engine: int) -> None:
         step, load = self._engines[engine].end()
-        for output in step.outputs:
+        for output in step.all_outputs():
             self._record_output(output)
         self._publish_step(engine, load, step.kv_events)
         self._begin_step(engine)
