@@ -337,7 +337,7 @@ class PoolCopies:
 
 @dataclass(slots=True)
 class BlockCopies(PoolCopies):
-    """The copies of KV blocks of a step, and those of ``states`` in their own pools; None if there are none.
+    """The copies of KV blocks of a step, and the copies of ``states`` in their own pools; None if there are none.
 
     ``blocks_to_swap_ahead`` are copied to the host after the others, while the step computes. The step does not read or
     write their targets, and does not write their sources.

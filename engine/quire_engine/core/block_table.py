@@ -70,7 +70,7 @@ class StateTable:
 @dataclass(slots=True)
 class BlockTable:
     """The blocks of one sequence: a block table per group of layers. All have ``num_blocks`` blocks on the device.
-    ``states`` are those of layers that keep a state; None without such layers.
+    ``states`` has the states of recurrent layers; None without such layers.
 
     ``block_hashes`` are the hashes of the sequence's full blocks, computed only when needed; the list only grows,
     because known tokens do not change. ``num_cached_blocks`` counts the device blocks that were offered to the pool
@@ -137,7 +137,7 @@ class BlockTable:
 
     def take_changes(self) -> list[tuple[int, int, int]]:
         """Returns what the worker lacks, as (table, index, block id), and marks it as sent. The table of states comes
-        after those of the groups. It changes only together with another one.
+        after the groups' tables. It changes only together with another one.
         """
         places = [(number, index) for number, index in self.changed if index < self.num_sent]
         places += product(range(len(self.groups)), range(self.num_sent, self.num_blocks))

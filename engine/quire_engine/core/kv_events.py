@@ -23,7 +23,7 @@ class KVEventPublisher:
         self.emit: Callable[[KVCacheEvent], None] = self.events.append if len(groups) == 1 else self._emit_published
 
     def published(self, stored: Sequence[BlockStored]) -> list[BlockStored]:
-        """Returns those of the ``stored`` blocks that events have reported."""
+        """Returns the ``stored`` blocks that events have reported."""
         published = [each for each in stored if each.block_hash.endswith(self._suffix)]
         return (
             [BlockStored(each.block_hash[:HASH_BYTES], each.tier) for each in published] if self._suffix else published

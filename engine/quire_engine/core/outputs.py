@@ -50,7 +50,7 @@ class EngineCoreOutput:
 class TokenColumns:
     """New tokens of choices that go on, one of each choice: ``token_ids[i]`` is the token at ``positions[i]`` of choice
     ``indexes[i]`` of request ``request_ids[i]``. An ``EngineCoreOutput`` per token would cost more than the token. A
-    choice's first token is never here, nor one with log-probabilities.
+    choice's first token is never here, and neither is a token with log-probabilities.
     """
 
     request_ids: list[str] = field(default_factory=list)

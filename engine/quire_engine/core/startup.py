@@ -99,7 +99,7 @@ class StartupTimer:
         report_progress(phase)
 
     def continue_after(self, phases: Sequence[PhaseTime]) -> None:
-        """Replaces the phases so far by those of the process that loaded the model."""
+        """Replaces the phases so far by the phases of the process that loaded the model."""
         self.phases[:], self._phase = phases, None
 
     def end(self) -> None:

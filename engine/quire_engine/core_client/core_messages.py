@@ -184,7 +184,7 @@ def make_codecs(grammar: Codec, callback: Callable[[Sequence[Codec]], Codec]) ->
 
 
 class Link:
-    """One end of the socket between the two processes. ``codecs`` are those of this side, ``sent`` and ``received`` the
+    """One end of the socket between the two processes. ``codecs`` belong to this side, ``sent`` and ``received`` the
     types of the messages in each direction.
     """
 

@@ -33,7 +33,7 @@ log = logging.getLogger(__name__)
 
 
 def load_core(config: EngineConfig, startup: StartupTimer, on_lost: Callable[[str], None]) -> LoadedCore:
-    """Loads the model into this process, and into those of its ranks. ``on_lost`` is called, on another thread, with
+    """Loads the model into this process and the processes of its ranks. ``on_lost`` is called, on another thread, with
     the reason why a model that several processes share cannot run any more. Raises ``ModelError``.
     """
     executor = load_executor(config, on_lost, owns_process=True, nodes=config, startup=startup)
