@@ -27,7 +27,7 @@ from quire_engine.core.step_plain import step_from_plain, step_to_plain
 
 log = logging.getLogger(__name__)
 
-FORMAT = 1
+FORMAT = 2
 _MOST_WAITING = 256  # steps
 _FLUSH_SECONDS = 1.0  # a killed engine loses at most the last second
 _END_SECONDS = 10.0
