@@ -20,7 +20,7 @@ from quire_engine.core.lora import LoRARequest
 from quire_engine.core.request import Request
 from quire_engine.core.scheduler import Scheduler
 from quire_engine.core.step import ModelOutput, NewRequest, SampleRequest, ScheduledChunk, SchedulerOutput
-from quire_engine.core.step_recording import RecordedEngine, RecordingError, StepRecorder, read_steps
+from quire_engine.core.step_recording import FORMAT, RecordedEngine, RecordingError, StepRecorder, read_steps
 from quire_engine.simulation.replay import run_steps
 from quire_proto.pooling import PoolingParams, Task
 from quire_proto.sampling import SamplingParams
@@ -184,7 +184,7 @@ def test_what_an_engine_that_was_killed_has_written_is_read(tmp_path: Path) -> N
         ([], "does not hold steps"),
         ([[1]], "does not hold steps"),
         ([{"quire_steps": 99}], "does not hold steps of this version"),
-        ([{"quire_steps": 1, "engine": {"model": "m"}}], "does not say what engine"),
+        ([{"quire_steps": FORMAT, "engine": {"model": "m"}}], "does not say what engine"),
     ],
 )
 def test_other_files_are_refused_in_one_sentence(tmp_path: Path, lines: list[object], said: str) -> None:
