@@ -15,7 +15,7 @@ from quire_proto.structured_output import Structured, StructuredKind
 from tests.service.conftest import DEMO, FLOAT32, SMALL_POOLS
 from tests.service.test_engine_start import broken, sentence_of
 from tests.support.adapters import write_adapter
-from tests.support.engine_session import EngineSession
+from tests.support.engine_session import EngineSession, check_events_match_snapshot
 from tests.support.forked_engines import ForkedEngine
 from tests.support.processes import Engine, eventually, fetch
 
@@ -159,21 +159,7 @@ def collect_rest(link: EngineSession) -> tuple[list[int], pb.SequenceOutput]:
 
 
 def test_a_second_session_hears_of_the_blocks_that_the_first_one_filled(pair: Pair) -> None:
-    prompt = [7, 8, 9] * 20
-    with EngineSession(pair.process, "filling") as link:
-        cached = {name for stored in link.snapshot().cached for name in stored.block_hashes}
-        link.submit("a", prompt)
-        while True:
-            batch = link.batch()
-            for event in batch.kv_events:
-                cached.update(event.stored.block_hashes)
-                cached.difference_update(event.removed.block_hashes)
-            if any(output.finish_reason for output in batch.outputs):
-                break
-    with EngineSession(pair.process, "hearing") as link:
-        names = [name for stored in link.snapshot().cached for name in stored.block_hashes]
-    assert len(names) >= 3
-    assert set(names) == cached
+    check_events_match_snapshot(pair.process)
 
 
 def test_a_grammar_that_is_refused_is_refused_in_the_same_words(pair: Pair) -> None:
@@ -221,11 +207,11 @@ def test_its_metrics_are_those_of_the_core(pair: Pair) -> None:
     assert pair.process.metric("quire_engine_heartbeat_age_seconds") < 2
 
 
-@pytest.mark.parametrize("told", ["server", "core", "both"])
-def test_a_signal_to_either_process_drains_it(engine: Engine, told: str) -> None:
+@pytest.mark.parametrize("signalled", ["server", "core", "both"])
+def test_a_signal_to_either_process_drains_it(engine: Engine, signalled: str) -> None:
     """A service manager may send it to all processes of a service."""
     core = core_of(engine)
-    processes = {"server": [engine.popen.pid], "core": [core.pid], "both": [engine.popen.pid, core.pid]}[told]
+    processes = {"server": [engine.popen.pid], "core": [core.pid], "both": [engine.popen.pid, core.pid]}[signalled]
     with EngineSession(engine, "drain") as link:
         link.snapshot()
         link.submit("long", PROMPT, max_tokens=300)

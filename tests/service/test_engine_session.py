@@ -10,7 +10,7 @@ from quire.v1 import engine_pb2 as pb
 from quire.v1 import engine_pb2_grpc, types_pb2
 
 from tests.service.conftest import DEMO, SMALL_POOLS
-from tests.support.engine_session import EngineSession
+from tests.support.engine_session import EngineSession, check_events_match_snapshot
 from tests.support.forked_engines import ForkedEngine
 from tests.support.processes import Engine, eventually
 
@@ -57,21 +57,7 @@ def test_sequences_have_no_gaps_and_the_load_returns_to_nothing(engine: Engine) 
 
 
 def test_snapshot_and_events_match_the_cached_blocks(engine: Engine) -> None:
-    prompt = [7, 8, 9] * 20
-    with EngineSession(engine, "first") as link:
-        cached = {name for stored in link.snapshot().cached for name in stored.block_hashes}
-        link.submit("a", prompt)
-        while True:
-            batch = link.batch()
-            for event in batch.kv_events:
-                cached.update(event.stored.block_hashes)
-                cached.difference_update(event.removed.block_hashes)
-            if any(output.finish_reason for output in batch.outputs):
-                break
-    with EngineSession(engine, "second") as link:
-        names = [name for stored in link.snapshot().cached for name in stored.block_hashes]
-    assert len(names) >= 3
-    assert set(names) == cached
+    check_events_match_snapshot(engine)
 
 
 @pytest.mark.parametrize(

@@ -71,3 +71,23 @@ class EngineSession:
 
     def __exit__(self, *_: object) -> None:
         self.break_off()
+
+
+def check_events_match_snapshot(engine: Engine) -> None:
+    """Asserts that a second session's snapshot has the cached blocks that the first one's snapshot and events add up
+    to.
+    """
+    with EngineSession(engine, "filling") as link:
+        cached = {name for stored in link.snapshot().cached for name in stored.block_hashes}
+        link.submit("a", [7, 8, 9] * 20)
+        while True:
+            batch = link.batch()
+            for event in batch.kv_events:
+                cached.update(event.stored.block_hashes)
+                cached.difference_update(event.removed.block_hashes)
+            if any(output.finish_reason for output in batch.outputs):
+                break
+    with EngineSession(engine, "hearing") as link:
+        names = [name for stored in link.snapshot().cached for name in stored.block_hashes]
+    assert len(names) >= 3
+    assert set(names) == cached

@@ -2,7 +2,7 @@
 
 A row [bytes] is the state of one sequence in all layers that keep one. The scheduler's blocks of states
 (``core.state_pool``) are numbers; this module maps each to a row. A step never overwrites the state that a chunk begins
-with, because a step that failed is run again: if a chunk begins within a block, the step writes another row, and the
+with, because a step that failed is run again. If a chunk begins within a block, the step writes another row, and the
 block has that row from then on. The row before is kept until the sequence continues. So there is one spare row for each
 sequence of a step.
 

@@ -173,8 +173,8 @@ class Sequence:
     ``token_ids``: all known tokens, prompt and output. ``num_computed_tokens`` of them are in the KV cache, and
     ``num_scheduled_tokens`` will be after the steps in flight. The scheduler decides everything from these three:
     prefill and decode are not separate phases. ``plain_until``: while the sequence decodes tokens before this one, a
-    step changes nothing but its tokens: it needs no block, the worker's row is current, and the token does not end it,
-    unless it is a stop token. 0 if unknown.
+    step changes only its tokens. It needs no block, the worker's row is current, and only a stop token ends it. 0 if
+    unknown.
 
     ``index``: the choice that it belongs to. ``sample_requests``: how its next token is sampled, one for each output
     that is forked from it then; empty for a pooled prompt. ``num_seqs``: how many it counts as against

@@ -61,7 +61,7 @@ LAST_MESSAGE_SECONDS = 2.0
 
 def main() -> None:
     """Runs the core until the server closes the link."""
-    signal.signal(signal.SIGINT, lambda *_: None)  # Ctrl-C is for the server
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the server
     link, parent = map(int, sys.argv[1:])
     kill_with_parent(parent)
     EngineCoreProc(socket.socket(fileno=link)).run()

@@ -8,6 +8,7 @@ from itertools import count
 from operator import attrgetter
 from threading import Event, Thread
 from typing import Any
+from weakref import finalize
 
 from quire.v1 import engine_pb2 as pb
 
@@ -16,16 +17,20 @@ from quire_engine.config import EngineConfig
 from quire_engine.core.engine_core import Command
 from quire_engine.core.lora import LoRARequest
 from quire_engine.core.startup import StartupTimer, process_start
+from quire_engine.core.step import GrammarMatcher
 from quire_engine.core_client.client import CoreListener, CoreStats, EngineDeadError, LoadedCore
 from quire_engine.core_client.codec import Codec
 from quire_engine.core_client.core_messages import (
     STATUS_SECONDS,
     CheckLoRA,
+    CompileGrammar,
     Ended,
+    FreeGrammar,
     FromCore,
     Leave,
     Leaving,
     Link,
+    LoadTokenizer,
     Published,
     Ready,
     RemoteError,
@@ -38,13 +43,13 @@ from quire_engine.core_client.core_messages import (
     not_sent,
 )
 from quire_engine.core_client.loop_link import LoopLink
-from quire_engine.core_client.remote_grammars import RemoteGrammars
 from quire_engine.errors import ModelError
 from quire_engine.executor.child_process import ChildProcess
 from quire_engine.structured_output.compiler import ModelGrammars
 
 MODULE = "quire_engine.core_client.core_main"
 CLOSE_SECONDS = 5.0
+Ask = Callable[[Callable[[Callable[[Any], None]], ToCore]], Any]
 
 
 def load_core_process(config: EngineConfig, startup: StartupTimer, *, is_traced: bool) -> LoadedCore:
@@ -171,14 +176,14 @@ class CoreProcess:
         self._heartbeat.hear()
         match message:
             case Published(outputs, stats):
-                self._heartbeat.take(0.0)
+                self._heartbeat.reported = 0.0
                 self._heartbeat.is_sleeping = outputs.load.is_sleeping
                 _update(self.stats.scheduler, stats)
                 self._started.on_outputs(outputs)
             case Reply(call_id, values):
                 self._calls.pop(call_id)(values)
             case Status(seconds, weights, data_parallel):
-                self._heartbeat.take(seconds)
+                self._heartbeat.reported = seconds
                 _update(self.stats.weights, weights)
                 _update(self.stats.data_parallel, data_parallel)
             case Ready():
@@ -220,26 +225,66 @@ class CoreProcess:
 
 
 class _Heartbeat:
-    """When the core's process was heard last, and what it said about its progress."""
+    """When the core's process was heard last, and the seconds since progress that it ``reported`` last."""
 
     def __init__(self) -> None:
         self.is_sleeping = False
-        self._reported = 0.0
+        self.reported = 0.0
         self._heard = time.monotonic()
 
     @property
     def seconds(self) -> float:
         """Seconds since progress, as reported, plus those for which a report is overdue."""
         silent = time.monotonic() - self._heard
-        return self._reported + max(0.0, silent - 2 * STATUS_SECONDS)
+        return self.reported + max(0.0, silent - 2 * STATUS_SECONDS)
 
     def hear(self) -> None:
         """Notes a message."""
         self._heard = time.monotonic()
 
-    def take(self, seconds: float) -> None:
-        """Takes the seconds of a report."""
-        self._reported = seconds
+
+class RemoteGrammar:
+    """A grammar in the core's process. Implements ``SizedGrammar``."""
+
+    __slots__ = ("__weakref__", "grammar_id", "num_bytes")
+
+    def __init__(self, grammar_id: int) -> None:
+        self.grammar_id = grammar_id
+        self.num_bytes = 0
+
+    def new_matcher(self) -> GrammarMatcher:
+        """See ``Grammar``."""
+        raise AssertionError("the core's process fills the bitmasks")
+
+
+class RemoteGrammars:
+    """Compiles grammars in the core's process, which fills their bitmasks. Implements ``GrammarBackend``. ``ask`` makes
+    a message with a reply, sends it, and returns the reply. ``send`` may be called by a finalizer.
+    """
+
+    def __init__(self, ask: Ask, send: Callable[[FreeGrammar], None]) -> None:
+        self._ask = ask
+        self._send = send
+        self._ids = count()
+        self._is_loaded = False
+
+    def load(self) -> None:
+        """See ``GrammarBackend.load``."""
+        if not self._is_loaded:
+            _raise(self._ask(LoadTokenizer))
+            self._is_loaded = True
+
+    def compile(self, definition: str) -> RemoteGrammar:
+        """See ``GrammarBackend.compile``."""
+        grammar = RemoteGrammar(next(self._ids))
+        _raise(self._ask(lambda reply: CompileGrammar(grammar.grammar_id, definition, reply)))
+        finalize(grammar, self._send, FreeGrammar(grammar.grammar_id)).atexit = False
+        return grammar
+
+
+def _raise(error: RemoteError | None) -> None:
+    if error is not None:
+        raise error.to_exception()
 
 
 def _update(target: Any, source: Any) -> None:

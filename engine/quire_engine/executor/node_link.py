@@ -7,10 +7,10 @@ anywhere. All other frames carry JSON.
 
 These links were tried on gRPC streams as well. Five modules became 27 lines shorter, and the service and its stubs
 added 306. A step's message to a rank and the answer took 0.59 ms instead of 0.35 (loopback, TLS, 2 kB, median on two
-busy cores). The reasons for frames are what the other side is told and what is logged:
+busy cores). The reasons for frames are what the other side reads and what is logged:
 
 * A gRPC server logs nothing when it refuses a certificate, and the refused node reads "Socket closed".
-* A server is not told whether a stream was closed or its pings were not answered.
+* A server does not learn whether a stream was closed or its pings were not answered.
 * Pings count time in which this process was paused itself: nodes that were paused together would all end.
 """
 

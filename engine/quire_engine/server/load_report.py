@@ -1,4 +1,4 @@
-"""``LoadReport`` and ``UpdateTimer``: the load that routers are told, and when they are told it without outputs."""
+"""``LoadReport`` and ``UpdateTimer``: the load that routers get, and when they get it without outputs."""
 
 import asyncio
 from collections.abc import Callable, Iterator

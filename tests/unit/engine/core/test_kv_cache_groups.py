@@ -53,7 +53,7 @@ def evict_all(kv: KVCacheManager) -> None:
 
 
 @pytest.mark.parametrize("windows", [(None,), (5,), (None, 2, 9), (1, 30)])
-def test_a_table_changes_with_the_token_that_is_told_and_with_none_before(windows: Windows) -> None:
+def test_a_table_changes_at_plain_until_and_at_no_token_before(windows: Windows) -> None:
     kv, tokens = memory(windows), list(range(50))
     table, until = kv.new_table(b""), 0
     for num_computed in range(1, len(tokens)):

@@ -30,7 +30,7 @@ from quire_engine.core_client.core_messages import (
     make_codecs,
     not_sent,
 )
-from quire_engine.core_client.remote_grammars import RemoteGrammar
+from quire_engine.core_client.core_process import RemoteGrammar
 from quire_engine.errors import LoRAError, LoRANotFoundError
 from quire_engine.structured_output.llguidance import RejectedError
 from quire_proto.errors import ErrorCode, QuireError

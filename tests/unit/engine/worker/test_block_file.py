@@ -14,8 +14,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from quire_engine.core.block_pool import Transfer
 from quire_engine.core.kv_transfer.transfer import DISK, TransferOutcome
+from quire_engine.executor.rank_disks import TransferResults
 from quire_engine.worker.block_file import BlockFile, DiskTransfers, FolderLock, measure_block_seconds
-from quire_engine.worker.transfer_results import TransferResults
 
 SIZE, SLOTS = 40, 5
 

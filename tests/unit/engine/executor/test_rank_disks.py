@@ -4,7 +4,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from quire_engine.core.kv_transfer.transfer import DiskContents, TransferOutcome, TransferResult
-from quire_engine.worker.transfer_results import TransferResults
+from quire_engine.executor.rank_disks import TransferResults
 
 OUTCOMES = st.lists(st.sampled_from(TransferOutcome), min_size=3, max_size=3)
 
